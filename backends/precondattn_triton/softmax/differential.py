@@ -15,6 +15,7 @@ import torch
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.program import Program
 from precondattn.backend import ArraySpec, Request
+from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.limits import KEPT
@@ -22,12 +23,25 @@ from precondattn.spec.difference import Difference
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.softmax import Softmax
 from precondattn_triton.softmax.differential_backward import differential_backward
-from precondattn_triton.softmax.differential_forward import Maps, differential_forward
+from precondattn_triton.softmax.differential_decode import (
+    differential_step,
+    refuses_differential_step,
+)
+from precondattn_triton.softmax.differential_forward import (
+    DifferentialCall,
+    Maps,
+    differential_forward,
+)
+from precondattn_triton.softmax.leaf import SUPPORTED
+from precondattn_triton.softmax.score_options import options_of
 from precondattn_triton.softmax.score_tiles import row_products
 from precondattn_triton.softmax.widths import refuses_widths
 from precondattn_triton.tiles import masks_of
 
 Tensors = Mapping[str, torch.Tensor]
+
+WIDEST_WITH_OPTIONS = 128
+"""The widest rows in float32 where options are used: wider ones do not fit the registers."""
 
 
 class DifferentialWiring(NamedTuple):
@@ -40,6 +54,8 @@ class DifferentialWiring(NamedTuple):
     v: str
     lam: str
     softmax: Softmax
+    options: Mapping[str, str]
+    """The names of the inputs of both maps' options, by the names of `Softmax`."""
     per: str
 
 
@@ -54,13 +70,14 @@ def wiring(program: Program) -> DifferentialWiring | None:
         return None
     first, second = call_of[last["o1"]], call_of[last["o2"]]
     one, two = dict(first.arguments), dict(second.arguments)
-    if first.leaf != second.leaf or one["v"] != two["v"]:
+    options = {name: one[name] for name in one if name not in ("q", "k", "v")}
+    if first.leaf != second.leaf or any(one[name] != two[name] for name in ("v", *options)):
         return None
     names = one["q"], one["k"], two["q"], two["k"], one["v"], last["lam"]
     softmax, _, difference = program.leaves
     assert isinstance(softmax, Softmax)
     assert isinstance(difference, Difference)
-    return DifferentialWiring(*names, softmax, difference.per)
+    return DifferentialWiring(*names, softmax, options, difference.per)
 
 
 class DifferentialKernels:
@@ -71,31 +88,35 @@ class DifferentialKernels:
         wires = wiring(group.program)
         if wires is None:
             return "supports two softmax attentions with equal options and the same values only"
+        if request.verb == "extend":
+            return refuses_differential_step(wires.softmax, wires[:6], request)
         if request.verb not in ("forward", "vjp"):
             return "has no kernel for differential attention that extends a cache"
-        for option, is_used in (
-            ("a window", wires.softmax.window is not None),
-            ("LASER's read", wires.softmax.read == LOG_MEAN_EXP),
-        ):
-            if is_used:
-                return f"has no kernel for differential attention with {option}"
-        reason = declined_option(wires.softmax, "differential attention")
+        if wires.softmax.read == LOG_MEAN_EXP:
+            return "has no kernel for differential attention with LASER's read"
+        reason = declined_option(wires.softmax, "differential attention", SUPPORTED)
         if reason is not None:
             return reason
         shapes = dict(request.shapes)
         q, k, v = (shapes[name] for name in (wires.q1, wires.k1, wires.v))
         if 0 in q + k + v:
             return "its kernels for differential attention support no empty arrays"
-        return refuses_widths("differential attention", request.dtype, k[3], v[3])
+        uses_options = wires.softmax.window is not None or bool(wires.options)
+        if uses_options or wires.softmax.softcap is not None:
+            width = max(k[3], v[3])
+            if request.dtype == "float32" and width > WIDEST_WITH_OPTIONS:
+                return (
+                    f"has kernels for differential attention with options in float32 with keys and "
+                    f"values of width {WIDEST_WITH_OPTIONS} at most; found {width}"
+                )
+        # Values are computed in parts, which have the same limit in every dtype.
+        return refuses_widths("differential attention", "bfloat16", k[3], v[3])
 
     def forward(
         self, group: Piece, x: Tensors, frame: Frame
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The output (b, t, h, e) in the dtype of the values, and the residuals."""
-        wires, maps, v, lam = _inputs(group, x)
-        masks = masks_of(frame, maps.q1.shape[0])
-        scale, causal = wires.softmax.scale_for(maps.q1.shape[3]), wires.softmax.causal
-        read = differential_forward(maps, v, lam, masks, scale=scale, causal=causal)
+        read = differential_forward(_call(group, x, frame))
         residuals = read.logs, read.second
         return read.out, residuals if read.full is read.out else (*residuals, read.full)
 
@@ -109,47 +130,71 @@ class DifferentialKernels:
         cotangent: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
         """The gradients of all inputs, in their dtypes."""
-        wires, maps, v, lam = _inputs(group, x)
-        masks = masks_of(frame, maps.q1.shape[0])
+        wires, call = _wiring(group), _call(group, x, frame)
         logs, second, *full = residuals
-        d_out = cotangent.to(v.dtype)
-        of_out = row_products(d_out, full[0] if full else out.contiguous(), logs[0], masks.q_valid)
-        of_second = row_products(d_out, second, logs[0], masks.q_valid)
-        weight = lam.transpose(1, 2).float()
-        if masks.q_valid is not None:  # Padding may have any content.
-            weight = weight.where(masks.q_valid.bool()[:, None], 0)
+        q_valid, d_out = call.masks.q_valid, cotangent.to(call.v.dtype)
+        of_out = row_products(d_out, full[0] if full else out.contiguous(), logs[0], q_valid)
+        of_second = row_products(d_out, second, logs[0], q_valid)
+        weight = call.lam.transpose(1, 2).float()
+        if q_valid is not None:  # Padding may have any content.
+            weight = weight.where(q_valid.bool()[:, None], 0)
         d_sums = torch.stack((of_out + weight * of_second, of_second))
-        scale, causal = wires.softmax.scale_for(maps.q1.shape[3]), wires.softmax.causal
-        d, d_v = differential_backward(
-            maps, v, lam, masks, logs, d_sums, d_out, scale=scale, causal=causal
-        )
+        bias = x[wires.options["bias"]] if wires.softmax.bias else None
+        d = differential_backward(call, bias, logs, d_sums, d_out)
         d_lam = -of_second.transpose(1, 2)
         d_lam = {"layer": d_lam.sum(), "head": d_lam.sum((0, 1)), "token": d_lam}[wires.per]
         gradients: dict[str, torch.Tensor] = {}
-        for name, gradient in zip(wires[:6], (*d, d_v, d_lam), strict=True):
+        for name, gradient in zip(wires[:6], (*d.maps, d.v, d_lam), strict=True):
             # An input of both maps gets the sum of both gradients.
             other = gradients.get(name)
             gradients[name] = gradient if other is None else other.float() + gradient.float()
+        for option, of_option in (("bias", d.bias), ("slopes", d.slopes)):
+            if of_option is not None:
+                gradients[wires.options[option]] = of_option
+        if call.sink is not None:
+            weights = (call.sink.float()[:, None] - logs).exp()
+            weights[1] *= -weight
+            gradients[wires.options["sink"]] = -(weights * d_sums).sum((0, 1, 3))
         return {name: gradient.to(x[name].dtype) for name, gradient in gradients.items()}
+
+    def step(
+        self, group: Piece, past: Tensors, x: Tensors, frame: Frame
+    ) -> tuple[torch.Tensor, Updates]:
+        """The output for a few new tokens, and the updates of the cache's buffers."""
+        wires = _wiring(group)
+        return differential_step(wires.softmax, wires[:6], past, x, frame)
 
     def residual_shapes(
         self, group: Piece, inputs: Mapping[str, ArraySpec]
     ) -> tuple[ArraySpec, ...]:
         """The shapes of the residuals of `forward`."""
-        wires = wiring(group.program)
-        assert wires is not None  # `refuses` has checked it.
+        wires = _wiring(group)
         b, t, h, _ = inputs[wires.q1].shape
         (_, _, _, e), dtype = inputs[wires.v]
         always = ArraySpec((2, b, h, t), "float32"), ArraySpec((b, t, h, e), "float32")
         return always if dtype == "float32" else (*always, ArraySpec((b, t, h, e), "float32"))
 
 
-def _inputs(
-    group: Piece, x: Tensors
-) -> tuple[DifferentialWiring, Maps, torch.Tensor, torch.Tensor]:
-    """The wiring, q and k of both maps in the dtype of v, v, and λ as a view (b, t, h)."""
+def _wiring(group: Piece) -> DifferentialWiring:
     wires = wiring(group.program)
     assert wires is not None  # `refuses` has checked it.
-    v = x[wires.v]
+    return wires
+
+
+def _call(group: Piece, x: Tensors, frame: Frame) -> DifferentialCall:
+    """A call as its kernels read it, in the dtype of the values."""
+    wires = _wiring(group)
+    v, softmax = x[wires.v], wires.softmax
     maps = Maps(*(x[name].to(v.dtype) for name in wires[:4]))
-    return wires, maps, v, x[wires.lam].expand(maps.q1.shape[:3])
+    b, _, h, d = maps.q1.shape
+    of_softmax = {name: x[own] for name, own in wires.options.items()}
+    return DifferentialCall(
+        maps,
+        v,
+        x[wires.lam].expand(maps.q1.shape[:3]),
+        of_softmax["sink"].contiguous() if softmax.sink else None,
+        masks_of(frame, b),
+        options_of(softmax, of_softmax, b, h),
+        softmax.scale_for(d),
+        softmax.causal,
+    )

@@ -2,55 +2,72 @@
 
     A_m = e^{S_m − λ_m},    dA = do vᵀ,    D₂ = rowsum(do ∘ o₂),    D₁ = rowsum(do ∘ o) + λ D₂,
     dS₁ = A₁ ∘ (dA − D₁),    dS₂ = −λ A₂ ∘ (dA − D₂),    dv = (A₁ − λ A₂)ᵀ do,
-    dq_m = s dS_m k_m,    dk_m = s dS_mᵀ q_m,    dλ = −D₂.
+    dq_m = s G_m k_m,    dk_m = s G_mᵀ q_m,    G_m = dS_m ∘ (slope of the cap),    dλ = −D₂,
+    dbias = dS₁ + dS₂,    dm = −Σ_ij |i − j| (dS₁ + dS₂)_ij,
+    dσ = −Σ_i (e^{σ − λ₁} D₁ − λ e^{σ − λ₂} D₂)_i.
 
 A_m is recomputed from λ_m. dA is one product for both maps, and so is dv. Kernels and their grids:
 
-    query gradient    dq₁, dq₂        one program per tile of queries, head and sequence
-    key gradient      dk₁, dk₂, dv    one program per tile of keys, kv head and sequence
+    query gradient    dq₁, dq₂, sums for dm   one program per tile of queries, head and sequence
+    key gradient      dk₁, dk₂, dv            one program per tile of keys, kv head and sequence
+    bias gradient     dbias                   one program per tile of pairs of a bias
 
-A program of the key gradient loops over the query heads of its group. No two programs add to the
-same element, so the result is deterministic. Products per head, half of them if causal:
-t s (4 d + e) and t s (4 d + 2 e).
+If values have more than 256 channels (`value_parts.py`), the key gradient is launched twice, for dk
+and for the parts of dv. A program of it loops over the query heads of its group, and a program of
+the bias gradient over the heads and sequences that share a bias. No two programs add to the same
+element, so the result is deterministic. Products per head, half of them if causal: t s (4 d + e),
+t s (4 d + 2 e) and t s (2 d + e).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from precondattn.kernel_backend.limits import padded_width
-from precondattn_triton.precision import product_precision
-from precondattn_triton.softmax.differential_forward import Maps, row_weights, triton_dtype
-from precondattn_triton.softmax.score_tiles import load_logs
-from precondattn_triton.tiles import (
-    LOG2_E,
-    KernelMasks,
-    configured,
-    factor_dtype,
-    is_token,
-    keys_met,
-    load_tile,
-    may_attend,
-    queries_met,
-    store_tile,
-    tile_of_program,
+from precondattn_triton.launching import cdiv, launch
+from precondattn_triton.softmax.differential_forward import DifferentialCall, Maps, row_weights
+from precondattn_triton.softmax.pair_products import row_products_of
+from precondattn_triton.softmax.reach import (
+    edge,
+    edges,
+    keys_in_reach,
+    may_attend_within,
+    queries_in_reach,
 )
+from precondattn_triton.softmax.score_options import distances, scores_and_slopes
+from precondattn_triton.softmax.score_tiles import load_logs
+from precondattn_triton.softmax.value_parts import load_part, store_part
+from precondattn_triton.tiles import is_token, load_tile, store_tile, tile_of_program
+
+
+class DifferentialGradients(NamedTuple):
+    """The gradients of a call."""
+
+    maps: Maps
+    v: torch.Tensor
+    bias: torch.Tensor | None
+    """in the shape of the input, (b or 1, h or 1, t, s)"""
+    slopes: torch.Tensor | None
+    """(h,), float32"""
 
 
 @triton.jit
 def _query_gradient(
-    q1, k1, q2, k2, v, lam, d_out, logs, d_sums, d_q1, d_q2,
+    q1, k1, q2, k2, v, lam, sink, d_out, logs, d_sums, d_q1, d_q2, d_slopes,
+    g_batch, g_token, g_head, g_channel,
     q_valid, k_valid, segment,
+    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
     scale, t, s, h, n, logs_map,
     q1_batch, q1_token, q1_head, q1_channel, k1_batch, k1_token, k1_head, k1_channel,
     q2_batch, q2_token, q2_head, q2_channel, k2_batch, k2_token, k2_head, k2_channel,
     v_batch, v_token, v_head, v_channel, l_batch, l_token, l_head,
-    g_batch, g_token, g_head, g_channel,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, FACTOR: tl.constexpr,
+    PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
     kv = head // (h // n)
@@ -69,54 +86,104 @@ def _query_gradient(
     q2_tile = load_tile(
         q2 + batch * q2_batch + head * q2_head, rows, is_row, q2_token, q2_channel, D, PADDED_D
     )
-    d_o = load_tile(
-        d_out + batch * g_batch + head * g_head, rows, is_row, g_token, g_channel, E, PADDED_E
-    ).to(FACTOR)
+    d_out += batch * g_batch + head * g_head
+    if PARTS == 1:
+        d_o = load_part(d_out, rows, is_row, g_token, g_channel, 0, E, CHANNELS).to(FACTOR)
     k1 += batch * k1_batch + kv * k1_head
     k2 += batch * k2_batch + kv * k2_head
     v += batch * v_batch + kv * v_head
 
     acc1 = tl.zeros((ROWS, PADDED_D), tl.float32)
     acc2 = tl.zeros((ROWS, PADDED_D), tl.float32)
-    begin, end = keys_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
-    for start in range(begin // COLUMNS * COLUMNS, end, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        is_key = is_token(k_valid, batch, columns, s)
-        k1_tile = load_tile(k1, columns, is_key, k1_token, k1_channel, D, PADDED_D)
-        k2_tile = load_tile(k2, columns, is_key, k2_token, k2_channel, D, PADDED_D)
-        values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
-        mask = may_attend(
-            rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
-            segment, CAUSAL,
-        )  # fmt: skip
-        d_a = tl.dot(d_o, tl.trans(values), input_precision=PRECISION)
-        s1 = tl.dot(q1_tile, tl.trans(k1_tile), input_precision=PRECISION) * (scale * LOG2_E)
-        a1 = tl.exp2(tl.where(mask, s1 - logs1[:, None], float("-inf")))
-        d_s1 = (a1 * (d_a - sums1[:, None])).to(FACTOR)
-        acc1 = tl.dot(d_s1, k1_tile.to(FACTOR), acc1, input_precision=PRECISION)
-        s2 = tl.dot(q2_tile, tl.trans(k2_tile), input_precision=PRECISION) * (scale * LOG2_E)
-        a2 = tl.exp2(tl.where(mask, s2 - logs2[:, None], float("-inf")))
-        d_s2 = (a2 * (d_a - sums2[:, None])).to(FACTOR)
-        acc2 = tl.dot(d_s2, k2_tile.to(FACTOR), acc2, input_precision=PRECISION)
+    d_slope = tl.zeros((ROWS,), tl.float32)
+    begin, open_low, open_high, end = keys_in_reach(
+        tile * ROWS, ROWS, batch, t, s, k_valid, segment, window, CAUSAL, COLUMNS
+    )
+    if EXACT:  # In float32 two loops do not fit the registers: all tiles are masked.
+        open_low, open_high = begin, begin
+    before, outer = edges(begin, open_low, open_high, end, COLUMNS)
+    for phase in tl.static_range(1 if EXACT else 0, 2):
+        count = (open_high - open_low) // COLUMNS if phase == 0 else outer
+        for number in range(0, count):
+            if phase == 0:
+                start = open_low + number * COLUMNS
+            else:
+                start = edge(number, before, begin, open_high, COLUMNS)
+            columns = start + tl.arange(0, COLUMNS)
+            is_key = is_token(k_valid, batch, columns, s)
+            is_pair = is_row[:, None] & is_key[None, :]
+            k1_tile = load_tile(k1, columns, is_key, k1_token, k1_channel, D, PADDED_D)
+            k2_tile = load_tile(k2, columns, is_key, k2_token, k2_channel, D, PADDED_D)
+            d_a = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for first in tl.static_range(0, E, CHANNELS):
+                values = load_part(v, columns, is_key, v_token, v_channel, first, E, CHANNELS)
+                if PARTS > 1:
+                    d_o = load_part(d_out, rows, is_row, g_token, g_channel, first, E, CHANNELS)
+                    d_o = d_o.to(FACTOR)
+                d_a = tl.dot(d_o, tl.trans(values.to(FACTOR)), d_a, input_precision=PRECISION)
+            s1, slope1 = scores_and_slopes(
+                tl.dot(q1_tile, tl.trans(k1_tile), input_precision=PRECISION),
+                rows[:, None], columns[None, :], is_pair, batch, head, t, s, scale,
+                softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
+            )  # fmt: skip
+            s2, slope2 = scores_and_slopes(
+                tl.dot(q2_tile, tl.trans(k2_tile), input_precision=PRECISION),
+                rows[:, None], columns[None, :], is_pair, batch, head, t, s, scale,
+                softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
+            )  # fmt: skip
+            s1 -= logs1[:, None]
+            s2 -= logs2[:, None]
+            if phase == 1:
+                mask = may_attend_within(
+                    rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
+                    segment, window, CAUSAL,
+                )  # fmt: skip
+                s1 = tl.where(mask, s1, float("-inf"))
+                s2 = tl.where(mask, s2, float("-inf"))
+            d_s1 = tl.exp2(s1) * (d_a - sums1[:, None])
+            d_s2 = tl.exp2(s2) * (d_a - sums2[:, None])  # Without the factor −λ of its row.
+            if slopes is not None:
+                apart = distances(rows[:, None], columns[None, :], t, s)
+                d_slope += tl.sum((d_s1 - weight[:, None] * d_s2) * apart, 1)
+            if softcap is not None:
+                d_s1 *= slope1
+                d_s2 *= slope2
+            acc1 = tl.dot(d_s1.to(FACTOR), k1_tile.to(FACTOR), acc1, input_precision=PRECISION)
+            acc2 = tl.dot(d_s2.to(FACTOR), k2_tile.to(FACTOR), acc2, input_precision=PRECISION)
     start = (batch * t * h + head) * D
     store_tile(d_q1 + start, rows, rows < t, h * D, acc1 * scale, D)
     store_tile(d_q2 + start, rows, rows < t, h * D, -acc2 * (weight * scale)[:, None], D)
+    if slopes is not None:
+        part = (batch * tl.cdiv(t, ROWS) + tile) * h + head
+        tl.store(d_slopes + part, -tl.sum(d_slope, 0))
 
 
 @triton.jit
 def _key_gradient(
-    q1, k1, q2, k2, v, lam, d_out, logs, d_sums, d_k1, d_k2, d_v,
+    q1, k1, q2, k2, v, lam, sink, d_out, logs, d_sums, d_k1, d_k2, d_v,
+    g_batch, g_token, g_head, g_channel,
     q_valid, k_valid, segment,
+    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
     scale, t, s, h, n, logs_map,
     q1_batch, q1_token, q1_head, q1_channel, k1_batch, k1_token, k1_head, k1_channel,
     q2_batch, q2_token, q2_head, q2_channel, k2_batch, k2_token, k2_head, k2_channel,
     v_batch, v_token, v_head, v_channel, l_batch, l_token, l_head,
-    g_batch, g_token, g_head, g_channel,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, FACTOR: tl.constexpr,
+    PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, FACTOR: tl.constexpr,
+    WITH_KEYS: tl.constexpr, WITH_VALUES: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, kv = tile_of_program(tl.cdiv(s, ROWS), n)
+    """dk₁ and dk₂ of a tile of keys, or a part of dv, or both if there is one part."""
+    tiles = tl.cdiv(s, ROWS)
+    if WITH_KEYS:
+        tile, batch, kv = tile_of_program(tiles, n)
+        part = 0
+    else:
+        tile_and_part, batch, kv = tile_of_program(tiles * PARTS, n)
+        tile, part = tile_and_part % tiles, tile_and_part // tiles * CHANNELS
+    if CAUSAL:  # The first tiles have the most work.
+        tile = tiles - 1 - tile
     keys = tile * ROWS + tl.arange(0, ROWS)
     is_key = is_token(k_valid, batch, keys, s)
     k1 += batch * k1_batch + kv * k1_head
@@ -124,86 +191,242 @@ def _key_gradient(
     v += batch * v_batch + kv * v_head
     k1_tile = load_tile(k1, keys, is_key, k1_token, k1_channel, D, PADDED_D)
     k2_tile = load_tile(k2, keys, is_key, k2_token, k2_channel, D, PADDED_D)
-    values = load_tile(v, keys, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
+    if WITH_KEYS and PARTS == 1:
+        values = load_part(v, keys, is_key, v_token, v_channel, 0, E, CHANNELS).to(FACTOR)
 
-    acc1 = tl.zeros((ROWS, PADDED_D), tl.float32)
-    acc2 = tl.zeros((ROWS, PADDED_D), tl.float32)
-    value_acc = tl.zeros((ROWS, PADDED_E), tl.float32)
-    begin, end = queries_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
-    for member in range(0, h // n):
-        head = kv * (h // n) + member
-        at = (batch * h + head) * t
-        for start in range(begin // COLUMNS * COLUMNS, end, COLUMNS):
-            queries = start + tl.arange(0, COLUMNS)
-            is_query = is_token(q_valid, batch, queries, t)
-            logs1 = load_logs(logs, at, queries, is_query)
-            logs2 = load_logs(logs, at + logs_map, queries, is_query)
-            is_query = is_query & (logs1 < float("inf"))
-            sums1 = tl.load(d_sums + at + queries, mask=is_query, other=0.0)
-            sums2 = tl.load(d_sums + logs_map + at + queries, mask=is_query, other=0.0)
-            weight = row_weights(lam, batch, head, queries, is_query, l_batch, l_token, l_head)
-            q1_tile = load_tile(
-                q1 + batch * q1_batch + head * q1_head,
-                queries, is_query, q1_token, q1_channel, D, PADDED_D,
+    if WITH_KEYS:
+        acc1 = tl.zeros((ROWS, PADDED_D), tl.float32)
+        acc2 = tl.zeros((ROWS, PADDED_D), tl.float32)
+    if WITH_VALUES:
+        value_acc = tl.zeros((ROWS, CHANNELS), tl.float32)
+    begin, open_low, open_high, end = queries_in_reach(
+        tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
+    )
+    if EXACT:  # In float32 two loops do not fit the registers: all tiles are masked.
+        open_low, open_high = begin, begin
+    before, outer = edges(begin, open_low, open_high, end, COLUMNS)
+    for phase in tl.static_range(1 if EXACT else 0, 2):
+        count = (open_high - open_low) // COLUMNS if phase == 0 else outer
+        for member in range(0, h // n):
+            head = kv * (h // n) + member
+            at = (batch * h + head) * t
+            q1_start = q1 + batch * q1_batch + head * q1_head
+            q2_start = q2 + batch * q2_batch + head * q2_head
+            g_start = d_out + batch * g_batch + head * g_head
+            for number in range(0, count):
+                if phase == 0:
+                    start = open_low + number * COLUMNS
+                else:
+                    start = edge(number, before, begin, open_high, COLUMNS)
+                queries = start + tl.arange(0, COLUMNS)
+                is_query = is_token(q_valid, batch, queries, t)
+                logs1 = load_logs(logs, at, queries, is_query)
+                logs2 = load_logs(logs, at + logs_map, queries, is_query)
+                is_query = is_query & (logs1 < float("inf"))
+                is_pair = is_query[None, :] & is_key[:, None]
+                weight = row_weights(lam, batch, head, queries, is_query, l_batch, l_token, l_head)
+                q1_tile = load_tile(
+                    q1_start, queries, is_query, q1_token, q1_channel, D, PADDED_D
+                )  # fmt: skip
+                q2_tile = load_tile(
+                    q2_start, queries, is_query, q2_token, q2_channel, D, PADDED_D
+                )  # fmt: skip
+                # All transposed: keys × queries. Other rows of A than those of its own key and
+                # valid queries do not reach the gradients that are stored.
+                s1, slope1 = scores_and_slopes(
+                    tl.dot(k1_tile, tl.trans(q1_tile), input_precision=PRECISION),
+                    queries[None, :], keys[:, None], is_pair, batch, head, t, s, scale,
+                    softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
+                )  # fmt: skip
+                s2, slope2 = scores_and_slopes(
+                    tl.dot(k2_tile, tl.trans(q2_tile), input_precision=PRECISION),
+                    queries[None, :], keys[:, None], is_pair, batch, head, t, s, scale,
+                    softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
+                )  # fmt: skip
+                s1 -= logs1[None, :]
+                s2 -= logs2[None, :]
+                if phase == 1:
+                    mask = may_attend_within(
+                        queries[None, :], keys[:, None], is_key[:, None], batch, t, s,
+                        segment, window, CAUSAL,
+                    )  # fmt: skip
+                    s1 = tl.where(mask, s1, float("-inf"))
+                    s2 = tl.where(mask, s2, float("-inf"))
+                a1 = tl.exp2(s1)
+                a2 = tl.exp2(s2) * weight[None, :]
+                if WITH_VALUES:
+                    d_o = load_part(
+                        g_start, queries, is_query, g_token, g_channel, part, E, CHANNELS
+                    ).to(FACTOR)  # fmt: skip
+                    value_acc = tl.dot(
+                        (a1 - a2).to(FACTOR), d_o, value_acc, input_precision=PRECISION
+                    )  # fmt: skip
+                if WITH_KEYS:
+                    d_a = tl.zeros((ROWS, COLUMNS), tl.float32)
+                    for first in tl.static_range(0, E, CHANNELS):
+                        if PARTS > 1:
+                            values = load_part(
+                                v, keys, is_key, v_token, v_channel, first, E, CHANNELS
+                            ).to(FACTOR)  # fmt: skip
+                            d_o = load_part(
+                                g_start, queries, is_query, g_token, g_channel, first, E, CHANNELS
+                            ).to(FACTOR)  # fmt: skip
+                        d_a = tl.dot(values, tl.trans(d_o), d_a, input_precision=PRECISION)
+                    sums1 = tl.load(d_sums + at + queries, mask=is_query, other=0.0)
+                    sums2 = tl.load(d_sums + logs_map + at + queries, mask=is_query, other=0.0)
+                    d_s1 = a1 * (d_a - sums1[None, :])
+                    d_s2 = a2 * (d_a - sums2[None, :])
+                    if softcap is not None:
+                        d_s1 *= slope1
+                        d_s2 *= slope2
+                    acc1 = tl.dot(
+                        d_s1.to(FACTOR), q1_tile.to(FACTOR), acc1, input_precision=PRECISION
+                    )  # fmt: skip
+                    acc2 = tl.dot(
+                        d_s2.to(FACTOR), q2_tile.to(FACTOR), acc2, input_precision=PRECISION
+                    )  # fmt: skip
+    is_kept = is_key[:, None]  # Invalid keys are not masked in the tiles without a mask.
+    start = batch * s * n + kv
+    if WITH_KEYS:
+        acc1 = tl.where(is_kept, acc1 * scale, 0.0)
+        acc2 = tl.where(is_kept, -acc2 * scale, 0.0)
+        store_tile(d_k1 + start * D, keys, keys < s, n * D, acc1, D)
+        store_tile(d_k2 + start * D, keys, keys < s, n * D, acc2, D)
+    if WITH_VALUES:
+        value_acc = tl.where(is_kept, value_acc, 0.0)
+        store_part(d_v + start * E, keys, keys < s, n * E, part, value_acc, E)
+
+
+@triton.jit
+def _bias_gradient(
+    q1, k1, q2, k2, v, lam, sink, d_out, logs, d_sums, d_bias, batches, heads,
+    g_batch, g_token, g_head, g_channel,
+    q_valid, k_valid, segment,
+    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+    scale, t, s, h, n, logs_map,
+    q1_batch, q1_token, q1_head, q1_channel, k1_batch, k1_token, k1_head, k1_channel,
+    q2_batch, q2_token, q2_head, q2_channel, k2_batch, k2_token, k2_head, k2_channel,
+    v_batch, v_token, v_head, v_channel, l_batch, l_token, l_head,
+    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
+    """`batches` sequences and `heads` heads share an entry of the bias."""
+    across = tl.cdiv(s, COLUMNS)
+    pair, first_batch, first_head = tile_of_program(tl.cdiv(t, ROWS) * across, h // heads)
+    tile, start = pair // across, pair % across * COLUMNS
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    columns = start + tl.arange(0, COLUMNS)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for number in range(0, batches * heads):
+        batch, head = first_batch + number // heads, first_head + number % heads
+        kv = head // (h // n)
+        begin, _low, _high, end = keys_in_reach(
+            tile * ROWS, ROWS, batch, t, s, k_valid, segment, window, CAUSAL, COLUMNS
+        )
+        if (start >= begin) & (start < end):
+            at = (batch * h + head) * t
+            is_row = is_token(q_valid, batch, rows, t)
+            logs1 = load_logs(logs, at, rows, is_row)
+            logs2 = load_logs(logs, at + logs_map, rows, is_row)
+            is_row = is_row & (logs1 < float("inf"))
+            is_key = is_token(k_valid, batch, columns, s)
+            is_pair = is_row[:, None] & is_key[None, :]
+            mask = may_attend_within(
+                rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
+                segment, window, CAUSAL,
             )  # fmt: skip
-            q2_tile = load_tile(
-                q2 + batch * q2_batch + head * q2_head,
-                queries, is_query, q2_token, q2_channel, D, PADDED_D,
+            d_a = row_products_of(
+                d_out + batch * g_batch + head * g_head, rows, is_row, g_token, g_channel,
+                v + batch * v_batch + kv * v_head, columns, is_key, v_token, v_channel,
+                E, CHANNELS * PARTS, ROWS, COLUMNS, PRECISION,
             )  # fmt: skip
-            d_o = load_tile(
-                d_out + batch * g_batch + head * g_head,
-                queries, is_query, g_token, g_channel, E, PADDED_E,
-            ).to(FACTOR)  # fmt: skip
-            # All transposed: keys × queries.
-            mask = may_attend(
-                queries[None, :], keys[:, None], is_key[:, None], batch, t, s,
-                segment, CAUSAL,
-            )  # fmt: skip
-            s1 = tl.dot(k1_tile, tl.trans(q1_tile), input_precision=PRECISION) * (scale * LOG2_E)
-            a1 = tl.exp2(tl.where(mask, s1 - logs1[None, :], float("-inf")))
-            s2 = tl.dot(k2_tile, tl.trans(q2_tile), input_precision=PRECISION) * (scale * LOG2_E)
-            a2 = tl.exp2(tl.where(mask, s2 - logs2[None, :], float("-inf"))) * weight[None, :]
-            value_acc = tl.dot((a1 - a2).to(FACTOR), d_o, value_acc, input_precision=PRECISION)
-            d_a = tl.dot(values, tl.trans(d_o), input_precision=PRECISION)
-            d_s1 = (a1 * (d_a - sums1[None, :])).to(FACTOR)
-            acc1 = tl.dot(d_s1, q1_tile.to(FACTOR), acc1, input_precision=PRECISION)
-            d_s2 = (a2 * (d_a - sums2[None, :])).to(FACTOR)
-            acc2 = tl.dot(d_s2, q2_tile.to(FACTOR), acc2, input_precision=PRECISION)
-    head_start = batch * s * n + kv
-    store_tile(d_k1 + head_start * D, keys, keys < s, n * D, acc1 * scale, D)
-    store_tile(d_k2 + head_start * D, keys, keys < s, n * D, -acc2 * scale, D)
-    store_tile(d_v + head_start * E, keys, keys < s, n * E, value_acc, E)
+            for second in tl.static_range(2):
+                if second:
+                    products = row_products_of(
+                        q2 + batch * q2_batch + head * q2_head, rows, is_row, q2_token, q2_channel,
+                        k2 + batch * k2_batch + kv * k2_head, columns, is_key, k2_token, k2_channel,
+                        D, PADDED_D, ROWS, COLUMNS, PRECISION,
+                    )  # fmt: skip
+                else:
+                    products = row_products_of(
+                        q1 + batch * q1_batch + head * q1_head, rows, is_row, q1_token, q1_channel,
+                        k1 + batch * k1_batch + kv * k1_head, columns, is_key, k1_token, k1_channel,
+                        D, PADDED_D, ROWS, COLUMNS, PRECISION,
+                    )  # fmt: skip
+                scores, _slope = scores_and_slopes(
+                    products, rows[:, None], columns[None, :], is_pair, batch, head, t, s, scale,
+                    softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
+                )  # fmt: skip
+                row_logs = logs2 if second else logs1
+                sums = tl.load(
+                    d_sums + second * logs_map + at + rows, mask=is_row, other=0.0
+                )  # fmt: skip
+                a = tl.exp2(tl.where(mask, scores - row_logs[:, None], float("-inf")))
+                d_s = a * (d_a - sums[:, None])
+                if second:
+                    weight = row_weights(lam, batch, head, rows, is_row, l_batch, l_token, l_head)
+                    d_s *= -weight[:, None]
+                acc += d_s
+    at = (first_batch * (h // heads) + first_head) * t
+    pairs = (at + rows[:, None]) * s + columns[None, :]
+    inside = (rows < t)[:, None] & (columns < s)[None, :]
+    tl.store(d_bias + pairs, acc.to(d_bias.dtype.element_ty), mask=inside)
 
 
 def differential_backward(
-    maps: Maps,
-    v: torch.Tensor,
-    lam: torch.Tensor,
-    masks: KernelMasks,
+    call: DifferentialCall,
+    bias: torch.Tensor | None,
     logs: torch.Tensor,
     d_sums: torch.Tensor,
     d_out: torch.Tensor,
-    *,
-    scale: float,
-    causal: bool,
-) -> tuple[Maps, torch.Tensor]:
-    """dq and dk of both maps, and dv; `d_sums` (2, b, h, t) holds D₁ and D₂."""
-    b, t, h, d = maps.q1.shape
-    s, n, e = v.shape[1:]
-    d_maps = Maps(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in maps))
-    d_v = torch.empty_like(v, memory_format=torch.contiguous_format)
-    for name, kernel, gradients, tokens, heads in (
-        ("differential_query_gradient", _query_gradient, (d_maps.q1, d_maps.q2), t, h),
-        ("differential_key_gradient", _key_gradient, (d_maps.k1, d_maps.k2, d_v), s, n),
-    ):
-        tuned = configured(name, maps.q1, v)
-        kernel[(triton.cdiv(tokens, tuned.rows) * b * heads,)](
-            *maps, v, lam, d_out, logs, d_sums, *gradients,
-            *masks, scale, t, s, h, n, logs.stride(0),
-            *maps.strides, *v.stride(), *lam.stride(), *d_out.stride(),
-            CAUSAL=causal, D=d, E=e, PADDED_D=padded_width(d), PADDED_E=padded_width(e),
-            ROWS=tuned.rows, COLUMNS=tuned.columns, PRECISION=product_precision(v.dtype),
-            FACTOR=triton_dtype(factor_dtype(v.dtype)),
-            num_warps=tuned.warps, num_stages=tuned.stages,
+) -> DifferentialGradients:
+    """`bias` is the input (b or 1, h or 1, t, s), and `d_sums` (2, b, h, t) holds D₁ and D₂."""
+    b, t, h, _ = call.maps.q1.shape
+    s, n = call.v.shape[1:3]
+    d_maps = Maps(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in call.maps))
+    d_v = torch.empty_like(call.v, memory_format=torch.contiguous_format)
+    inputs = *call.arrays, d_out, logs, d_sums
+    sizes = *d_out.stride(), *call.sizes
+
+    constants = call.constants("differential_query_gradient")
+    tiles = cdiv(t, constants["ROWS"])
+    d_slopes = None if call.options.slopes is None else logs.new_empty((b, tiles, h))
+    launch(
+        _query_gradient,
+        (tiles * b * h,),
+        *inputs,
+        d_maps.q1,
+        d_maps.q2,
+        d_slopes,
+        *sizes,
+        **constants,
+    )
+
+    constants = call.constants("differential_key_gradient")
+    tiles, parts = cdiv(s, constants["ROWS"]), constants["PARTS"]
+    for with_keys, with_values in ((True, True),) if parts == 1 else ((True, False), (False, True)):
+        launch(
+            _key_gradient, (tiles * (1 if with_keys else parts) * b * n,),
+            *inputs, d_maps.k1, d_maps.k2, d_v, *sizes,
+            **constants, WITH_KEYS=with_keys, WITH_VALUES=with_values,
         )  # fmt: skip
-    return d_maps, d_v
+
+    d_bias = None
+    if bias is not None:
+        d_bias = torch.empty_like(bias, memory_format=torch.contiguous_format)
+        constants = call.constants("differential_bias_gradient")
+        pairs = cdiv(t, constants["ROWS"]) * cdiv(s, constants["COLUMNS"])
+        launch(
+            _bias_gradient,
+            (pairs * bias.shape[0] * bias.shape[1],),
+            *inputs,
+            d_bias,
+            b // bias.shape[0],
+            h // bias.shape[1],
+            *sizes,
+            **constants,
+        )
+    slopes = None if d_slopes is None else d_slopes.sum((0, 1))
+    return DifferentialGradients(d_maps, d_v, d_bias, slopes)

@@ -1,15 +1,18 @@
-"""Differential attention forward: o = A₁ v − λ A₂ v,  A_m = softmax(s q_m k_mᵀ + mask).
+"""Differential attention forward: o = A₁ v − λ A₂ v,  A_m = softmax(S_m + mask).
 
 Flash attention with two maps, in tiles of ROWS queries and COLUMNS keys (`configurations.py`). One
 pass over the keys loads a tile of values once, and weights it by the scores of both maps,
 
     S₁ = s q₁ k₁ᵀ,    S₂ = s q₂ k₂ᵀ,    acc_m ← acc_m 2^{m_m − m'_m} + P_m V,
 
-each with its own running maximum (`score_tiles.py`). o₁ = acc₁ / l₁ and o₂ = acc₂ / l₂ are float32,
-and so is the difference o₁ − λ o₂, which cancels if the maps nearly agree.
+each with its own running maximum (`online_softmax.py`). Both have the same options
+(`score_options.py`) and the same sink, and need a mask in the same tiles (`reach.py`).
+o₁ = acc₁ / l₁ and o₂ = acc₂ / l₂ are float32, and so is the difference o₁ − λ o₂, which cancels if
+the maps nearly agree.
 
-Grid: one program per tile of queries, head and sequence. t s (2 d + 2 e) products per head, half of
-them if causal. Both accumulators are in registers.
+Grid: one program per part of the values' channels, tile of queries, head and sequence. There is one
+part up to 256 channels (`value_parts.py`). t s (2 d + 2 e) products per head, half of them if
+causal, and with more parts 2 t s d for each. Both accumulators are in registers.
 """
 
 from __future__ import annotations
@@ -21,18 +24,19 @@ import triton
 import triton.language as tl
 
 from precondattn.kernel_backend.limits import padded_width
+from precondattn_triton.configurations import configuration
+from precondattn_triton.launching import Constant, cdiv, launch
 from precondattn_triton.precision import product_precision
-from precondattn_triton.softmax.score_tiles import mean_and_log, with_tile
+from precondattn_triton.softmax.online_softmax import mean_and_log_with_sink, with_scores
+from precondattn_triton.softmax.reach import edge, edges, keys_in_reach, may_attend_within
+from precondattn_triton.softmax.row_sums import no_sums
+from precondattn_triton.softmax.score_options import ScoreOptions, scores_and_slopes
+from precondattn_triton.softmax.value_parts import load_part, part_width, store_part
 from precondattn_triton.tiles import (
-    LOG2_E,
     KernelMasks,
-    configured,
     factor_dtype,
     is_token,
-    keys_met,
     load_tile,
-    may_attend,
-    store_tile,
     tile_of_program,
 )
 
@@ -72,17 +76,25 @@ def row_weights(lam, batch, head, rows, is_row, l_batch, l_token, l_head):
 
 @triton.jit
 def _forward(
-    q1, k1, q2, k2, v, lam, out, full, second, logs,
+    q1, k1, q2, k2, v, lam, sink, out, full, second, logs,
     q_valid, k_valid, segment,
+    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
     scale, t, s, h, n, logs_map,
     q1_batch, q1_token, q1_head, q1_channel, k1_batch, k1_token, k1_head, k1_channel,
     q2_batch, q2_token, q2_head, q2_channel, k2_batch, k2_token, k2_head, k2_channel,
     v_batch, v_token, v_head, v_channel, l_batch, l_token, l_head,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, FACTOR: tl.constexpr,
+    PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
+    tiles = tl.cdiv(t, ROWS)
+    if PARTS == 1:
+        tile, batch, head = tile_of_program(tiles, h)
+        first = 0
+    else:
+        tile_and_part, batch, head = tile_of_program(tiles * PARTS, h)
+        tile, first = tile_and_part % tiles, tile_and_part // tiles * CHANNELS
     kv = head // (h // n)
     rows = tile * ROWS + tl.arange(0, ROWS)
     is_row = is_token(q_valid, batch, rows, t)
@@ -98,80 +110,136 @@ def _forward(
 
     largest1 = tl.full((ROWS,), float("-inf"), tl.float32)
     largest2 = tl.full((ROWS,), float("-inf"), tl.float32)
-    total1 = tl.zeros((ROWS,), tl.float32)
-    total2 = tl.zeros((ROWS,), tl.float32)
-    acc1 = tl.zeros((ROWS, PADDED_E), tl.float32)
-    acc2 = tl.zeros((ROWS, PADDED_E), tl.float32)
-    begin, end = keys_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
-    begin = begin // COLUMNS * COLUMNS
-    # Keys from `begin` to `open_end` are masked in no row.
-    open_end = s // COLUMNS * COLUMNS
-    if CAUSAL:
-        open_end = tl.maximum(tile * ROWS + (s - t) + 1, 0) // COLUMNS * COLUMNS
-    if k_valid is not None or segment is not None:
-        open_end = begin
+    total1, total2 = no_sums(v, ROWS), no_sums(v, ROWS)
+    acc1 = tl.zeros((ROWS, CHANNELS), tl.float32)
+    acc2 = tl.zeros((ROWS, CHANNELS), tl.float32)
+    begin, open_low, open_high, end = keys_in_reach(
+        tile * ROWS, ROWS, batch, t, s, k_valid, segment, window, CAUSAL, COLUMNS
+    )
+    before, outer = edges(begin, open_low, open_high, end, COLUMNS)
     for phase in tl.static_range(2):
-        if phase == 0:
-            low, high = begin, open_end
-        else:
-            low, high = open_end, end
-        for start in range(low, high, COLUMNS):
+        count = (open_high - open_low) // COLUMNS if phase == 0 else outer
+        for number in range(0, count):
+            if phase == 0:
+                start = open_low + number * COLUMNS
+            else:
+                start = edge(number, before, begin, open_high, COLUMNS)
             columns = start + tl.arange(0, COLUMNS)
             is_key = is_token(k_valid, batch, columns, s)
+            is_pair = is_row[:, None] & is_key[None, :]
             k1_tile = load_tile(k1, columns, is_key, k1_token, k1_channel, D, PADDED_D)
             k2_tile = load_tile(k2, columns, is_key, k2_token, k2_channel, D, PADDED_D)
-            values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
-            s1 = tl.dot(q1_tile, tl.trans(k1_tile), input_precision=PRECISION) * (scale * LOG2_E)
-            s2 = tl.dot(q2_tile, tl.trans(k2_tile), input_precision=PRECISION) * (scale * LOG2_E)
+            values = load_part(v, columns, is_key, v_token, v_channel, first, E, CHANNELS).to(
+                FACTOR
+            )
+            s1, _ = scores_and_slopes(
+                tl.dot(q1_tile, tl.trans(k1_tile), input_precision=PRECISION),
+                rows[:, None], columns[None, :], is_pair, batch, head, t, s, scale,
+                softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
+            )  # fmt: skip
+            s2, _ = scores_and_slopes(
+                tl.dot(q2_tile, tl.trans(k2_tile), input_precision=PRECISION),
+                rows[:, None], columns[None, :], is_pair, batch, head, t, s, scale,
+                softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
+            )  # fmt: skip
             if phase == 1:
-                mask = may_attend(
+                mask = may_attend_within(
                     rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
-                    segment, CAUSAL,
+                    segment, window, CAUSAL,
                 )  # fmt: skip
                 s1 = tl.where(mask, s1, float("-inf"))
                 s2 = tl.where(mask, s2, float("-inf"))
-            largest1, total1, acc1 = with_tile(largest1, total1, acc1, s1, values, PRECISION)
-            largest2, total2, acc2 = with_tile(largest2, total2, acc2, s2, values, PRECISION)
+            largest1, total1, acc1 = with_scores(
+                largest1, total1, acc1, s1, values, PRECISION, False
+            )
+            largest2, total2, acc2 = with_scores(
+                largest2, total2, acc2, s2, values, PRECISION, False
+            )
 
-    o1, logs1 = mean_and_log(largest1, total1, acc1, is_row)
-    o2, logs2 = mean_and_log(largest2, total2, acc2, is_row)
+    o1, logs1 = mean_and_log_with_sink(largest1, total1, acc1, is_row, sink, head)
+    o2, logs2 = mean_and_log_with_sink(largest2, total2, acc2, is_row, sink, head)
     at = logs + (batch * h + head) * t + rows
-    tl.store(at, logs1, mask=rows < t)
-    tl.store(at + logs_map, logs2, mask=rows < t)
+    is_first = (rows < t) & (first == 0)
+    tl.store(at, logs1, mask=is_first)
+    tl.store(at + logs_map, logs2, mask=is_first)
     weight = row_weights(lam, batch, head, rows, is_row, l_batch, l_token, l_head)
     o = o1 - weight[:, None] * o2
     start = (batch * t * h + head) * E
-    store_tile(out + start, rows, rows < t, h * E, o, E)
+    store_part(out + start, rows, rows < t, h * E, first, o, E)
     if full is not None:
-        store_tile(full + start, rows, rows < t, h * E, o, E)
-    store_tile(second + start, rows, rows < t, h * E, o2, E)
+        store_part(full + start, rows, rows < t, h * E, first, o, E)
+    store_part(second + start, rows, rows < t, h * E, first, o2, E)
 
 
-def differential_forward(
-    maps: Maps,
-    v: torch.Tensor,
-    lam: torch.Tensor,
-    masks: KernelMasks,
-    *,
-    scale: float,
-    causal: bool,
-) -> DifferentialResults:
-    """v (b, s, n, e) has the dtype of the maps; λ is (b, t, h). Any strides."""
-    b, t, h, d = maps.q1.shape
-    s, n, e = v.shape[1:]
-    out = v.new_empty((b, t, h, e))
+class DifferentialCall(NamedTuple):
+    """The inputs of a call, as kernels read them."""
+
+    maps: Maps
+    v: torch.Tensor
+    """(b, s, n, e), in the dtype of the maps"""
+    lam: torch.Tensor
+    """λ (b, t, h)"""
+    sink: torch.Tensor | None
+    """(h,), contiguous"""
+    masks: KernelMasks
+    options: ScoreOptions
+    scale: float
+    causal: bool
+
+    @property
+    def arrays(self) -> tuple[torch.Tensor | None, ...]:
+        """The arguments that all kernels begin with."""
+        return *self.maps, self.v, self.lam, self.sink
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        """The arguments that all kernels have, from `q_valid` on."""
+        (b, t, h, _), (s, n) = self.maps.q1.shape, self.v.shape[1:3]
+        sizes = self.scale, t, s, h, n, b * h * t
+        strides = *self.maps.strides, *self.v.stride(), *self.lam.stride()
+        return (*self.masks, *self.options.arguments, *sizes, *strides)
+
+    def constants(self, kernel: str) -> dict[str, Constant]:
+        """The constants and options of a launch."""
+        d, e, dtype = self.maps.q1.shape[3], self.v.shape[3], factor_dtype(self.v.dtype)
+        width = max(padded_width(d), part_width(e))
+        tuned = configuration(kernel, width, dtype == torch.bfloat16, self.v)
+        return {
+            "CAUSAL": self.causal,
+            "D": d,
+            "E": e,
+            "PADDED_D": padded_width(d),
+            "CHANNELS": part_width(e),
+            "PARTS": cdiv(e, part_width(e)),
+            "ROWS": tuned.rows,
+            "COLUMNS": tuned.columns,
+            "PRECISION": product_precision(self.v.dtype),
+            "EXACT": self.v.dtype == torch.float32,
+            "FACTOR": triton_dtype(dtype),
+            "num_warps": tuned.warps,
+            "num_stages": tuned.stages,
+        }
+
+
+def differential_forward(call: DifferentialCall) -> DifferentialResults:
+    """One launch."""
+    (b, t, h, _), v = call.maps.q1.shape, call.v
+    out = v.new_empty((b, t, h, v.shape[3]))
     full = None if v.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     second = torch.empty_like(out, dtype=torch.float32)
     logs = second.new_empty((2, b, h, t))
-    tuned = configured("differential_forward", maps.q1, v)
-    _forward[(triton.cdiv(t, tuned.rows) * b * h,)](
-        *maps, v, lam, out, full, second, logs, *masks, scale, t, s, h, n, logs.stride(0),
-        *maps.strides, *v.stride(), *lam.stride(),
-        CAUSAL=causal, D=d, E=e, PADDED_D=padded_width(d), PADDED_E=padded_width(e),
-        ROWS=tuned.rows, COLUMNS=tuned.columns, PRECISION=product_precision(v.dtype),
-        FACTOR=triton_dtype(factor_dtype(v.dtype)),
-        num_warps=tuned.warps, num_stages=tuned.stages,
-    )  # fmt: skip
+    constants = call.constants("differential_forward")
+    launch(
+        _forward,
+        (cdiv(t, constants["ROWS"]) * constants["PARTS"] * b * h,),
+        *call.arrays,
+        out,
+        full,
+        second,
+        logs,
+        *call.sizes,
+        **constants,
+    )
     return DifferentialResults(out, out if full is None else full, second, logs)
 
 

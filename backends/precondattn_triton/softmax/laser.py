@@ -11,13 +11,15 @@ from collections.abc import Mapping
 import torch
 
 from precondattn.backend import ArraySpec, Request
+from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.spec.metric import DOT
 from precondattn.spec.softmax import Softmax
 from precondattn_triton.softmax.laser_backward import laser_backward
+from precondattn_triton.softmax.laser_decode import laser_step, refuses_laser_step
 from precondattn_triton.softmax.laser_forward import ValueSpread, laser_forward, spread
-from precondattn_triton.softmax.widths import limits
+from precondattn_triton.softmax.widths import WIDEST_IN_PARTS
 from precondattn_triton.tiles import masks_of
 
 STEP = 4
@@ -32,6 +34,8 @@ class LaserKernels:
     def refuses(self, leaf: Softmax, request: Request) -> str | None:
         """The reason why the kernels do not support this call, or None."""
         shapes = dict(request.shapes)
+        if request.verb == "extend":
+            return refuses_laser_step(leaf, request)
         if request.verb not in ("forward", "vjp"):
             return "has no kernel for LASER that extends a cache"
         if request.dtype == "float64":
@@ -43,12 +47,11 @@ class LaserKernels:
         reason = declined_option(leaf, "LASER")
         if reason is not None:
             return reason
-        widths = limits(request.dtype, shapes["k"][3], shapes["v"][3])
-        for name, width, widest in widths:
-            if width > widest or width % STEP:
+        for name, width in (("keys", shapes["k"][3]), ("values", shapes["v"][3])):
+            if width > WIDEST_IN_PARTS or width % STEP:
                 return (
-                    f"has kernels for LASER in {request.dtype} with {name} whose width is a "
-                    f"multiple of {STEP} and at most {widest}; found {width}"
+                    f"has kernels for LASER with {name} whose width is a multiple of {STEP} and at "
+                    f"most {WIDEST_IN_PARTS}; found {width}"
                 )
         return None
 
@@ -89,6 +92,14 @@ class LaserKernels:
             causal=leaf.causal,
         )
         return {name: d.to(x[name].dtype) for name, d in zip("qkv", gradients, strict=True)}
+
+    def step(
+        self, leaf: Softmax, past: Tensors, x: Tensors, frame: Frame
+    ) -> tuple[torch.Tensor, Updates]:
+        """The output for a few new tokens, and the updates of the cache's buffers."""
+        keys = leaf.program.slot_keys[0]
+        out, updates = laser_step(leaf, {slot: past[key] for slot, key in keys.items()}, x, frame)
+        return out, {keys[slot]: update for slot, update in updates.items()}
 
     def residual_shapes(
         self, leaf: Softmax, inputs: Mapping[str, ArraySpec]

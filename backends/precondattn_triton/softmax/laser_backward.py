@@ -23,7 +23,8 @@ Kernels, in order, and their grids:
     exact key gradient      dk, dv of other heads    one program per tile of keys and kv head
 
 A program of a key gradient loops over the query heads of its group. No two programs add to the same
-element, so the result is deterministic. FLOPs per close head, half of them if causal: dq
+element, so the result is deterministic. It visits the inner tiles of all heads before those at a
+border (`inner_tiles.py`). FLOPs per close head, half of them if causal: dq
 2 t s (2 d + e), dk and dv 2 t s (2 d + 2 e). Exact: 2 t s e exponentials for each of the two.
 """
 
@@ -34,8 +35,25 @@ import triton
 import triton.language as tl
 
 from precondattn.kernel_backend.limits import padded_width
+from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.precision import product_precision
-from precondattn_triton.softmax.laser_forward import ValueSpread, exact_channels, weights
+from precondattn_triton.softmax.inner_tiles import (
+    inner_keys,
+    inner_queries,
+    load_visited,
+    tokens_again,
+    visited,
+    visits,
+)
+from precondattn_triton.softmax.laser_forward import (
+    ValueSpread,
+    exact_channels,
+    exact_configuration,
+    is_wide,
+    weights,
+)
+from precondattn_triton.softmax.laser_wide import wide_backward
+from precondattn_triton.softmax.tile_order import longest_first
 from precondattn_triton.tiles import (
     LOG2_E,
     KernelMasks,
@@ -100,7 +118,9 @@ def _query_gradient(
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
+    tiles = tl.cdiv(t, ROWS)
+    rank, batch, head = longest_first(tiles, h, CAUSAL)
+    tile = tiles - 1 - rank
     kv = head // (h // n)
     if tl.load(is_close + batch * n + kv) == 0:
         return
@@ -118,26 +138,29 @@ def _query_gradient(
 
     acc = tl.zeros((ROWS, PADDED_D), tl.float32)
     begin, end = keys_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
-    for start in range(begin // COLUMNS * COLUMNS, end, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        is_key = is_token(k_valid, batch, columns, s)
-        k_tile = load_tile(k, columns, is_key, k_token, k_channel, D, PADDED_D)
-        w_tile = load_tile(w, columns, columns < s, E, 1, E, PADDED_E)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * (scale * LOG2_E)
-        mask = may_attend(
-            rows[:, None],
-            columns[None, :],
-            is_key[None, :],
-            batch,
-            t,
-            s,
-            segment,
-            CAUSAL,
-        )
-        a = tl.exp2(tl.where(mask, scores - logs[:, None], float("-inf")))
-        d_a = tl.dot(g_tile, tl.trans(w_tile), input_precision=PRECISION)
-        d_scores = (a * (d_a - sums[:, None])).to(w.dtype.element_ty)
-        acc = tl.dot(d_scores, k_tile.to(w.dtype.element_ty), acc, input_precision=PRECISION)
+    begin = begin // COLUMNS * COLUMNS
+    low, high = inner_keys(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL, COLUMNS)
+    for phase in tl.static_range(2):
+        first, last = visits(begin, low, high, end, phase)
+        for visit in range(first, last, COLUMNS):
+            columns = visited(visit, low, high, phase) + tl.arange(0, COLUMNS)
+            k_tile = load_visited(
+                k, k_valid, batch, columns, s, k_token, k_channel, D, PADDED_D, phase == 0
+            )
+            w_tile = load_visited(w, None, batch, columns, s, E, 1, E, PADDED_E, phase == 0)
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            scores = scores * (scale * LOG2_E) - logs[:, None]
+            if phase == 1 or k_valid is not None:
+                mask = is_token(k_valid, batch, columns, s)[None, :]
+                if phase == 1:
+                    mask = may_attend(
+                        rows[:, None], columns[None, :], mask, batch, t, s, segment, CAUSAL
+                    )
+                scores = tl.where(mask, scores, float("-inf"))
+            d_a = tl.dot(g_tile, tl.trans(w_tile), input_precision=PRECISION)
+            d_scores = (tl.exp2(scores) * (d_a - sums[:, None])).to(w.dtype.element_ty)
+            acc = tl.dot(d_scores, k_tile.to(w.dtype.element_ty), acc, input_precision=PRECISION)
+    rows = tokens_again(tile, ROWS)
     start = (batch * t * h + head) * D
     store_tile(d_q + start, rows, rows < t, h * D, acc * scale, D)
 
@@ -152,7 +175,7 @@ def _key_gradient(
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, kv = tile_of_program(tl.cdiv(s, ROWS), n)
+    tile, batch, kv = longest_first(tl.cdiv(s, ROWS), n, CAUSAL)
     if tl.load(is_close + batch * n + kv) == 0:
         return
     keys = tile * ROWS + tl.arange(0, ROWS)
@@ -166,48 +189,64 @@ def _key_gradient(
     key_acc = tl.zeros((ROWS, PADDED_D), tl.float32)
     weight_acc = tl.zeros((ROWS, PADDED_E), tl.float32)
     begin, end = queries_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
+    begin = begin // COLUMNS * COLUMNS
+    low, high = inner_queries(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL, COLUMNS)
+    # Two loops over wide rows in float32 spill more registers than one.
+    IS_ONE_LOOP: tl.constexpr = w.dtype.element_ty == tl.float32 and PADDED_D + PADDED_E > 256
+    if IS_ONE_LOOP:
+        low, high = begin, begin
     group = h // n
-    for member in range(0, group):
-        head = kv * group + member
-        q_start = q + batch * q_batch + head * q_head
-        g_start = g + (batch * t * h + head) * E
-        for start in range(begin // COLUMNS * COLUMNS, end, COLUMNS):
-            queries = start + tl.arange(0, COLUMNS)
-            is_query = is_token(q_valid, batch, queries, t)
-            q_tile = load_tile(q_start, queries, is_query, q_token, q_channel, D, PADDED_D)
-            g_tile = load_tile(g_start, queries, is_query, h * E, 1, E, PADDED_E)
-            at = (batch * h + head) * t + queries
-            logs = tl.load(log_total + at, mask=is_query, other=float("inf")) * LOG2_E
-            sums = tl.load(d_sum + at, mask=is_query, other=0.0)
-            # All transposed: keys × queries.
-            scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * (scale * LOG2_E)
-            mask = may_attend(
-                queries[None, :],
-                keys[:, None],
-                is_key[:, None],
-                batch,
-                t,
-                s,
-                segment,
-                CAUSAL,
-            )
-            a = tl.exp2(tl.where(mask, scores - logs[None, :], float("-inf")))
-            weight_acc = tl.dot(
-                a.to(w.dtype.element_ty), g_tile, weight_acc, input_precision=PRECISION
-            )
-            d_a = tl.dot(w_tile, tl.trans(g_tile), input_precision=PRECISION)
-            d_scores = (a * (d_a - sums[None, :])).to(w.dtype.element_ty)
-            key_acc = tl.dot(
-                d_scores, q_tile.to(w.dtype.element_ty), key_acc, input_precision=PRECISION
-            )
+    for phase in tl.static_range(1 if IS_ONE_LOOP else 0, 2):
+        if phase == 1:
+            keys = tokens_again(tile, ROWS)
+        first, last = visits(begin, low, high, end, phase)
+        for member in range(0, group):
+            head = kv * group + member
+            q_start = q + batch * q_batch + head * q_head
+            g_start = g + (batch * t * h + head) * E
+            for visit in range(first, last, COLUMNS):
+                queries = visited(visit, low, high, phase) + tl.arange(0, COLUMNS)
+                q_tile = load_visited(
+                    q_start, q_valid, batch, queries, t, q_token, q_channel, D, PADDED_D, phase == 0
+                )
+                g_tile = load_visited(
+                    g_start, None, batch, queries, t, h * E, 1, E, PADDED_E, phase == 0
+                )
+                # λ of an invalid query is ∞.
+                at = (batch * h + head) * t + queries
+                if phase == 0:
+                    logs, sums = tl.load(log_total + at), tl.load(d_sum + at)
+                else:
+                    logs = tl.load(log_total + at, mask=queries < t, other=float("inf"))
+                    sums = tl.load(d_sum + at, mask=queries < t, other=0.0)
+                # All transposed: keys × queries.
+                scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+                scores = scores * (scale * LOG2_E) - (logs * LOG2_E)[None, :]
+                if phase == 1:
+                    mask = may_attend(
+                        queries[None, :], keys[:, None], (keys < s)[:, None], batch,
+                        t, s, segment, CAUSAL,
+                    )  # fmt: skip
+                    scores = tl.where(mask, scores, float("-inf"))
+                a = tl.exp2(scores)
+                weight_acc = tl.dot(
+                    a.to(w.dtype.element_ty), g_tile, weight_acc, input_precision=PRECISION
+                )
+                d_a = tl.dot(w_tile, tl.trans(g_tile), input_precision=PRECISION)
+                d_scores = (a * (d_a - sums[None, :])).to(w.dtype.element_ty)
+                key_acc = tl.dot(
+                    d_scores, q_tile.to(w.dtype.element_ty), key_acc, input_precision=PRECISION
+                )
+    is_key = is_token(k_valid, batch, keys, s)[:, None]
     head_start = batch * s * n + kv
-    store_tile(d_k + head_start * D, keys, keys < s, n * D, key_acc * scale, D)
-    # Loaded again, which costs fewer registers than keeping it through the loop.
+    # Weights of invalid keys are not masked in the loops.
+    d_keys = tl.where(is_key, key_acc * scale, 0.0)
+    store_tile(d_k + head_start * D, keys, keys < s, n * D, d_keys, D)
     w_tile = load_tile(w, keys, keys < s, E, 1, E, PADDED_E).to(tl.float32)
     channels = tl.arange(0, PADDED_E)
     at = (batch * n + kv) * E + channels
     u = tl.load(less + at, mask=channels < E, other=0.0)
-    d_values = weight_acc * (w_tile + u[None, :])
+    d_values = tl.where(is_key, weight_acc * (w_tile + u[None, :]), 0.0)
     store_tile(d_v + head_start * E, keys, keys < s, n * E, d_values, E)
 
 
@@ -225,7 +264,9 @@ def _exact_query_gradient(
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
+    tiles = tl.cdiv(t, ROWS)
+    rank, batch, head = longest_first(tiles, h, CAUSAL)
+    tile = tiles - 1 - rank
     kv = head // (h // n)
     if tl.load(is_close + batch * n + kv) != 0:
         return
@@ -291,7 +332,7 @@ def _exact_key_gradient(
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, kv = tile_of_program(tl.cdiv(s, ROWS), n)
+    tile, batch, kv = longest_first(tl.cdiv(s, ROWS), n, CAUSAL)
     if tl.load(is_close + batch * n + kv) != 0:
         return
     keys = tile * ROWS + tl.arange(0, ROWS)
@@ -377,24 +418,31 @@ def laser_backward(
 
     w = weights(v, masks, value_range)
     g, d_sum = _cotangents(d_out, masks, value_range, full, log_total)
-    for name, kernel, gradients, tokens, heads in (
-        ("laser_query_gradient", _query_gradient, (d_q,), t, h),
-        ("laser_key_gradient", _key_gradient, (d_k, d_v), s, n),
-    ):
-        tuned = configured(name, q, v)
-        kernel[(triton.cdiv(tokens, tuned.rows) * b * heads,)](
-            q, k, w, value_range.less, value_range.is_close, g, d_sum, log_total, *gradients,
-            *masks, *sizes, *q.stride(), *k.stride(),
-            **fixed, PADDED_E=padded_width(e), ROWS=tuned.rows, COLUMNS=tuned.columns,
-            PRECISION=product_precision(v.dtype), num_warps=tuned.warps, num_stages=tuned.stages,
-        )  # fmt: skip
+    rows = value_range.less, value_range.is_close, g, d_sum, log_total
+    if is_wide(v, d):
+        wide_backward(q, k, w, rows, (d_q, d_k, d_v), masks, scale=scale, causal=causal)
+    else:
+        for name, kernel, gradients, tokens, heads in (
+            ("laser_query_gradient", _query_gradient, (d_q,), t, h),
+            ("laser_key_gradient", _key_gradient, (d_k, d_v), s, n),
+        ):
+            tuned = configured(name, q, v)
+            launch(
+                kernel, (cdiv(tokens, tuned.rows) * b * heads,),
+                q, k, w, *rows, *gradients,
+                *masks, *sizes, *q.stride(), *k.stride(),
+                **fixed, PADDED_E=padded_width(e), ROWS=tuned.rows, COLUMNS=tuned.columns,
+                PRECISION=product_precision(v.dtype), num_warps=tuned.warps,
+                num_stages=tuned.stages,
+            )  # fmt: skip
 
     for name, kernel, gradients, tokens, heads in (
         ("laser_exact_query_gradient", _exact_query_gradient, (d_q,), t, h),
         ("laser_exact_key_gradient", _exact_key_gradient, (d_k, d_v), s, n),
     ):
-        tuned = configured(name, q, v)
-        kernel[(triton.cdiv(tokens, tuned.rows) * b * heads,)](
+        tuned = exact_configuration(name, q, v)
+        launch(
+            kernel, (cdiv(tokens, tuned.rows) * b * heads,),
             q, k, v, value_range.is_close, full, log_total, d_out, *gradients,
             *masks, *sizes, *q.stride(), *k.stride(), *v.stride(), *d_out.stride(),
             **fixed, CHANNELS=exact_channels(e), ROWS=tuned.rows,
@@ -414,8 +462,9 @@ def _cotangents(
     b, t, h, e = d_out.shape
     g = d_out.new_empty(d_out.shape, dtype=factor_dtype(d_out.dtype))
     d_sum = torch.empty_like(log_total)
-    rows = max(COTANGENT_ELEMENTS // padded_width(e), 16)
-    _cotangent[(triton.cdiv(t, rows) * b * h,)](
+    rows = COTANGENT_ELEMENTS // padded_width(e)
+    launch(
+        _cotangent, (cdiv(t, rows) * b * h,),
         d_out, full, log_total, *value_range, g, d_sum, masks.q_valid,
         t, h, value_range.is_close.shape[1], *d_out.stride(),
         E=e, PADDED_E=padded_width(e), ROWS=rows,

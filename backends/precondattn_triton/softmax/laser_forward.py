@@ -29,6 +29,8 @@ Kernels, in order, and their grids:
                                                  and head
 
 `is_close` is computed and stored on the device; a program of the other kind returns at once.
+Only tiles at a border are masked (`inner_tiles.py`), and the longest programs begin first
+(`tile_order.py`). Keys and values that are wider than a tile are in `laser_wide.py`.
 Close: 2 t s (d + e) FLOPs per head, half of them if causal; q, k and W are read from memory, k and
 W once per tile of queries. Exact: t s e exponentials per head.
 A row in which all keys are masked has o = 0 and λ = ∞, so that all its weights are 0.
@@ -45,8 +47,20 @@ import triton.language as tl
 
 from precondattn.kernel_backend.limits import padded_width
 from precondattn.spec.laser import RANGE
+from precondattn_triton.configurations import Configuration, configuration
+from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.precision import product_precision
+from precondattn_triton.softmax.inner_tiles import (
+    inner_keys,
+    load_visited,
+    tokens_again,
+    visited,
+    visits,
+)
+from precondattn_triton.softmax.laser_wide import wide_forward
 from precondattn_triton.softmax.row_sums import no_sums, row_sums, with_row_sums
+from precondattn_triton.softmax.tile_order import longest_first
+from precondattn_triton.softmax.widths import is_wide as wider_than_a_tile
 from precondattn_triton.tiles import (
     LOG2_E,
     KernelMasks,
@@ -148,9 +162,10 @@ def _weights(
 def spread(v: torch.Tensor, masks: KernelMasks) -> ValueSpread:
     """The range of the values of valid keys."""
     b, s, n, e = v.shape
-    segments = triton.cdiv(s, SEGMENT)
+    segments = cdiv(s, SEGMENT)
     largest, smallest = v.new_empty((2, b, n, segments, e), dtype=torch.float32)
-    _spread[(segments * b * n,)](
+    launch(
+        _spread, (segments * b * n,),
         v, masks.k_valid, largest, smallest, s, n, *v.stride(),
         E=e, PADDED_E=padded_width(e), SEGMENT=SEGMENT, ROWS=_value_rows(e),
     )  # fmt: skip
@@ -167,7 +182,8 @@ def weights(v: torch.Tensor, masks: KernelMasks, value_range: ValueSpread) -> to
     b, s, n, e = v.shape
     w = v.new_empty((b, n, s, e), dtype=factor_dtype(v.dtype))
     rows = _value_rows(e)
-    _weights[(triton.cdiv(s, rows) * b * n,)](
+    launch(
+        _weights, (cdiv(s, rows) * b * n,),
         v, masks.k_valid, *value_range, w, s, n, *v.stride(),
         E=e, PADDED_E=padded_width(e), ROWS=rows,
     )  # fmt: skip
@@ -176,7 +192,7 @@ def weights(v: torch.Tensor, masks: KernelMasks, value_range: ValueSpread) -> to
 
 def _value_rows(e: int) -> int:
     """Tokens in a tile of v."""
-    return min(max(VALUE_ELEMENTS // padded_width(e), 16), SEGMENT)
+    return min(VALUE_ELEMENTS // padded_width(e), SEGMENT)
 
 
 # --------------------------------------------------------------------------------- close heads
@@ -192,7 +208,9 @@ def _close(
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
+    tiles = tl.cdiv(t, ROWS)
+    rank, batch, head = longest_first(tiles, h, CAUSAL)
+    tile = tiles - 1 - rank
     kv = head // (h // n)
     if tl.load(is_close + batch * n + kv) == 0:
         return
@@ -209,37 +227,30 @@ def _close(
     acc = tl.zeros((ROWS, PADDED_E), tl.float32)
     begin, end = keys_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
     begin = begin // COLUMNS * COLUMNS
-    # Keys from `begin` to `open_end` are masked in no row.
-    open_end = s // COLUMNS * COLUMNS
-    if CAUSAL:
-        open_end = tl.maximum(tile * ROWS + (s - t) + 1, 0) // COLUMNS * COLUMNS
-    if k_valid is not None or segment is not None:
-        open_end = begin
-    for phase in tl.static_range(2):
-        if phase == 0:
-            low, high = begin, open_end
-        else:
-            low, high = open_end, end
-        for start in range(low, high, COLUMNS):
-            columns = start + tl.arange(0, COLUMNS)
-            is_key = is_token(k_valid, batch, columns, s)
-            k_tile = load_tile(k, columns, is_key, k_token, k_channel, D, PADDED_D)
+    low, high = inner_keys(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL, COLUMNS)
+    # Two loops over wide rows spill more registers than one.
+    WIDEST: tl.constexpr = 256 if w.dtype.element_ty == tl.float32 else 512
+    IS_ONE_LOOP: tl.constexpr = PADDED_D + PADDED_E > WIDEST
+    if IS_ONE_LOOP:
+        low, high = begin, begin
+    for phase in tl.static_range(1 if IS_ONE_LOOP else 0, 2):
+        first, last = visits(begin, low, high, end, phase)
+        for visit in range(first, last, COLUMNS):
+            columns = visited(visit, low, high, phase) + tl.arange(0, COLUMNS)
+            k_tile = load_visited(
+                k, k_valid, batch, columns, s, k_token, k_channel, D, PADDED_D, phase == 0
+            )
             products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             scores = products * (scale * LOG2_E)  # Base-2 logarithms.
-            if phase == 0:
+            if phase == 0 and k_valid is None:
                 # The scale is positive: the largest score is that of the largest product.
                 highest = tl.max(products, 1) * (scale * LOG2_E)
             else:
-                mask = may_attend(
-                    rows[:, None],
-                    columns[None, :],
-                    is_key[None, :],
-                    batch,
-                    t,
-                    s,
-                    segment,
-                    CAUSAL,
-                )
+                mask = is_token(k_valid, batch, columns, s)[None, :]
+                if phase == 1:
+                    mask = may_attend(
+                        rows[:, None], columns[None, :], mask, batch, t, s, segment, CAUSAL
+                    )
                 scores = tl.where(mask, scores, float("-inf"))
                 highest = tl.max(scores, 1)
             higher = tl.maximum(largest, highest)
@@ -247,11 +258,13 @@ def _close(
             shrink = tl.exp2(largest - base)
             p = tl.exp2(scores - base[:, None]).to(w.dtype.element_ty)
             total = with_row_sums(total, shrink[:, None], p)
-            w_tile = load_tile(w, columns, columns < s, E, 1, E, PADDED_E)
+            w_tile = load_visited(w, None, batch, columns, s, E, 1, E, PADDED_E, phase == 0)
             acc = tl.dot(p, w_tile, acc * shrink[:, None], input_precision=PRECISION)
             largest = higher
 
     total = row_sums(total)
+    rows = tokens_again(tile, ROWS)
+    is_row = is_token(q_valid, batch, rows, t)
     has_keys = is_row & (total != 0)  # Also true for NaN, which a NaN in a key gives.
     channels = tl.arange(0, PADDED_E)
     at = (batch * n + kv) * E + channels
@@ -373,22 +386,39 @@ def laser_forward(
     sizes = scale, t, s, h, n
     fixed = {"CAUSAL": causal, "D": d, "E": e, "PADDED_D": padded_width(d)}
 
-    tuned = configured("laser_forward", q, v)
-    _close[(triton.cdiv(t, tuned.rows) * b * h,)](
-        q, k, weights(v, masks, value_range), *value_range, *outputs,
-        *masks, *sizes, *q.stride(), *k.stride(),
-        **fixed, PADDED_E=padded_width(e), ROWS=tuned.rows, COLUMNS=tuned.columns,
-        PRECISION=product_precision(v.dtype), num_warps=tuned.warps, num_stages=tuned.stages,
-    )  # fmt: skip
+    w = weights(v, masks, value_range)
+    if is_wide(v, d):
+        wide_forward(q, k, w, value_range, outputs, masks, scale=scale, causal=causal)
+    else:
+        tuned = configured("laser_forward", q, v)
+        launch(
+            _close, (cdiv(t, tuned.rows) * b * h,),
+            q, k, w, *value_range, *outputs,
+            *masks, *sizes, *q.stride(), *k.stride(),
+            **fixed, PADDED_E=padded_width(e), ROWS=tuned.rows, COLUMNS=tuned.columns,
+            PRECISION=product_precision(v.dtype), num_warps=tuned.warps, num_stages=tuned.stages,
+        )  # fmt: skip
 
-    tuned, channels = configured("laser_exact_forward", q, v), exact_channels(e)
-    _exact[(triton.cdiv(t, tuned.rows) * triton.cdiv(e, channels) * b * h,)](
+    tuned, channels = exact_configuration("laser_exact_forward", q, v), exact_channels(e)
+    launch(
+        _exact, (cdiv(t, tuned.rows) * cdiv(e, channels) * b * h,),
         q, k, v, value_range.is_close, *outputs,
         *masks, *sizes, *q.stride(), *k.stride(), *v.stride(),
         **fixed, CHANNELS=channels, ROWS=tuned.rows,
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
     return LaserResults(out, out if full is None else full, log_total)
+
+
+def is_wide(v: torch.Tensor, d: int) -> bool:
+    """Whether the keys, of width d, or the values are wider than a tile."""
+    return wider_than_a_tile(str(v.dtype).removeprefix("torch."), d, v.shape[3])
+
+
+def exact_configuration(kernel: str, q: torch.Tensor, v: torch.Tensor) -> Configuration:
+    """The configuration of a kernel for exact heads, which reads values in parts."""
+    is_half = factor_dtype(v.dtype) == torch.bfloat16
+    return configuration(kernel, padded_width(q.shape[3]), is_half, v)
 
 
 def exact_channels(e: int) -> int:

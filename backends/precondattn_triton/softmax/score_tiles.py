@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from precondattn.kernel_backend.limits import padded_width
+from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.tiles import LOG2_E, is_token, load_tile, tile_of_program
 
 ELEMENTS = 4096
@@ -105,7 +106,8 @@ def row_products(
     b, t, h, e = full.shape
     d_sum = torch.empty_like(log_total)
     rows = max(ELEMENTS // padded_width(e), 16)
-    _row_products[(triton.cdiv(t, rows) * b * h,)](
+    launch(
+        _row_products, (cdiv(t, rows) * b * h,),
         d_out, full, log_total, q_valid, d_sum, t, h, *d_out.stride(),
         E=e, PADDED_E=padded_width(e), ROWS=rows,
     )  # fmt: skip

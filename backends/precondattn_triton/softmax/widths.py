@@ -1,4 +1,7 @@
-"""Widest keys and values of the attention kernels: LASER, PaTH, differential attention."""
+"""Widest keys and values of the attention kernels: LASER, PaTH, differential attention.
+
+Wider ones of LASER are read in parts.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,14 @@ WIDEST_KEY = 256
 WIDEST_VALUE = {"float16": 512, "bfloat16": 512, "float32": 256}
 """The widest values that fit the registers and the shared memory of a multiprocessor. Float32
 allows fewer, since each factor is split into three."""
+
+WIDEST_IN_PARTS = 1024
+"""The widest keys and values of LASER's kernels."""
+
+
+def is_wide(dtype: str, key: int, value: int) -> bool:
+    """Whether keys or values are wider than a tile."""
+    return any(width > widest for _, width, widest in limits(dtype, key, value))
 
 
 def limits(dtype: str, key: int, value: int) -> tuple[tuple[str, int, int], ...]:

@@ -17,6 +17,7 @@ import triton.language as tl
 from precondattn.kernel_backend.limits import padded_width
 from precondattn.kernel_backend.windows import WindowGrid, WindowSize
 from precondattn_triton.configurations import Configuration
+from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.precision import product_precision
 from precondattn_triton.softmax.differential_forward import triton_dtype
 from precondattn_triton.softmax.score_tiles import mean_and_log, with_tile
@@ -150,8 +151,14 @@ def window_forward(problem: WindowedArrays) -> tuple[torch.Tensor, torch.Tensor,
     full = torch.empty_like(out, dtype=torch.float32) if is_half else None
     logs = torch.empty((b, h, t), dtype=torch.float32, device=out.device)
     tuned = problem.tiles("window_forward")
-    tiles = triton.cdiv(problem.size.slots, tuned.rows)
-    _forward[(tiles * problem.grid.windows * b * h,)](
-        out, full, logs, *problem.arguments(), **problem.constants(tuned)
+    tiles = cdiv(problem.size.slots, tuned.rows)
+    launch(
+        _forward,
+        (tiles * problem.grid.windows * b * h,),
+        out,
+        full,
+        logs,
+        *problem.arguments(),
+        **problem.constants(tuned),
     )
     return out, out if full is None else full, logs

@@ -23,13 +23,12 @@ import triton.language as tl
 
 from precondattn.kernel_backend.windows import TOGETHER
 from precondattn.spec.grid_windows import sum_by_entry
+from precondattn_triton.launching import cdiv, launch
+from precondattn_triton.softmax.pair_products import row_products_of
 from precondattn_triton.softmax.score_tiles import load_logs
 from precondattn_triton.tiles import LOG2_E, load_tile, store_tile
 from precondattn_triton.windowed.forward import WindowedArrays
 from precondattn_triton.windowed.slots import and_valid, tokens_of, window_of_program, with_bias
-
-CHANNELS = tl.constexpr(32)
-"""Channels per product in the table's gradient, where factors are loaded anew for each product."""
 
 
 @triton.jit
@@ -150,27 +149,6 @@ def _key_gradient(
 
 
 @triton.jit
-def row_products_of(
-    left, row, is_row, row_stride, left_channel, right, column, is_column, column_stride,
-    right_channel, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """x yᵀ of a tile of rows x and a tile of rows y, some channels at a time."""
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in tl.static_range(0, PADDED, CHANNELS):
-        x = load_tile(
-            left + first * left_channel, row, is_row, row_stride, left_channel,
-            WIDTH - first, min(PADDED, CHANNELS),
-        )  # fmt: skip
-        y = load_tile(
-            right + first * right_channel, column, is_column, column_stride, right_channel,
-            WIDTH - first, min(PADDED, CHANNELS),
-        )  # fmt: skip
-        acc = tl.dot(x, tl.trans(y), acc, input_precision=PRECISION)
-    return acc
-
-
-@triton.jit
 def _table_gradient(
     d_pairs, d_out, logs, d_sums, g_batch, g_token, g_head, g_channel, count,
     q, k, v, table, q_valid, k_valid, scale, t, s, h, n,
@@ -239,21 +217,39 @@ def window_gradient(
     from_out = d_out, logs, d_sums, *d_out.stride()
     rest = problem.arguments()
     tuned = problem.tiles("window_query_gradient")
-    _query_gradient[(triton.cdiv(slots, tuned.rows) * windows * b * h,)](
-        d_q, *from_out, *rest, **problem.constants(tuned)
+    launch(
+        _query_gradient,
+        (cdiv(slots, tuned.rows) * windows * b * h,),
+        d_q,
+        *from_out,
+        *rest,
+        **problem.constants(tuned),
     )
     tuned = problem.tiles("window_key_gradient")
-    _key_gradient[(triton.cdiv(slots, tuned.rows) * windows * b * n,)](
-        d_k, d_v, *from_out, *rest, **problem.constants(tuned)
+    launch(
+        _key_gradient,
+        (cdiv(slots, tuned.rows) * windows * b * n,),
+        d_k,
+        d_v,
+        *from_out,
+        *rest,
+        **problem.constants(tuned),
     )
     gradients = {"q": d_q, "k": d_k, "v": d_v}
     if problem.table is not None:
         tuned = problem.tiles("window_table_gradient")
-        groups = triton.cdiv(b * windows, TOGETHER)
+        groups = cdiv(b * windows, TOGETHER)
         d_pairs = logs.new_empty((groups, h, slots, slots))
-        tiles = triton.cdiv(slots, tuned.rows) * triton.cdiv(slots, tuned.columns)
-        _table_gradient[(tiles * h * groups,)](
-            d_pairs, *from_out, b * windows, *rest, TOGETHER=TOGETHER, **problem.constants(tuned)
+        tiles = cdiv(slots, tuned.rows) * cdiv(slots, tuned.columns)
+        launch(
+            _table_gradient,
+            (tiles * h * groups,),
+            d_pairs,
+            *from_out,
+            b * windows,
+            *rest,
+            TOGETHER=TOGETHER,
+            **problem.constants(tuned),
         )
         gradients["bias_table"] = sum_by_entry(d_pairs.sum(0), problem.size.axes)
     return gradients

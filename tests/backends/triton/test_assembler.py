@@ -34,10 +34,10 @@ def warned(monkeypatch):
         monkeypatch.setattr(triton, "knobs", SimpleNamespace(nvidia=nvidia))
         monkeypatch.setattr(backend, "is_interpreting", lambda: False)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-        monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         assembler._is_hopper.cache_clear()
         assembler._warn.cache_clear()
-        array = SimpleNamespace(is_cuda=True, device="cuda:0")
+        array = SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
@@ -72,3 +72,20 @@ def test_on_other_gpus_the_assembler_is_not_asked_for_its_version(warned, capabi
 
 def test_tritons_own_assembler_tells_its_version():
     assert assembler._numbers(triton.knobs.nvidia.ptxas.version) > (12,)
+
+
+@pytest.mark.parametrize(("current", "is_enabled"), [(0, False), (0, True), (1, False), (1, True)])
+def test_kernels_are_launched_on_the_device_of_the_inputs_without_recording(
+    monkeypatch, current, is_enabled
+):
+    entered = []
+    monkeypatch.setattr(backend, "is_interpreting", lambda: False)
+    monkeypatch.setattr(assembler, "warn_of_old_assembler", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", lambda to: entered.append(to) or torch.no_grad())
+    array = SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"))
+    with torch.set_grad_enabled(is_enabled):
+        with backend._on_device({"q": array}):
+            assert not torch.is_grad_enabled()
+        assert torch.is_grad_enabled() == is_enabled
+    assert entered == [array.device] * (current != 0)

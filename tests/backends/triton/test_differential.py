@@ -156,6 +156,37 @@ def test_equal_maps_give_one_map_times_one_minus_lambda():
     assert error(wide(run_kernels("differential", x, d_out)[0]), wide(0.75 * softmax)) < 1e-6
 
 
+ALL_OPTIONS = (
+    "differential[per=token](softmax[window=21,bias=true,softcap=2,sink=true,distance=slopes])"
+)
+
+
+@pytest.mark.parametrize(
+    ("expression", "t", "s", "dtype"),
+    [
+        ("differential(softmax[window=9])", 49, 49, torch.float32),
+        ("differential(softmax[causal=false,window=17])", 33, 40, torch.float32),
+        ("differential(softmax[bias=true])", 33, 33, torch.bfloat16),
+        ("differential[paired=q](softmax[sink=true,softcap=2])", 20, 20, torch.float32),
+        (ALL_OPTIONS, 33, 40, torch.float32),
+        (ALL_OPTIONS, 49, 49, torch.float16),
+    ],
+)
+def test_both_maps_have_the_options_of_softmax(expression, t, s, dtype):
+    check(expression, *problem(expression, t, s, b=2, h=2, dtype=dtype))
+
+
+def test_a_bias_that_sequences_and_heads_share():
+    x, d_out = problem(ALL_OPTIONS, 33, b=2, h=4, n=2)
+    check(ALL_OPTIONS, {**x, "bias": x["bias"][:1, :1]}, d_out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_of_several_parts(dtype):
+    expression = "differential[per=token](softmax[bias=true,softcap=2])"
+    check(expression, *problem(expression, 20, h=2, e=300, dtype=dtype))
+
+
 def test_duplicate_and_zero_keys():
     x, d_out = problem("differential", 33)
     x["k"][:, 5:25] = x["k"][:, 5:6]
@@ -195,16 +226,23 @@ def with_nan(array, is_masked):
 # --------------------------------------------------------------------------------- refusals
 
 
-def refusal(expression, *, verb="vjp", d=64, e=64, t=8):
+def refusal(expression, *, verb="vjp", d=64, e=64, t=8, dtype="bfloat16"):
     group = Group(group_of(expression))
     sizes = {"b": 1, "t": t, "s": 8, "h": 2, "n": 1, "d": d, "e": e}
     shapes = tuple((name, p.shape(sizes)) for name, p in group.inputs.items())
-    request = Request(verb, "torch", "cpu", "bfloat16", shapes, frozenset())
+    request = Request(verb, "torch", "cpu", dtype, shapes, frozenset())
     return Triton().supports(group, request)
 
 
 def test_supported_calls_are_accepted():
-    for size in ({}, {"d": 68}, {"d": 256, "e": 512}, {"t": 3}, {"verb": "forward"}):
+    for size in (
+        {},
+        {"d": 68},
+        {"d": 256, "e": 512},
+        {"e": 512, "dtype": "float32"},
+        {"t": 3},
+        {"verb": "forward"},
+    ):
         for expression in ("differential", "differential[per=head,paired=q]"):
             assert refusal(expression, **size).ok
 
@@ -212,15 +250,15 @@ def test_supported_calls_are_accepted():
 @pytest.mark.parametrize(
     ("expression", "changes", "reason"),
     [
-        ("differential(softmax[bias=true])", {}, "a bias"),
         ("differential(softmax[forget=scaled])", {}, "a forget gate"),
-        ("differential(softmax[window=3])", {}, "a window"),
+        ("differential(softmax[distance=buckets])", {}, "buckets"),
         ("differential(laser)", {}, "LASER"),
         ("differential[paired=q/k/v]", {}, "the same values"),
-        ("differential", {"verb": "extend"}, "no step"),
+        ("differential", {"verb": "extend_vjp"}, "no step_backward"),
         ("differential", {"d": 264}, "keys of width 256 at most; found 264"),
         ("differential", {"e": 520}, "values of width 512 at most; found 520"),
         ("differential", {"t": 0}, "empty"),
+        (ALL_OPTIONS, {"d": 132, "dtype": "float32"}, "128 at most; found 132"),
     ],
 )
 def test_calls_without_a_kernel_are_declined_with_the_reason(expression, changes, reason):

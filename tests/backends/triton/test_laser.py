@@ -12,6 +12,7 @@ from precondattn.frame import full_frame
 from precondattn_conformance.tolerance import error
 from precondattn_triton.configurations import Configuration
 from precondattn_triton.softmax.laser import LaserKernels
+from precondattn_triton.softmax.laser_wide import ChannelParts
 from tests.backends.triton.tiles import SMALL, tiles_as_given
 
 HALF = (torch.bfloat16, torch.float16)
@@ -43,7 +44,11 @@ def wide(array):
 
 
 def dtype_name(array):
-    return str(array.dtype).removeprefix("torch.")
+    return dtype_of(array.dtype)
+
+
+def dtype_of(dtype):
+    return str(dtype).removeprefix("torch.")
 
 
 def problem(t, s=None, *, b=2, h=2, n=1, d=16, e=8, dtype=torch.float32, spread=1.0):
@@ -160,6 +165,14 @@ def test_segments_of_fewer_queries_than_keys():
     check(x, d_out, segment_ids=ids)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_segment_from_within_a_tile_to_within_another(causal):
+    """Its inner tiles have a border on both sides, and no mask."""
+    x, d_out = problem(70, b=1, h=1)
+    ids = torch.tensor([[0] * 20 + [1] * 47 + [2] * 3])
+    check(x, d_out, causal=causal, segment_ids=ids)
+
+
 @pytest.mark.parametrize("spread", [1.0, 100.0])
 def test_a_nan_in_a_key_reaches_its_own_output_and_later_ones(spread):
     x, d_out = problem(20, spread=spread)
@@ -169,9 +182,9 @@ def test_a_nan_in_a_key_reaches_its_own_output_and_later_ones(spread):
     assert torch.isfinite(out[:, :7]).all()
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_masked_keys_may_contain_nan_and_queries_may_have_no_visible_key(causal):
-    x, d_out = problem(33, h=1)
+@pytest.mark.parametrize(("causal", "spread"), [(True, 1.0), (False, 0.1)])
+def test_masked_keys_may_contain_nan_and_queries_may_have_no_visible_key(causal, spread):
+    x, d_out = problem(33, h=1, spread=spread)
     key_mask = torch.arange(33) % 5 > 1  # A causal query before the third has no visible key.
     key_mask = key_mask[None] & torch.tensor([[True], [False]])
     x |= {name: with_nan(x[name], ~key_mask) for name in ("k", "v")}
@@ -327,6 +340,49 @@ def test_shipped_tiles_compute_the_same():
         check(x, d_out.to(dtype), tiles={})
 
 
+# ------------------------------------------------------------- keys and values in parts
+
+
+@pytest.fixture
+def narrow_tiles(monkeypatch):
+    """Keys and values of more than 16 channels are wide, and read 16 at a time."""
+    widths = "precondattn_triton.softmax.widths"
+    monkeypatch.setattr(f"{widths}.WIDEST_KEY", 16)
+    monkeypatch.setattr(f"{widths}.WIDEST_VALUE", {dtype_of(dtype): 16 for dtype in BOUND})
+    parts = dict.fromkeys((torch.bfloat16, torch.float32), ChannelParts(32, 16))
+    monkeypatch.setattr("precondattn_triton.softmax.laser_wide.PARTS", parts)
+
+
+@pytest.mark.parametrize(
+    ("t", "s", "n", "d", "e", "dtype", "causal"),
+    [
+        (17, 20, 1, 36, 8, torch.float32, True),
+        (16, 16, 2, 8, 72, torch.bfloat16, True),
+        (17, 17, 1, 40, 36, torch.float16, True),
+        (18, 17, 2, 20, 20, torch.float32, False),
+    ],
+)
+def test_keys_and_values_in_parts(narrow_tiles, t, s, n, d, e, dtype, causal):
+    x, d_out = problem(t, s, b=1, n=n, d=d, e=e, dtype=dtype)
+    assert check(x, d_out, causal=causal).is_close == [[True] * n]
+
+
+def test_keys_and_values_in_parts_behind_masks(narrow_tiles):
+    x, d_out = problem(20, h=1, d=20, e=40)
+    ids = torch.arange(20)[None].expand(2, 20) // torch.tensor([[7], [11]])
+    is_masked = torch.arange(20) >= torch.tensor([18, 20])[:, None]
+    x = {name: with_nan(a, is_masked) for name, a in x.items()}
+    check(x, with_nan(d_out, is_masked), lengths=torch.tensor([18, 20]), segment_ids=ids)
+
+
+@pytest.mark.parametrize(("d", "e"), [(260, 8), (8, 260)])
+def test_parts_as_shipped(d, e):
+    x, d_out = problem(3, b=1, h=1, d=d, e=e)
+    check(x, d_out)
+    x["v"] *= 100
+    assert check(x, d_out).is_close == [[False]]
+
+
 # --------------------------------------------------------------------------------- refusals
 
 
@@ -337,7 +393,7 @@ def refusal(leaf, *, verb="vjp", dtype="bfloat16", d=64, e=64):
 
 
 def test_supported_calls_are_accepted():
-    for size in ({}, {"d": 68}, {"d": 256, "e": 256}, {"e": 512}, {"verb": "forward"}):
+    for size in ({}, {"d": 68}, {"d": 720, "e": 720}, {"e": 1024}, {"verb": "forward"}):
         for causal in (True, False):
             assert refusal(mechanism(causal), **size) is None
 
@@ -358,12 +414,10 @@ def test_options_without_a_kernel_are_declined(base, reason):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"verb": "extend"}, "extends a cache"),
         ({"dtype": "float64"}, "not in float64"),
-        ({"d": 260}, "keys whose width is a multiple of 4 and at most 256; found 260"),
+        ({"d": 1028}, "keys whose width is a multiple of 4 and at most 1024; found 1028"),
         ({"d": 66}, "found 66"),
-        ({"e": 516}, "at most 512; found 516"),
-        ({"e": 260, "dtype": "float32"}, "values whose width is a multiple of 4 and at most 256"),
+        ({"e": 1028, "dtype": "float32"}, "values whose width is a multiple of 4 and at most 1024"),
     ],
 )
 def test_sizes_and_dtypes_without_a_kernel_are_declined(changes, reason):

@@ -19,8 +19,8 @@ from tests.backends.triton.tiles import small_tiles
 
 LENGTHS = 48, 16, 32
 HEADS, WIDTH = 1, 16
-LINEAR = {"cross", "cross_back"}
-"""Kernels whose work for a token grows with the logarithm of the whole length."""
+LINEAR = {"cross", "cross_back", "_blocks", "_blocks_gradient", "_chunk_gradient"}
+"""Kernels whose work for a token depends on the whole length."""
 
 
 def inputs(mechanism, *, apart):
@@ -65,7 +65,8 @@ def of_sequence(array, index):
         ("lucid_solve[metric=transported]", counted_products, 0),
     ],
 )
-def test_a_packed_call_computes_the_tiles_of_each_sequence(mechanism, counting, apart):
+def test_a_packed_call_computes_the_tiles_of_each_sequence(mechanism, counting, apart, monkeypatch):
+    monkeypatch.setattr("precondattn_triton.path.blocks.SMALLEST", 32)
     x = inputs(mechanism, apart=apart)
     ids = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))[None]
     results, counted = run(mechanism, x, counting, segment_ids=ids)

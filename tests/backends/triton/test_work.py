@@ -13,6 +13,7 @@ from precondattn_kernel_tools.roof import H100, KernelWork, filled, predicted, r
 from precondattn_triton import work
 from precondattn_triton.backend import Triton
 from precondattn_triton.configurations import Configuration
+from precondattn_triton.lucid import solve
 from precondattn_triton.work import Size
 from tests.backends.triton.counting import counted_products
 from tests.backends.triton.tiles import small_tiles
@@ -21,45 +22,58 @@ DOCS = Path(__file__).parents[3] / "docs"
 HEADS = 2
 SIZE = Size(HEADS, 64, 16, 32)
 WIDE = Configuration(32, 16)
+NARROW = Configuration(16, 16)
 
 STATED = {
     "lucid_solve": {
-        "update": work.update(SIZE, WIDE, block=32),
+        "update": [work.update(SIZE, WIDE, 32, 16, key_sums=sums) for sums in (False, True)],
         "substitute": work.substitute(SIZE, tile=16, block=32, solver=32),
-        "key_gradient": work.key_gradient(SIZE, WIDE),
+        "key_gradient": work.key_gradient(SIZE, WIDE, block=32),
     },
     "laser": {
         "_close": work.close(SIZE, WIDE),
         "_query_gradient": work.laser_query_gradient(SIZE, WIDE),
         "_key_gradient": work.laser_key_gradient(SIZE, WIDE),
     },
+    "path": {
+        "_forward": work.path_forward(SIZE, WIDE, chunk=16, block=32),
+        "carry": work.path_carry(SIZE, WIDE, chunk=16, block=32),
+        "query_gradient": work.path_query_gradient(SIZE, WIDE, NARROW, chunk=16, block=32),
+        "key_value_gradient": work.path_key_gradient(SIZE, NARROW, NARROW, chunk=16, block=32),
+        "reflections": work.path_reflections(SIZE, part=16, chunk=16, block=32),
+    },
     "gated_delta": {
-        "invert": work.invert(SIZE, Configuration(16, 16)),
-        "prepare": work.prepare(SIZE, Configuration(16, 16)),
+        "prepare": [
+            work.prepare(SIZE, Configuration(16, 16), is_backward=again) for again in (False, True)
+        ],
         "carry_states": work.carry_states(SIZE, Configuration(16, 16)),
         "read": work.read(SIZE, Configuration(16, 16)),
         "carry_gradients": work.carry_gradients(SIZE, Configuration(16, 16)),
+        "d_inputs": work.d_inputs(SIZE, Configuration(16, 16)),
     },
     "kda": {
-        "channel_scores": work.channel_scores(SIZE, Configuration(16, 16)),
-        "channel_gradient": work.channel_gradient(SIZE, Configuration(16, 16)),
-        "prepare": work.prepare(SIZE, Configuration(16, 16)),
+        "channel_scores": work.channel_scores(SIZE, Configuration(16, 16), erases=True),
+        "channel_gradient": work.channel_gradient(SIZE, Configuration(16, 16), erases=True),
+        "prepare": [
+            work.prepare(SIZE, Configuration(16, 16), is_by_channel=True, is_backward=again)
+            for again in (False, True)
+        ],
         "carry_states": work.carry_states(SIZE, Configuration(16, 16)),
         "carry_gradients": work.carry_gradients(SIZE, Configuration(16, 16)),
     },
 }
+"""The work of a kernel, or of its launch forward and that of the gradient."""
 WIDER = (
-    *("lucid_update", "lucid_gradient"),
+    *("lucid_update", "lucid_update_with_sums", "lucid_gradient"),
     *("laser_forward", "laser_query_gradient", "laser_key_gradient"),
+    *("path_forward", "path_carry", "path_query_gradient"),
 )
 TWICE = {
-    "lucid_solve": {"update", "substitute"},
-    "gated_delta": {"invert", "prepare", "carry_states"},
-    "kda": {"channel_gradient", "prepare", "carry_states"},
+    "lucid_solve": {"substitute"},
+    "gated_delta": {"carry_states"},
+    "kda": {"channel_scores", "carry_states"},
 }
-"""Kernels that the gradient launches again, or that are launched for queries and for keys."""
-FOUR_TIMES = {"kda": {"channel_scores"}}
-"""Kernels that are launched for queries and for keys, and again by the gradient."""
+"""Kernels that the gradient launches again."""
 
 
 def products_of(mechanism):
@@ -67,7 +81,7 @@ def products_of(mechanism):
     torch.manual_seed(0)
     m = pa.parse(mechanism)
     _, t, d, e = SIZE
-    widths = {"k": d, "q": d, "v": e}
+    widths = {"k": d, "q": d, "v": e, "w": d}
     if mechanism == "kda":
         widths["g"] = d
     x = {
@@ -88,12 +102,14 @@ def products_of(mechanism):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mechanism", sorted(STATED))
-def test_the_stated_products_are_those_that_the_interpreter_counts(mechanism):
+def test_the_stated_products_are_those_that_the_interpreter_counts(mechanism, monkeypatch):
+    monkeypatch.setattr(solve, "processors", lambda _: 1)
+    monkeypatch.setattr("precondattn_triton.path.blocks.SMALLEST", 32)
     counted = products_of(mechanism)
     for name, stated in STATED[mechanism].items():
         times = 2 if name in TWICE.get(mechanism, ()) else 1
-        times = 4 if name in FOUR_TIMES.get(mechanism, ()) else times
-        assert counted[name] == times * (stated.half + stated.tf32), name
+        works = stated if isinstance(stated, list) else times * [stated]
+        assert counted[name] == sum(each.half + each.tf32 for each in works), name
 
 
 def test_the_roof_is_the_longest_of_three_times():

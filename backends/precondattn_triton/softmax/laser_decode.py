@@ -1,0 +1,228 @@
+"""A step of LASER by a few tokens: the cache is read once, by many programs, and exactly.
+
+    o_ic = L_ic − log Σ_j e^{S_ij},    L_ic = log Σ_j e^{S_ij + v_jc}
+
+over the cached and the new tokens. For a tile of cached tokens in which the values of each channel
+differ by at most R, with m_i and ν_c the maxima of S and v in the tile, one product gives all sums,
+
+    Σ_j e^{S_ij + v_jc} = e^{m_i + ν_c} Σ_j e^{S_ij − m_i} e^{v_jc − ν_c},
+
+of which none underflows: that over j is at least e^{−R}. A tile with values further apart is read
+one token at a time. Either way the sums are added with a running maximum for each row and channel,
+so that the result does not depend on R, nor on the tiles (`read_past`). The parts are merged, and
+the new tokens added one at a time, in the same way (`finish`).
+
+Exponents are relative to the running maximum of a row's scores, and in units of log 2. Products of
+weights have float32's accuracy: where values are small, the logarithm would magnify an error.
+Memory limits a step, not products. Grids: one program per part of the cached tokens and key/value
+head (`read_past`), per key/value head (`finish`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from precondattn.backend import Request
+from precondattn.cache import Append, Updates
+from precondattn.frame import Frame
+from precondattn.kernel_backend.attention_options import declined_option
+from precondattn.kernel_backend.limits import padded_width
+from precondattn.spec.laser import RANGE
+from precondattn.spec.metric import DOT
+from precondattn.spec.softmax import Softmax
+from precondattn_triton.configurations import configuration
+from precondattn_triton.decoding import splits_of
+from precondattn_triton.launching import launch
+from precondattn_triton.precision import exact, is_half, product_precision
+from precondattn_triton.softmax.step_rows import (
+    cached_tokens,
+    channels_of,
+    finite,
+    masked,
+    new_scores,
+    query_tile,
+    refuses_step,
+    rows_of_step,
+    slots_of,
+    step_masks,
+    valid_slots,
+)
+from precondattn_triton.tiles import LOG2_E
+
+CLOSE = tl.constexpr(RANGE["float32"])
+
+
+@triton.jit
+def with_sums(exponent, total, more_exponent, more):
+    """M and Σ 2^{x − M}, after more sums Σ 2^{x − M''} with their own M''; −∞ adds nothing."""
+    larger = tl.maximum(exponent, more_exponent)
+    base = finite(larger)
+    total = total * tl.exp2(exponent - base) + more * tl.exp2(more_exponent - base)
+    return larger, total
+
+
+@triton.jit(do_not_specialize=["count"])
+def read_past(
+    q, keys, values, valid, lengths, maxima, sums, logs,
+    count, heads, group, t, d, e, scale, window, per_split,
+    q_b, q_t, q_h, q_d, key_b, key_c, key_n, key_d, value_b, value_c, value_n, value_e, valid_b,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """m and Σ 2^{S − m} of every row, and L − m of every row and channel, over one part."""
+    split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, n = head // heads, head % heads
+    row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    rows = query_tile(q, 0, head, heads, group, t, d, q_b, q_t, q_h, q_d, ROWS, KEY_WIDTH)
+    length, begin, end = cached_tokens(lengths, split, per_split, count, b, window, TOKENS)
+    oldest = 0
+    if window is not None:
+        oldest = length + 1 - window
+    keys += b * key_b + n * key_n
+    values += b * value_b + n * value_n
+
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    exponent = tl.full((ROWS, WIDTH), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    for low in range(begin, end, TOKENS):
+        slot = low + tl.arange(0, TOKENS)
+        is_read = valid_slots(valid, b, valid_b, slot, end, oldest)
+        key_tile = slots_of(keys, slot, is_read, d, key_c, key_d, KEY_WIDTH)
+        scores = tl.dot(rows, tl.trans(key_tile), input_precision=PRECISION) * scale
+        scores = masked(scores, is_read, slot, length + row // group, window)
+        of_tile = tl.max(scores, 1)
+        higher = tl.maximum(largest, of_tile)
+        base = finite(higher)
+        moved = largest - base
+        p = tl.exp2(scores - finite(of_tile)[:, None])
+        weight = weight * tl.exp2(moved) + tl.sum(p, 1) * tl.exp2(of_tile - base)
+        exponent += moved[:, None]
+        tile = slots_of(values, slot, is_read, e, value_c, value_e, WIDTH)
+        highest = tl.max(tl.where(is_read[:, None], tile, float("-inf")), 0)
+        lowest = tl.min(tl.where(is_read[:, None], tile, float("inf")), 0)
+        if tl.max(highest - lowest, 0) <= CLOSE:
+            highest = finite(highest)
+            w = tl.exp2((tile - highest[None, :]) * LOG2_E)
+            part = tl.dot(p, tl.where(is_read[:, None], w, 0.0), input_precision=EXACT)
+            of_part = (of_tile - base)[:, None] + (highest * LOG2_E)[None, :]
+            exponent, total = with_sums(exponent, total, of_part, part)
+        else:
+            for j in range(TOKENS):
+                is_j = tl.arange(0, TOKENS) == j
+                score = tl.sum(tl.where(is_j[None, :], scores, 0.0), 1)
+                is_present = tl.max((is_j & is_read).to(tl.int32), 0, keep_dims=True) != 0
+                one = low + j + tl.arange(0, 1)
+                value = slots_of(values, one, is_present, e, value_c, value_e, WIDTH)
+                term = (score - base)[:, None] + value * LOG2_E
+                exponent, total = with_sums(exponent, total, term, 1.0)
+        largest = higher
+    at = (head * tl.num_programs(0) + split) * ROWS + row
+    tl.store(maxima + at, largest)
+    tl.store(sums + at, weight)
+    # Without a token it is −∞; a NaN stays one.
+    tl.store(logs + at[:, None] * WIDTH + channel[None, :], exponent + tl.log2(total))
+
+
+@triton.jit(do_not_specialize=["splits"])
+def finish(
+    q, k, v, new_valid, is_token, maxima, sums, logs, out,
+    splits, heads, group, t, d, e, scale, window,
+    q_b, q_t, q_h, q_d, k_b, k_t, k_n, k_d, v_b, v_t, v_n, v_e, new_b, token_b,
+    ROWS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write `out` (b, t, h, e) from the parts of a head and its new tokens."""
+    head = tl.program_id(0).to(tl.int64)
+    b, n = head // heads, head % heads
+    row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    exponent = tl.full((ROWS, WIDTH), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    for split in range(0, splits):
+        at = (head * splits + split) * ROWS + row
+        of_part = tl.load(maxima + at)
+        higher = tl.maximum(largest, of_part)
+        base = finite(higher)
+        shrink, part_weight = tl.exp2(largest - base), tl.exp2(of_part - base)
+        weight = weight * shrink + tl.load(sums + at) * part_weight
+        log = tl.load(logs + at[:, None] * WIDTH + channel[None, :])
+        log += (of_part - base)[:, None]
+        exponent, total = with_sums(exponent + (largest - base)[:, None], total, log, 1.0)
+        largest = higher
+
+    rows = query_tile(q, 0, head, heads, group, t, d, q_b, q_t, q_h, q_d, ROWS, KEY_WIDTH)
+    for token in range(0, t):
+        is_valid = token >= 0
+        if new_valid is not None:
+            is_valid = tl.load(new_valid + b * new_b + token) != 0
+        key = channels_of(k + b * k_b + token * k_t + n * k_n, d, k_d, is_valid, KEY_WIDTH)
+        value = channels_of(v + b * v_b + token * v_t + n * v_n, e, v_e, is_valid, WIDTH) * LOG2_E
+        score = new_scores(rows, key, scale, is_valid, token, row // group, window)
+        higher = tl.maximum(largest, score)
+        base = finite(higher)
+        weight = weight * tl.exp2(largest - base) + tl.exp2(score - base)
+        term = (score - base)[:, None] + value[None, :]
+        exponent, total = with_sums(exponent + (largest - base)[:, None], total, term, 1.0)
+        largest = higher
+
+    is_row = weight != 0  # Also true for NaN, which a NaN in a key gives.
+    if is_token is not None:
+        of_row = is_token + b * token_b + row // group
+        is_row = is_row & (tl.load(of_row, mask=row < group * t, other=0) != 0)
+    divisor = tl.where(is_row, weight, 1.0)
+    mean = tl.where(is_row[:, None], total, 1.0)
+    o = tl.where(is_row[:, None], exponent / LOG2_E, 0.0) + tl.log(mean) - tl.log(divisor)[:, None]
+    of_head = n * group + row % group
+    at = out + ((b * t + row // group) * heads * group + of_head)[:, None] * e + channel[None, :]
+    stored = (row < group * t)[:, None] & (channel < e)[None, :]
+    tl.store(at, o.to(out.dtype.element_ty), mask=stored)
+
+
+def refuses_laser_step(leaf: Softmax, request: Request) -> str | None:
+    """The reason why there is no step of LASER for this request, or None."""
+    if leaf.metric != DOT:
+        return f"has a step of LASER with scores ⟨q, k⟩ only, not of {leaf.name}"
+    reason = declined_option(leaf, "a step of LASER")
+    shapes = dict(request.shapes)
+    return reason or refuses_step("LASER", shapes["q"], shapes["v"], request.dtype)
+
+
+def laser_step(
+    leaf: Softmax, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
+) -> tuple[Tensor, Updates]:
+    """The output (b, t, h, e), and the updates by slot."""
+    q, k, v = x["q"], x["k"], x["v"]
+    keys, values = past["key"], past["value"]
+    (b, t, h, d), (n, e) = q.shape, v.shape[2:]
+    masks = step_masks(frame, b, t, keys.shape[1])
+    past_b, new_b, token_b = masks.strides
+    rows, key_width, width = rows_of_step(q, n), padded_width(d), padded_width(e)
+    tuned = configuration("laser_decode", max(key_width, width), is_half(q.dtype), q)
+    splits, per_split = splits_of(q, masks.slots, b * n, tuned.columns)
+    logs = q.new_empty((b * n, splits, rows, width), dtype=torch.float32)
+    maxima, sums = (logs.new_empty((b * n, splits, rows)) for _ in range(2))
+    sizes = n, h // n, t, d, e, leaf.scale_for(d) * LOG2_E.value, leaf.window
+    fixed = {"ROWS": rows, "KEY_WIDTH": key_width, "WIDTH": width}
+    precision = product_precision(q.dtype)
+    launch(
+        read_past, (splits, b * n),
+        q, keys, values, masks.past_valid, masks.lengths, maxima, sums, logs,
+        masks.slots, *sizes, per_split, *q.stride(), *keys.stride(), *values.stride(), past_b,
+        **fixed, TOKENS=tuned.columns, PRECISION=precision,
+        EXACT=exact() if is_half(q.dtype) else precision,
+        num_warps=tuned.warps, num_stages=tuned.stages,
+    )  # fmt: skip
+    out = torch.empty((b, t, h, e), dtype=v.dtype, device=v.device)
+    launch(
+        finish, (b * n,),
+        q, k, v, masks.new_valid, masks.is_token, maxima, sums, logs, out,
+        splits, *sizes, *q.stride(), *k.stride(), *v.stride(), new_b, token_b,
+        **fixed,
+    )  # fmt: skip
+    return out, {"key": Append(k), "value": Append(v)}

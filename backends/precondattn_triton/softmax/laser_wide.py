@@ -1,0 +1,336 @@
+"""Close heads of LASER whose keys or values are wider than a tile, in parts of their channels.
+
+The sums are those of `laser_forward.py` and `laser_backward.py`. Sums over channels are computed
+CHUNK channels at a time,
+
+    s_ij = scale Σ_chunks ⟨q_i, k_j⟩,    (G Wᵀ)_ij = Σ_chunks ⟨G_i, W_j⟩,
+
+and a program computes PART channels of its result, from scores that it recomputes:
+
+    forward           o of a part, and λ         one program per part of values, tile of queries and
+                                                 head
+    query gradient    dq of a part               one program per part of keys, tile of queries and
+                                                 head
+    key gradient      dk and dv of a part        one program per part, tile of keys and kv head
+
+With p parts of 256 channels (128, if factors have 32 bits), the FLOPs per head are 2 t s (p d + e),
+2 t s (p d + p e + d) and 2 t s (p d + p e + d + e), half of them if causal.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from precondattn_triton.configurations import configuration
+from precondattn_triton.launching import cdiv, launch
+from precondattn_triton.precision import product_precision
+from precondattn_triton.softmax.score_tiles import load_logs, with_tile
+from precondattn_triton.softmax.tile_order import longest_first
+from precondattn_triton.tiles import (
+    LOG2_E,
+    KernelMasks,
+    addresses,
+    factor_dtype,
+    is_token,
+    keys_met,
+    may_attend,
+    queries_met,
+)
+
+
+class ChannelParts(NamedTuple):
+    """How channels are divided."""
+
+    part: int
+    """The channels of a result that a program computes"""
+    chunk: int
+    """The channels that a product sums over"""
+
+
+PARTS = {torch.bfloat16: ChannelParts(256, 128), torch.float32: ChannelParts(128, 64)}
+"""By the dtype of the factors."""
+
+
+@triton.jit
+def _load(
+    start, tokens, is_present, token_stride, channel_stride, first,
+    WIDTH: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """COUNT channels of a tile from `first` on; 0 for absent tokens and from WIDTH on."""
+    channels = first + tl.arange(0, COUNT)
+    at = addresses(start, tokens, token_stride, channels, channel_stride)
+    return tl.load(at, mask=is_present[:, None] & (channels < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _store(
+    start, tokens, is_present, token_stride, first, tile,
+    WIDTH: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    channels = first + tl.arange(0, COUNT)
+    at = addresses(start, tokens, token_stride, channels, 1)
+    mask = is_present[:, None] & (channels < WIDTH)[None, :]
+    tl.store(at, tile.to(start.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _products(
+    left, rows, is_row, left_token, left_channel,
+    right, columns, is_column, right_token, right_channel,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """⟨left_i, right_j⟩ of two tiles of tokens, a chunk of channels at a time."""
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, WIDTH, CHUNK):
+        i = _load(left, rows, is_row, left_token, left_channel, first, WIDTH, CHUNK)
+        j = _load(right, columns, is_column, right_token, right_channel, first, WIDTH, CHUNK)
+        total = tl.dot(i, tl.trans(j), total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def _wide_close(
+    q, k, w, shift, less, is_close, out, full, log_total,
+    q_valid, k_valid, segment,
+    scale, t, s, h, n,
+    q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
+    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    PARTS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(t, ROWS)
+    rank, batch, head = longest_first(tiles * PARTS, h, CAUSAL)
+    tile, part = tiles - 1 - rank // PARTS, rank % PARTS
+    kv = head // (h // n)
+    if tl.load(is_close + batch * n + kv) == 0:
+        return
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    is_row = is_token(q_valid, batch, rows, t)
+    q += batch * q_batch + head * q_head
+    k += batch * k_batch + kv * k_head
+    w += (batch * n + kv) * s * E
+
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, PART), tl.float32)
+    begin, end = keys_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
+    for start in range(begin // COLUMNS * COLUMNS, end, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        is_key = is_token(k_valid, batch, columns, s)
+        scores = _products(
+            q, rows, is_row, q_token, q_channel, k, columns, is_key, k_token, k_channel,
+            D, CHUNK, ROWS, COLUMNS, PRECISION,
+        ) * (scale * LOG2_E)  # fmt: skip
+        mask = may_attend(
+            rows[:, None], columns[None, :], is_key[None, :], batch, t, s, segment, CAUSAL
+        )
+        scores = tl.where(mask, scores, float("-inf"))
+        w_tile = _load(w, columns, columns < s, E, 1, part * PART, E, PART)
+        largest, total, acc = with_tile(largest, total, acc, scores, w_tile, PRECISION)
+
+    has_keys = is_row & (total != 0)  # Also true for NaN, which a NaN in a key gives.
+    channels = part * PART + tl.arange(0, PART)
+    at = (batch * n + kv) * E + channels
+    nu = tl.load(shift + at, mask=channels < E, other=0.0)
+    u = tl.load(less + at, mask=channels < E, other=0.0)
+    is_mean = has_keys[:, None] & (channels < E)[None, :]
+    mean = tl.where(is_mean, u[None, :] + acc / tl.where(has_keys, total, 1.0)[:, None], 1.0)
+    o = tl.where(is_mean, nu[None, :] + tl.log(mean), 0.0)
+    logs = largest / LOG2_E + tl.log(tl.where(has_keys, total, 1.0))
+    logs = tl.where(has_keys, logs, float("inf"))
+    tl.store(log_total + (batch * h + head) * t + rows, logs, mask=(rows < t) & (part == 0))
+    start = (batch * t * h + head) * E
+    _store(out + start, rows, rows < t, h * E, part * PART, o, E, PART)
+    if full is not None:
+        _store(full + start, rows, rows < t, h * E, part * PART, o, E, PART)
+
+
+@triton.jit
+def _wide_query_gradient(
+    q, k, w, less, is_close, g, d_sum, log_total, d_q,
+    q_valid, k_valid, segment,
+    scale, t, s, h, n,
+    q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
+    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    PARTS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(t, ROWS)
+    rank, batch, head = longest_first(tiles * PARTS, h, CAUSAL)
+    tile, part = tiles - 1 - rank // PARTS, rank % PARTS
+    kv = head // (h // n)
+    if tl.load(is_close + batch * n + kv) == 0:
+        return
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    is_row = is_token(q_valid, batch, rows, t)
+    q += batch * q_batch + head * q_head
+    k += batch * k_batch + kv * k_head
+    w += (batch * n + kv) * s * E
+    g += (batch * t * h + head) * E
+    at = (batch * h + head) * t
+    logs = load_logs(log_total, at, rows, is_row)
+    sums = tl.load(d_sum + at + rows, mask=is_row, other=0.0)
+
+    acc = tl.zeros((ROWS, PART), tl.float32)
+    begin, end = keys_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
+    for start in range(begin // COLUMNS * COLUMNS, end, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        is_key = is_token(k_valid, batch, columns, s)
+        scores = _products(
+            q, rows, is_row, q_token, q_channel, k, columns, is_key, k_token, k_channel,
+            D, CHUNK, ROWS, COLUMNS, PRECISION,
+        ) * (scale * LOG2_E)  # fmt: skip
+        mask = may_attend(
+            rows[:, None], columns[None, :], is_key[None, :], batch, t, s, segment, CAUSAL
+        )
+        a = tl.exp2(tl.where(mask, scores - logs[:, None], float("-inf")))
+        d_a = _products(
+            g, rows, is_row, h * E, 1, w, columns, columns < s, E, 1,
+            E, CHUNK, ROWS, COLUMNS, PRECISION,
+        )  # fmt: skip
+        d_scores = (a * (d_a - sums[:, None])).to(w.dtype.element_ty)
+        k_tile = _load(k, columns, is_key, k_token, k_channel, part * PART, D, PART)
+        acc = tl.dot(d_scores, k_tile.to(w.dtype.element_ty), acc, input_precision=PRECISION)
+    start = (batch * t * h + head) * D
+    _store(d_q + start, rows, rows < t, h * D, part * PART, acc * scale, D, PART)
+
+
+@triton.jit
+def _wide_key_gradient(
+    q, k, w, less, is_close, g, d_sum, log_total, d_k, d_v,
+    q_valid, k_valid, segment,
+    scale, t, s, h, n,
+    q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
+    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    PARTS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    rank, batch, kv = longest_first(tl.cdiv(s, ROWS) * PARTS, n, CAUSAL)
+    tile, part = rank // PARTS, rank % PARTS
+    if tl.load(is_close + batch * n + kv) == 0:
+        return
+    keys = tile * ROWS + tl.arange(0, ROWS)
+    is_key = is_token(k_valid, batch, keys, s)
+    k += batch * k_batch + kv * k_head
+    w += (batch * n + kv) * s * E
+
+    key_acc = tl.zeros((ROWS, PART), tl.float32)
+    weight_acc = tl.zeros((ROWS, PART), tl.float32)
+    begin, end = queries_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
+    group = h // n
+    for member in range(0, group):
+        head = kv * group + member
+        q_start = q + batch * q_batch + head * q_head
+        g_start = g + (batch * t * h + head) * E
+        at = (batch * h + head) * t
+        for start in range(begin // COLUMNS * COLUMNS, end, COLUMNS):
+            queries = start + tl.arange(0, COLUMNS)
+            is_query = is_token(q_valid, batch, queries, t)
+            logs = load_logs(log_total, at, queries, is_query)
+            sums = tl.load(d_sum + at + queries, mask=is_query, other=0.0)
+            # All transposed: keys × queries.
+            scores = _products(
+                k, keys, is_key, k_token, k_channel,
+                q_start, queries, is_query, q_token, q_channel,
+                D, CHUNK, ROWS, COLUMNS, PRECISION,
+            ) * (scale * LOG2_E)  # fmt: skip
+            mask = may_attend(
+                queries[None, :], keys[:, None], is_key[:, None], batch, t, s, segment, CAUSAL
+            )
+            a = tl.exp2(tl.where(mask, scores - logs[None, :], float("-inf")))
+            g_tile = _load(g_start, queries, is_query, h * E, 1, part * PART, E, PART)
+            weight_acc = tl.dot(
+                a.to(w.dtype.element_ty), g_tile, weight_acc, input_precision=PRECISION
+            )
+            d_a = _products(
+                w, keys, keys < s, E, 1, g_start, queries, is_query, h * E, 1,
+                E, CHUNK, ROWS, COLUMNS, PRECISION,
+            )  # fmt: skip
+            d_scores = (a * (d_a - sums[None, :])).to(w.dtype.element_ty)
+            q_tile = _load(q_start, queries, is_query, q_token, q_channel, part * PART, D, PART)
+            key_acc = tl.dot(
+                d_scores, q_tile.to(w.dtype.element_ty), key_acc, input_precision=PRECISION
+            )
+    head_start = batch * s * n + kv
+    _store(d_k + head_start * D, keys, keys < s, n * D, part * PART, key_acc * scale, D, PART)
+    w_tile = _load(w, keys, keys < s, E, 1, part * PART, E, PART).to(tl.float32)
+    channels = part * PART + tl.arange(0, PART)
+    u = tl.load(less + (batch * n + kv) * E + channels, mask=channels < E, other=0.0)
+    d_values = weight_acc * (w_tile + u[None, :])
+    _store(d_v + head_start * E, keys, keys < s, n * E, part * PART, d_values, E, PART)
+
+
+# ------------------------------------------------------------------------------------- launch
+
+
+def wide_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    w: torch.Tensor,
+    value_range: tuple[torch.Tensor, ...],
+    outputs: tuple[torch.Tensor | None, ...],
+    masks: KernelMasks,
+    *,
+    scale: float,
+    causal: bool,
+) -> None:
+    """Writes o (b, t, h, e), o in float32 or None, and λ (b, h, t) of the close heads."""
+    arrays, width = (*value_range, *outputs), w.shape[3]
+    _launch("laser_wide_forward", _wide_close, q, k, w, arrays, masks, width, False, scale, causal)
+
+
+def wide_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    w: torch.Tensor,
+    rows: tuple[torch.Tensor, ...],
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    masks: KernelMasks,
+    *,
+    scale: float,
+    causal: bool,
+) -> None:
+    """Writes dq, dk and dv of the close heads; `rows` are u, is_close, G, D' and λ."""
+    d_q, d_k, d_v = gradients
+    d, e = k.shape[3], w.shape[3]
+    for name, kernel, results, width, by_key in (
+        ("laser_wide_query_gradient", _wide_query_gradient, (d_q,), d, False),
+        ("laser_wide_key_gradient", _wide_key_gradient, (d_k, d_v), max(d, e), True),
+    ):
+        arrays = *rows, *results
+        _launch(name, kernel, q, k, w, arrays, masks, width, by_key, scale, causal)
+
+
+def _launch(
+    name: str,
+    kernel: triton.runtime.JITFunction,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    w: torch.Tensor,
+    arrays: tuple[torch.Tensor | None, ...],
+    masks: KernelMasks,
+    width: int,
+    by_key: bool,
+    scale: float,
+    causal: bool,
+) -> None:
+    """A grid of the parts of `width` channels, tiles of queries or keys, and heads."""
+    b, t, h, d = q.shape
+    n, s, e = w.shape[1:]
+    factors = factor_dtype(q.dtype)
+    part, chunk = PARTS[factors]
+    parts = cdiv(width, part)
+    tuned = configuration(name, part, factors == torch.bfloat16, q)
+    tiles = cdiv(s, tuned.rows) * n if by_key else cdiv(t, tuned.rows) * h
+    launch(
+        kernel, (tiles * parts * b,),
+        q, k, w, *arrays, *masks, scale, t, s, h, n, *q.stride(), *k.stride(),
+        CAUSAL=causal, D=d, E=e, PARTS=parts, PART=part, CHUNK=chunk,
+        ROWS=tuned.rows, COLUMNS=tuned.columns,
+        PRECISION=product_precision(q.dtype), num_warps=tuned.warps, num_stages=tuned.stages,
+    )  # fmt: skip

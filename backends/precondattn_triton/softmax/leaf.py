@@ -1,0 +1,108 @@
+"""Softmax attention with options as a leaf of the backend: supported calls, and their launches.
+
+Plain softmax attention is left to PyTorch's own kernel. These kernels compute it with a window, a
+bias, a soft cap, a sink or slopes of distances, which that kernel does not support.
+
+Residuals: λ (b, h, t), and, if the output is rounded to half precision, the output in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from precondattn.backend import ArraySpec, Request
+from precondattn.frame import Frame
+from precondattn.kernel_backend.attention_options import (
+    BIAS,
+    SINK,
+    SLOPES,
+    SOFTCAP,
+    declined_option,
+)
+from precondattn.spec.metric import DOT
+from precondattn.spec.softmax import Softmax
+from precondattn_triton.softmax.score_options import options_of
+from precondattn_triton.softmax.score_tiles import row_products
+from precondattn_triton.softmax.softmax_backward import softmax_backward
+from precondattn_triton.softmax.softmax_forward import SoftmaxArrays, softmax_forward
+from precondattn_triton.softmax.widths import refuses_widths
+from precondattn_triton.tiles import masks_of
+
+Tensors = Mapping[str, torch.Tensor]
+
+SUPPORTED = BIAS, SOFTCAP, SINK, SLOPES
+"""The options of these kernels, besides a window."""
+
+
+class SoftmaxKernels:
+    """Kernels of the leaf `Softmax` with an option, whose output is the weighted mean."""
+
+    def refuses(self, leaf: Softmax, request: Request) -> str | None:
+        """The reason why the kernels do not support this call, or None."""
+        if leaf.metric != DOT:
+            return f"has kernels for softmax with scores ⟨q, k⟩ only, not of {leaf.name}"
+        reason = declined_option(leaf, "softmax", SUPPORTED)
+        if reason is not None:
+            return reason
+        if leaf.window is None and declined_option(leaf, "softmax") is None:
+            return f"has no kernels for {leaf} without options, which PyTorch's own kernel computes"
+        if request.verb not in ("forward", "vjp"):
+            return "has no step of softmax that extends a cache"
+        shapes = dict(request.shapes)
+        if 0 in shapes["q"] + shapes["k"] + shapes["v"]:
+            return "its kernels for softmax support no empty arrays"
+        return refuses_widths("softmax", request.dtype, shapes["k"][3], shapes["v"][3])
+
+    def forward(
+        self, leaf: Softmax, x: Tensors, frame: Frame
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The output (b, t, h, e) in the dtype of the values, and the residuals."""
+        read = softmax_forward(_call(leaf, x, frame))
+        return read.out, (read.logs,) if read.full is read.out else (read.logs, read.full)
+
+    def backward(
+        self,
+        leaf: Softmax,
+        x: Tensors,
+        frame: Frame,
+        out: torch.Tensor,
+        residuals: tuple[torch.Tensor, ...],
+        cotangent: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """The gradients of all inputs, in their dtypes."""
+        call = _call(leaf, x, frame)
+        logs, *full = residuals
+        d_out = cotangent.to(call.v.dtype)
+        d_sums = row_products(
+            d_out, full[0] if full else out.contiguous(), logs, call.masks.q_valid
+        )
+        gradients = softmax_backward(call, x.get("bias"), logs, d_sums, d_out)
+        return {name: gradient.to(x[name].dtype) for name, gradient in gradients.items()}
+
+    def residual_shapes(
+        self, leaf: Softmax, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
+        """The shapes of the residuals of `forward`."""
+        b, t, h, _ = inputs["q"].shape
+        (_, _, _, e), dtype = inputs["v"]
+        logs = ArraySpec((b, h, t), "float32")
+        return (logs,) if dtype == "float32" else (logs, ArraySpec((b, t, h, e), "float32"))
+
+
+def _call(leaf: Softmax, x: Tensors, frame: Frame) -> SoftmaxArrays:
+    """A call as its kernels read it, in the dtype of the values."""
+    v = x["v"]
+    q, k = (x[name].to(v.dtype) for name in ("q", "k"))
+    b, _, h, d = q.shape
+    return SoftmaxArrays(
+        q,
+        k,
+        v,
+        x["sink"].contiguous() if leaf.sink else None,
+        masks_of(frame, b),
+        options_of(leaf, x, b, h),
+        leaf.scale_for(d),
+        leaf.causal,
+    )

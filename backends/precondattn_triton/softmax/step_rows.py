@@ -1,0 +1,165 @@
+"""Rows of a step of softmax attention: the queries of a key/value head, for all of its new tokens.
+
+A step reads a cache of keys and values, which many programs share: each program reads some of the
+cached tokens, for all rows of a key/value head at once, so that every key and value is read once.
+Another kernel merges their results, and adds the new tokens. Row i is the query of new token
+⌊i / group⌋ and of query head i mod `group` of the key/value head. With `length` cached tokens, the
+new token j is at position `length` + j; it reads the cached tokens that are valid and in its
+window, and the new tokens up to its own: only causal attention has a cache.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from precondattn.frame import Frame
+from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
+
+WIDEST = 256
+LARGEST_TILE = 8192
+"""Elements in a tile of rows that fits every multiprocessor."""
+MOST_ROWS = 64
+
+
+@triton.jit
+def query_tile(
+    q, first, head, heads, group, t, width, q_b, q_t, q_h, q_d,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The queries (d) of a head as rows `first` … of a tile, in float32; other rows are 0."""
+    row, channel = tl.arange(0, ROWS) - first, tl.arange(0, WIDTH).to(tl.int64)
+    is_row = (row >= 0) & (row < group * t)
+    row = tl.where(is_row, row, 0)
+    of_head = (head % heads * group + row % group) * q_h
+    at = q + head // heads * q_b + (row // group).to(tl.int64) * q_t + of_head
+    inside = is_row[:, None] & (channel < width)[None, :]
+    return tl.load(at[:, None] + channel[None, :] * q_d, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def cached_tokens(lengths, split, per_split, count, b, window, TOKENS: tl.constexpr):
+    """The number of cached tokens of sequence b, and the first and the last + 1 of a program's."""
+    length = count
+    if lengths is not None:
+        length = tl.load(lengths + b).to(tl.int32)
+    begin = split * per_split
+    if window is not None:
+        begin = tl.maximum(begin, (length + 1 - window) // TOKENS * TOKENS)
+    return length, begin, tl.minimum((split + 1) * per_split, length)
+
+
+@triton.jit
+def valid_slots(valid, b, valid_b, slot, end, oldest):
+    """Whether cached tokens may be read by a row."""
+    is_read = (slot < end) & (slot >= oldest)
+    if valid is not None:
+        is_read = is_read & (tl.load(valid + b * valid_b + slot, mask=is_read, other=0) != 0)
+    return is_read
+
+
+@triton.jit
+def slots_of(start, slot, is_read, width, slot_stride, channel_stride, WIDTH: tl.constexpr):
+    """A tile (slots, channels) of a head's cached keys or values, in float32; 0 if not read."""
+    channel = tl.arange(0, WIDTH).to(tl.int64)
+    at = start + slot.to(tl.int64)[:, None] * slot_stride + channel[None, :] * channel_stride
+    inside = is_read[:, None] & (channel < width)[None, :]
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def masked(scores, is_read, slot, row_position, window):
+    """S (ROWS, slots), −∞ where a row may not read a slot."""
+    is_visible = is_read[None, :]
+    if window is not None:
+        is_visible = is_visible & (row_position[:, None] - slot[None, :] < window)
+    return tl.where(is_visible, scores, float("-inf"))
+
+
+@triton.jit
+def new_scores(rows, key, scale, is_valid, token, row_token, window):
+    """S (ROWS) for the key of one new token, −∞ where a row may not read it."""
+    is_visible = (row_token >= token) & is_valid
+    if window is not None:
+        is_visible = is_visible & (row_token - token < window)
+    return tl.where(is_visible, tl.sum(rows * key[None, :], 1) * scale, float("-inf"))
+
+
+@triton.jit
+def channels_of(start, width, stride, is_read, WIDTH: tl.constexpr):
+    """The channels of one token, in float32; 0 if it is not read."""
+    channel = tl.arange(0, WIDTH)
+    mask = (channel < width) & is_read
+    return tl.load(start + channel.to(tl.int64) * stride, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def finite(largest):
+    """A maximum, or 0 where it is −∞ because there is nothing yet."""
+    return tl.where(largest == float("-inf"), 0.0, largest)
+
+
+class StepMasks(NamedTuple):
+    """The validity of the tokens of a step, as bytes; None where all are valid."""
+
+    slots: int
+    """Slots to read: the cached tokens of every sequence, or the slots of the cache."""
+    lengths: Tensor | None
+    """(b,), cached tokens of each sequence; None if `slots` is that of all"""
+    past_valid: Tensor | None
+    """(b, slots)"""
+    new_valid: Tensor | None
+    """(b, t), keys"""
+    is_token: Tensor | None
+    """(b, t), queries"""
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """The strides of the batch axes of the three."""
+        past, new, token = (0 if a is None else a.stride(0) for a in self[2:])
+        return past, new, token
+
+
+def step_masks(frame: Frame, b: int, t: int, capacity: int) -> StepMasks:
+    """The masks of t new tokens after a cache of `capacity` slots."""
+
+    def as_bytes(valid: Tensor) -> Tensor:
+        return valid.contiguous().view(torch.uint8)
+
+    # The key of a valid token may be masked.
+    token = None if frame.q_valid is None else as_bytes(frame.q_valid.expand(b, -1))
+    if frame.held is not None:
+        return StepMasks(frame.held, None, None, None, token)
+    valid = frame.k_valid
+    assert valid is not None  # The frame of an extension always has the validity of slots.
+    valid = as_bytes(valid.expand(b, capacity + t))
+    lengths = frame.q_position[:, 0].expand(b).contiguous()
+    return StepMasks(capacity, lengths, valid[:, :capacity], valid[:, capacity:], token)
+
+
+def rows_of_step(q: Tensor, n: int, maps: int = 1) -> int:
+    """The rows of a tile for the queries (b, t, h, d) of `maps` maps, with n key/value heads."""
+    return padded_width(maps * q.shape[1] * (q.shape[2] // n))
+
+
+def refuses_step(
+    kernels: str, q: tuple[int, ...], v: tuple[int, ...], dtype: str, maps: int = 1
+) -> str | None:
+    """The reason why there is no step for queries (b, t, h, d) and values (b, t, n, e); or None."""
+    (b, t, h, d), (n, e) = q, v[2:]
+    if 0 in q + v:
+        return f"its step of {kernels} supports no empty arrays"
+    if b * n > MOST_HEADS:
+        return f"its step of {kernels} supports at most {MOST_HEADS} heads of all sequences"
+    rows, width = padded_width(maps * t * (h // n)), padded_width(max(d, e))
+    most = MOST_ROWS if dtype != "float32" else MOST_ROWS // 2
+    if width > WIDEST or rows > most or rows * width > LARGEST_TILE:
+        return (
+            f"its step of {kernels} supports d, e ≤ {WIDEST}, and as many new tokens and query "
+            f"heads per key/value head as fit a tile; found d={d}, e={e}, t={t} and {h // n}"
+        )
+    return None

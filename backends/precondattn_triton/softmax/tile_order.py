@@ -1,0 +1,34 @@
+"""The order of a grid's programs: in a causal call, those with the most work begin first.
+
+A causal tile of queries has more keys the later it is, and a tile of keys more queries the earlier.
+If heads follow one another, the last head's longest programs begin when few are left. So the tiles
+of several heads, 256 in all, are ordered by their length. With more heads at a time, fewer programs
+would read the same keys while these are in the cache.
+
+In units of the mean load of 132 multiprocessors, the last program of 16 heads ends at (list
+scheduling, tiles of 128 tokens, each program as long as its number of tiles plus 1/2):
+
+    tokens                         2,048   4,096   8,192   32,768
+    heads one after another        1.60    1.27    1.12    1.00
+    the same, shortest first       1.63    1.31    1.16    1.03
+    256 tiles together             1.03    1.00    1.00    1.00
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def longest_first(tiles, heads, CAUSAL: tl.constexpr):
+    """This program's rank in its head, 0 for the most work, its batch and its head."""
+    program = tl.program_id(0)
+    rank, head = program % tiles, program // tiles
+    if CAUSAL:
+        heads_together = tl.maximum(256 // tiles, 1)
+        first = program // (tiles * heads_together) * heads_together
+        program -= first * tiles
+        heads_together = tl.minimum(heads_together, tl.num_programs(0) // tiles - first)
+        rank, head = program // heads_together, first + program % heads_together
+    return rank, (head // heads).to(tl.int64), (head % heads).to(tl.int64)
