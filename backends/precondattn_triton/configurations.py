@@ -31,7 +31,7 @@ class Configuration(NamedTuple):
     stages: int = 2
 
 
-REGISTRY = Configurations[Configuration]((16, 32, 64, 128, 256, 512))
+REGISTRY = Configurations[Configuration]((16, 32, 64, 128, 256, 512, 1024))
 UNTUNED, TUNED = REGISTRY.untuned, REGISTRY.tuned
 declare, forced = REGISTRY.declare, REGISTRY.forced
 
@@ -65,6 +65,16 @@ declare(
         256: Configuration(32, 16, 8, 1),
     },
 )
+# In half precision only: with other products, no key sums are computed.
+declare(
+    "lucid_update_with_sums",
+    half={
+        64: Configuration(64, 32, 8, 2),
+        128: Configuration(64, 64, 8, 2),
+        256: Configuration(64, 32, 8, 2),
+    },
+    full={256: Configuration(16, 16, 8, 1)},
+)
 declare(
     "lucid_gradient",
     half={
@@ -88,7 +98,7 @@ declare(
     half={
         64: Configuration(128, 64, 4, 3),
         128: Configuration(128, 64, 8, 3),
-        512: Configuration(64, 32, 8, 2),
+        512: Configuration(32, 32, 8, 2),
     },
     full={
         64: Configuration(64, 32, 8, 2),
@@ -97,10 +107,24 @@ declare(
         512: Configuration(32, 32, 8, 1),
     },
 )
+# The widths of these are those of keys.
 declare(
     "laser_exact_forward",
-    half={128: Configuration(32, 1, 8, 1), 512: Configuration(16, 1, 4, 1)},
-    full={128: Configuration(32, 1, 8, 1), 512: Configuration(16, 1, 4, 1)},
+    half={
+        128: Configuration(32, 1, 8, 1),
+        256: Configuration(16, 1, 4, 1),
+        1024: Configuration(4, 1, 4, 1),
+    },
+    full={
+        128: Configuration(32, 1, 8, 1),
+        256: Configuration(16, 1, 4, 1),
+        1024: Configuration(4, 1, 4, 1),
+    },
+)
+declare(
+    "laser_decode",
+    half={128: Configuration(0, 32, 4, 2), 256: Configuration(0, 32, 8, 1)},
+    full={128: Configuration(0, 32, 4, 1), 256: Configuration(0, 32, 8, 1)},
 )
 declare(
     "laser_query_gradient",
@@ -132,13 +156,41 @@ declare(
 )
 declare(
     "laser_exact_query_gradient",
-    half={512: Configuration(16, 1, 4, 1)},
-    full={512: Configuration(16, 1, 4, 1)},
+    half={
+        256: Configuration(16, 1, 4, 1),
+        1024: Configuration(4, 1, 4, 1),
+    },
+    full={
+        256: Configuration(16, 1, 4, 1),
+        1024: Configuration(4, 1, 4, 1),
+    },
 )
 declare(
     "laser_exact_key_gradient",
-    half={512: Configuration(16, 1, 4, 1)},
-    full={512: Configuration(16, 1, 4, 1)},
+    half={
+        256: Configuration(16, 1, 4, 1),
+        1024: Configuration(4, 1, 4, 1),
+    },
+    full={
+        256: Configuration(16, 1, 4, 1),
+        1024: Configuration(4, 1, 4, 1),
+    },
+)
+# The widths of these are those of a part of the channels.
+declare(
+    "laser_wide_forward",
+    half={256: Configuration(64, 32, 8, 2)},
+    full={128: Configuration(32, 32, 8, 1)},
+)
+declare(
+    "laser_wide_query_gradient",
+    half={256: Configuration(64, 32, 8, 2)},
+    full={128: Configuration(32, 16, 8, 1)},
+)
+declare(
+    "laser_wide_key_gradient",
+    half={256: Configuration(32, 32, 8, 2)},
+    full={128: Configuration(32, 16, 8, 1)},
 )
 declare(
     "path_chunks",
@@ -146,23 +198,33 @@ declare(
     full={256: Configuration(16, 32, 4, 1)},
 )
 declare(
+    "path_blocks",
+    half={128: Configuration(0, 64, 8, 1)},
+    full={64: Configuration(0, 16, 8, 1), 128: Configuration(0, 32, 8, 1)},
+)
+declare(
+    "path_chunk_gradient",
+    half={128: Configuration(0, 64, 8, 1), 256: Configuration(0, 32, 8, 1)},
+    full={128: Configuration(0, 16, 4, 1), 256: Configuration(0, 32, 8, 1)},
+)
+declare(
     "path_forward",
     half={
-        64: Configuration(64, 0, 4, 2),
-        128: Configuration(64, 0, 8, 2),
-        256: Configuration(32, 0, 8, 1),
-        512: Configuration(32, 0, 8, 1),
+        64: Configuration(64, 64, 4, 2),
+        128: Configuration(64, 64, 8, 2),
+        256: Configuration(32, 32, 8, 1),
+        512: Configuration(32, 32, 8, 1),
     },
     full={
-        64: Configuration(32, 0, 4, 1),
-        128: Configuration(16, 0, 8, 1),
-        512: Configuration(16, 0, 8, 1),
+        64: Configuration(32, 16, 8, 1),
+        128: Configuration(16, 16, 8, 1),
+        512: Configuration(16, 16, 16, 1),
     },
 )
 declare(
     "path_carry",
     half={512: Configuration(64, 0, 8, 1)},
-    full={512: Configuration(16, 0, 4, 1)},
+    full={128: Configuration(16, 0, 8, 1), 512: Configuration(16, 0, 4, 1)},
 )
 declare(
     "path_query_gradient",
@@ -170,8 +232,22 @@ declare(
     full={128: Configuration(16, 0, 8, 1), 512: Configuration(16, 0, 16, 1)},
 )
 declare(
+    "path_block_query_gradient",
+    half={128: Configuration(64, 32, 8, 1), 512: Configuration(32, 32, 8, 1)},
+    full={128: Configuration(16, 32, 8, 1), 512: Configuration(16, 16, 8, 1)},
+)
+declare(
     "path_key_gradient",
-    half={512: Configuration(32, 32, 8, 1)},
+    half={
+        64: Configuration(32, 32, 8, 1),
+        128: Configuration(32, 32, 4, 1),
+        512: Configuration(32, 32, 8, 1),
+    },
+    full={512: Configuration(16, 16, 8, 1)},
+)
+declare(
+    "path_block_key_gradient",
+    half={128: Configuration(64, 32, 8, 1), 512: Configuration(32, 32, 8, 1)},
     full={512: Configuration(16, 16, 8, 1)},
 )
 declare(
@@ -186,36 +262,74 @@ declare(
 )
 declare(
     "path_gather",
-    half={512: Configuration(32, 128, 4, 1)},
-    full={512: Configuration(16, 64, 4, 1)},
+    half={512: Configuration(32, 32, 4, 1)},
+    full={512: Configuration(16, 32, 4, 1)},
 )
 declare(
     "path_decode",
     half={256: Configuration(0, 32, 4, 2)},
     full={128: Configuration(0, 32, 4, 2), 256: Configuration(0, 32, 8, 1)},
 )
+# Wider values of differential attention are computed in parts of 256 channels.
 declare(
     "differential_forward",
-    half={
-        128: Configuration(64, 64, 8, 2),
-        256: Configuration(64, 32, 8, 1),
-        512: Configuration(32, 32, 8, 1),
-    },
+    half={128: Configuration(64, 64, 8, 2), 256: Configuration(32, 32, 8, 1)},
     full={
         64: Configuration(32, 32, 8, 1),
         128: Configuration(16, 32, 8, 1),
-        512: Configuration(16, 16, 8, 1),
+        256: Configuration(16, 16, 8, 1),
     },
 )
 declare(
+    "differential_decode",
+    half={128: Configuration(0, 64, 8, 2), 256: Configuration(0, 32, 8, 2)},
+    full={128: Configuration(0, 32, 8, 2), 256: Configuration(0, 16, 8, 2)},
+)
+declare(
     "differential_query_gradient",
-    half={128: Configuration(64, 32, 8, 2), 512: Configuration(32, 32, 8, 1)},
-    full={64: Configuration(32, 32, 8, 1), 512: Configuration(16, 16, 8, 1)},
+    half={128: Configuration(64, 32, 8, 2), 256: Configuration(32, 32, 8, 1)},
+    full={64: Configuration(16, 32, 8, 1), 256: Configuration(16, 16, 8, 1)},
 )
 declare(
     "differential_key_gradient",
-    half={128: Configuration(32, 32, 8, 1), 512: Configuration(32, 16, 8, 1)},
+    half={128: Configuration(32, 32, 8, 1), 256: Configuration(32, 16, 8, 1)},
     full={64: Configuration(16, 32, 8, 1), 256: Configuration(16, 16, 8, 1)},
+)
+declare(
+    "differential_bias_gradient",
+    half={128: Configuration(64, 32, 8, 1), 256: Configuration(32, 16, 8, 1)},
+    full={64: Configuration(32, 32, 8, 1), 128: Configuration(16, 16, 8, 1)},
+)
+declare(
+    "softmax_forward",
+    half={128: Configuration(128, 64, 8, 2), 512: Configuration(64, 32, 8, 2)},
+    full={
+        128: Configuration(32, 32, 8, 2),
+        256: Configuration(16, 32, 8, 1),
+    },
+)
+declare(
+    "softmax_query_gradient",
+    half={128: Configuration(64, 64, 8, 2), 512: Configuration(32, 32, 8, 1)},
+    full={
+        64: Configuration(32, 32, 4, 1),
+        128: Configuration(16, 32, 8, 1),
+        256: Configuration(16, 16, 8, 1),
+    },
+)
+declare(
+    "softmax_key_gradient",
+    half={128: Configuration(64, 32, 8, 1), 512: Configuration(16, 16, 8, 2)},
+    full={
+        64: Configuration(32, 32, 8, 1),
+        128: Configuration(16, 16, 4, 1),
+        256: Configuration(16, 16, 8, 1),
+    },
+)
+declare(
+    "softmax_bias_gradient",
+    half={128: Configuration(64, 32, 8, 1), 512: Configuration(32, 16, 8, 1)},
+    full={64: Configuration(32, 32, 8, 1), 256: Configuration(16, 16, 8, 1)},
 )
 # A tile is not larger than a window.
 declare(
@@ -250,12 +364,8 @@ declare(
 # `rows` is the chunk size: the same for all kernels of a recurrence, and for those of CCQ's query.
 declare(
     "chunk_states",
-    half={256: Configuration(64, 32, 8, 1)},
-    full={
-        64: Configuration(64, 32, 8, 1),
-        128: Configuration(32, 16, 4, 1),
-        256: Configuration(32, 16, 8, 1),
-    },
+    half={256: Configuration(64, 32, 8, 1), 512: Configuration(64, 16, 8, 1)},
+    full={128: Configuration(32, 16, 4, 1), 512: Configuration(32, 16, 8, 1)},
 )
 declare(
     "chunk_states_and_moments",
@@ -268,33 +378,38 @@ declare(
 )
 declare(
     "chunk_gradients",
-    half={256: Configuration(64, 32, 8, 1)},
+    half={256: Configuration(64, 32, 8, 1), 512: Configuration(64, 16, 8, 1)},
     full={
         64: Configuration(64, 16, 8, 1),
-        256: Configuration(32, 16, 8, 1),
+        512: Configuration(32, 16, 8, 1),
     },
 )
 declare(
     "delta_prepare",
-    half={256: Configuration(64, 64, 8, 1)},
-    full={256: Configuration(64, 32, 4, 1)},
+    half={512: Configuration(64, 64, 8, 1)},
+    full={512: Configuration(64, 32, 4, 1)},
 )
 for _kernel in ("chunk_reads", "chunk_scores_gradient", "chunk_query_gradient"):
     declare(
         _kernel,
-        half={256: Configuration(64, 64, 8, 1)},
-        full={256: Configuration(64, 32, 8, 1)},
+        half={512: Configuration(64, 64, 8, 1)},
+        full={512: Configuration(64, 32, 8, 1)},
     )
-for _kernel in ("chunk_inverse", "delta_keys", "value_sums"):
+declare(
+    "chunk_input_gradient",
+    half={256: Configuration(64, 32, 8, 1)},
+    full={256: Configuration(64, 16, 8, 1)},
+)
+for _kernel in ("delta_keys", "value_sums"):
     declare(
         _kernel,
-        half={256: Configuration(64, 32, 8, 1)},
-        full={256: Configuration(64, 32, 8, 1)},
+        half={512: Configuration(64, 32, 8, 1)},
+        full={512: Configuration(64, 32, 8, 1)},
     )
 declare(
     "chunk_key_gradient",
-    half={256: Configuration(64, 32, 8, 1)},
-    full={64: Configuration(64, 16, 8, 1), 256: Configuration(64, 32, 8, 1)},
+    half={512: Configuration(64, 32, 8, 1)},
+    full={64: Configuration(64, 16, 8, 1), 512: Configuration(64, 32, 8, 1)},
 )
 declare(
     "chunk_moments",
@@ -309,37 +424,73 @@ declare(
 declare(
     "mesa_query",
     half={},
-    full={64: Configuration(32, 32, 8, 1), 128: Configuration(16, 32, 8, 1)},
+    full={128: Configuration(16, 32, 8, 1)},
 )
 declare(
     "row_lengths", half={256: Configuration(64, 0, 4, 1)}, full={256: Configuration(64, 0, 4, 1)}
 )
 declare(
     "channel_scores",
-    half={256: Configuration(64, 32, 4, 1)},
-    full={256: Configuration(64, 32, 4, 1)},
+    half={512: Configuration(64, 32, 4, 1)},
+    full={},
+)
+declare(
+    "channel_scores_in_full",
+    half={512: Configuration(64, 16, 4, 1)},
+    full={512: Configuration(32, 16, 4, 1)},
 )
 declare(
     "channel_gradient",
-    half={256: Configuration(64, 32, 4, 1)},
-    full={256: Configuration(64, 16, 4, 1)},
+    half={512: Configuration(64, 32, 4, 1)},
+    full={512: Configuration(32, 16, 2, 1)},
 )
+# Pairs of two kinds in float32 do not fit the registers of 4 warps.
+declare("channel_erase_gradient", half={512: Configuration(64, 16, 4, 1)}, full={})
+declare(
+    "channel_erase_gradient_in_full",
+    half={512: Configuration(64, 16, 8, 1)},
+    full={512: Configuration(32, 16, 2, 1)},
+)
+declare(
+    "channel_erase_gradient_in_full",
+    half={512: Configuration(64, 16, 4, 1)},
+    full={},
+    architecture="sm_90",
+)
+# `rows` is the chunk size where channels have gates.
 declare(
     "channel_gates",
-    half={256: Configuration(64, 32, 4, 1)},
-    full={256: Configuration(64, 32, 4, 1)},
+    half={512: Configuration(64, 32, 4, 1)},
+    full={256: Configuration(32, 32, 4, 1)},
 )
-declare("gate_sums", half={256: Configuration(64, 0, 2, 1)}, full={256: Configuration(64, 0, 2, 1)})
+declare("gate_sums", half={512: Configuration(64, 0, 2, 1)}, full={512: Configuration(64, 0, 2, 1)})
 declare(
     "recurrent_step",
-    half={256: Configuration(1, 32, 4, 1)},
-    full={256: Configuration(1, 32, 4, 1)},
+    half={256: Configuration(1, 32, 4, 1), 512: Configuration(1, 16, 4, 1)},
+    full={256: Configuration(1, 32, 4, 1), 512: Configuration(1, 16, 4, 1)},
 )
 
 # A wgmma on Hopper multiplies 64 rows by the columns that the tile leaves to a group of four
 # warps: with 16 columns, loading the rows takes longer than the product.
 declare("lucid_gradient", half={128: Configuration(128, 64, 8, 2)}, full={}, architecture="sm_90")
 declare("lucid_update", half={128: Configuration(128, 64, 8, 2)}, full={}, architecture="sm_90")
+# With 64 columns, two sums of 128 rows leave too few registers.
+declare(
+    "lucid_update_with_sums",
+    half={128: Configuration(128, 32, 8, 2)},
+    full={},
+    architecture="sm_90",
+)
+declare(
+    "laser_forward",
+    half={
+        64: Configuration(128, 64, 4, 3),
+        128: Configuration(128, 64, 8, 3),
+        512: Configuration(64, 32, 8, 2),
+    },
+    full={},
+    architecture="sm_90",
+)
 declare(
     "laser_query_gradient",
     half={64: Configuration(64, 64, 4, 2), 128: Configuration(128, 64, 8, 2)},
@@ -348,7 +499,20 @@ declare(
 )
 declare(
     "laser_key_gradient",
-    half={64: Configuration(128, 64, 8, 2), 128: Configuration(128, 32, 8, 2)},
+    half={128: Configuration(128, 32, 8, 2)},
+    full={64: Configuration(32, 32, 8, 1), 128: Configuration(16, 32, 8, 1)},
+    architecture="sm_90",
+)
+declare("softmax_forward", half={128: Configuration(128, 64, 8, 3)}, full={}, architecture="sm_90")
+declare(
+    "softmax_query_gradient",
+    half={128: Configuration(128, 64, 8, 2)},
+    full={},
+    architecture="sm_90",
+)
+declare(
+    "softmax_key_gradient",
+    half={64: Configuration(128, 32, 8, 2), 128: Configuration(64, 32, 8, 2)},
     full={},
     architecture="sm_90",
 )
@@ -358,10 +522,26 @@ declare(
     full={128: Configuration(16, 32, 8, 1)},
     architecture="sm_90",
 )
+declare(
+    "path_block_query_gradient",
+    half={64: Configuration(64, 32, 8, 1), 128: Configuration(64, 64, 8, 1)},
+    full={},
+    architecture="sm_90",
+)
+
+declare(
+    "path_forward",
+    half={},
+    full={64: Configuration(32, 16, 8, 1), 512: Configuration(16, 16, 8, 1)},
+    architecture="sm_90",
+)
 
 # Loads of the next chunk overlap with the products of this one.
 declare("chunk_states", half={128: Configuration(64, 32, 8, 2)}, full={}, architecture="sm_90")
 declare("delta_prepare", half={128: Configuration(64, 64, 4, 2)}, full={}, architecture="sm_90")
+declare(
+    "chunk_input_gradient", half={128: Configuration(64, 64, 8, 1)}, full={}, architecture="sm_90"
+)
 # A second stage would copy the states in pieces of 4 bytes.
 declare("chunk_reads", half={128: Configuration(64, 64, 4, 1)}, full={}, architecture="sm_90")
 

@@ -20,10 +20,15 @@ from precondattn.spec.stateful import Stateful
 from precondattn_kernel_tools.triton_compiler import Variant
 from precondattn_kernel_tools.triton_launches import TritonLaunch, recorded
 from precondattn_triton.backend import KERNELS, WIDEST_ON_AMD, Triton
+from precondattn_triton.path.blocks import SMALLEST
 from precondattn_triton.target import compiling_for
 
 Shipped = tuple[tuple[str, tuple[torch.dtype, ...], tuple[tuple[int, int], ...]], ...]
 """Mechanisms, dtypes, and widths of keys and values. Narrower arrays have the same tiles."""
+
+CAPPED, SINKING = "softmax[window=1024,softcap=30]", "softmax[window=128,sink=true]"
+BIASED, SLOPING = "softmax[bias=true]", "softmax[distance=slopes]"
+"""Options as models have them: Gemma 2, gpt-oss, T5's and AlphaFold's biases, ALiBi."""
 
 CHOSEN: Shipped = (
     ("lucid_solve[beta=true]", (torch.bfloat16,), ((256, 256), (128, 128), (64, 64))),
@@ -37,17 +42,25 @@ CHOSEN: Shipped = (
     (
         "laser",
         (torch.bfloat16, torch.float32),
-        ((256, 512), (256, 256), (128, 128), (64, 64)),
+        ((720, 720), (256, 512), (256, 256), (128, 128), (64, 64)),
     ),
-    ("laser", (torch.float16,), ((256, 512), (128, 128))),
+    ("laser", (torch.float16,), ((720, 720), (256, 512), (128, 128))),
     ("differential", (torch.float16,), ((128, 128),)),
+    (CAPPED, (torch.bfloat16,), ((256, 256), (128, 128), (64, 64))),
+    (BIASED, (torch.bfloat16,), ((256, 512), (128, 128), (64, 64))),
+    (BIASED, (torch.float32,), ((256, 256), (128, 128), (64, 64))),
+    (BIASED, (torch.float16,), ((128, 128),)),
+    (SINKING, (torch.bfloat16,), ((64, 64),)),
+    (SLOPING, (torch.bfloat16,), ((128, 128),)),
     ("path", (torch.float16,), ((128, 128),)),
     ("gla", (torch.float16,), ((128, 128),)),
     ("conditioned_query", (torch.float16,), ((128, 128),)),
     ("differential", (torch.bfloat16,), ((256, 512), (256, 256), (128, 128), (64, 64))),
-    ("differential", (torch.float32,), ((256, 256), (128, 128), (64, 64))),
-    ("path", (torch.bfloat16,), ((256, 512), (256, 256), (128, 128), (64, 64))),
-    ("path", (torch.float32,), ((256, 256), (128, 128), (64, 64))),
+    ("differential", (torch.float32,), ((256, 512), (256, 256), (128, 128), (64, 64))),
+    (f"differential({BIASED})", (torch.bfloat16,), ((256, 256), (128, 128))),
+    (f"differential({BIASED})", (torch.float32,), ((128, 128), (64, 64))),
+    ("path", (torch.bfloat16,), ((256, 512), (256, 256), (128, 512), (128, 128), (64, 64))),
+    ("path", (torch.float32,), ((256, 256), (128, 256), (128, 128), (64, 64))),
     (
         "windowed[size=7,shift=3,grid=64/64,bias=true]",
         (torch.bfloat16, torch.float32),
@@ -58,7 +71,7 @@ CHOSEN: Shipped = (
     ("gated_delta", (torch.float32,), ((256, 512), (128, 128), (64, 64))),
     ("gated_delta", (torch.float16,), ((256, 512), (128, 128))),
     ("linear", (torch.bfloat16, torch.float32), ((128, 128),)),
-    ("gla", (torch.bfloat16,), ((128, 128),)),
+    ("gla", (torch.bfloat16,), ((512, 512), (128, 128))),
     ("gla", (torch.float32,), ((256, 512), (128, 128))),
     ("gsa", (torch.bfloat16, torch.float32), ((128, 128),)),
     ("kda", (torch.bfloat16,), ((256, 512), (128, 128))),
@@ -73,6 +86,8 @@ CHOSEN: Shipped = (
     ("ccq(gated_delta)", (torch.bfloat16,), ((256, 512), (128, 128), (64, 64))),
     ("ccq(gated_delta)", (torch.float32,), ((256, 512), (128, 128), (64, 64))),
     ("ccq(linear)", (torch.bfloat16, torch.float32), ((256, 512), (128, 128))),
+    ("ccq(kda)", (torch.bfloat16,), ((128, 128),)),
+    ("ccq(gla)", (torch.bfloat16,), ((256, 512),)),
     ("conditioned_query", (torch.bfloat16, torch.float32), ((256, 256), (128, 128), (64, 64))),
     ("mesa_query[decay=head,beta=true]", (torch.float32,), ((128, 128), (64, 64))),
 )
@@ -94,7 +109,7 @@ PACKED: Shipped = tuple(
     (name, (torch.bfloat16,), ((128, 128),))
     for name in (
         *("lucid_solve[beta=true]", "lucid_solve[metric=transported]"),
-        *("laser", "differential", "path"),
+        *("laser", "differential", "path", SINKING),
     )
 )
 """Calls of packed sequences, of which only the kernels that read segments are compiled."""
@@ -102,15 +117,22 @@ PACKED: Shipped = tuple(
 STEPS: Shipped = (
     ("lucid", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
     ("path[flush=64]", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
+    ("laser", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
+    ("differential", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
 )
 """Extensions of a cache by one token."""
 
 TOKENS, HEADS, BATCH, SLOTS = 4096, 16, 2, 64
 DISTINGUISHING = (
     *("ROWS", "COLUMNS", "CHUNK", "TILE", "STEP", "BACKWARD", "BY_ROW", "PART"),
-    *("KEYS", "BLOCK", "DECAY", "GATE_STEP", "HAS_BORDERS", "UNDECAYED"),
+    *("KEYS", "BLOCK", "DECAY", "GATE_STEP", "HAS_BORDERS", "UNDECAYED", "PARTS", "WITH_KEYS"),
 )
 """The constants of a kernel that depend on its configuration or select a code path."""
+OPTIONAL = (
+    *("erase", "right", "gates", "z", "d_u", "x", "reading", "erased_pairs"),
+    *("softcap", "window", "bias", "slopes", "sink"),
+)
+"""Arguments that select a code path by being None or not."""
 WIDE_SPILLS = 10400
 """Bytes that a thread may spill where rows are wider than 128. In float32 some kernels do; PaTH's
 at 256 spill most, on compute capability 8.0."""
@@ -121,8 +143,15 @@ FLOAT16_SPILLS = 32
 """The limit for two kernels in float16, on compute capability 8.0, where the assembler keeps to
 128 registers."""
 SPILLING_IN_FLOAT16 = ("key_value_gradient", "carry_moments")
-UNDECAYED_SPILLS = 4
-"""The limit for the gradient of keys in float32, without decay and with another key to erase."""
+CHUNK_SPILLS = 96
+"""The limit for the gradient of PaTH's chunks where factors have 32 bits and a chunk 32 tokens."""
+KEY_SUMS_SPILLS = 32
+"""The limit for `update` with key sums, outside its inner loop, in Triton 3.6; later versions spill
+nothing."""
+PRECONDITIONED_SPILLS = 24
+"""The limit for the gradient of the keys that ATK preconditions, on compute capability 9.0."""
+OPTION_SPILLS = 32
+"""The limit for differential attention with a bias or in float16, at widths up to 128."""
 
 
 def variants(target: str) -> Iterator[Variant]:
@@ -152,7 +181,8 @@ def variants(target: str) -> Iterator[Variant]:
                     function = launch.function.module, launch.function.__name__
                     identity = (
                         *(function, dtype, _first_dtype(launch), constants, tuned, is_wide),
-                        *(_is_packed(launch), launch.arguments.get("erase") is not None),
+                        *(_is_packed(launch), *(_has(launch, name) for name in OPTIONAL)),
+                        _is_of_blocks(launch),
                     )
                     if identity not in yielded:
                         yielded.add(identity)
@@ -168,8 +198,14 @@ def _variant(launch: TritonLaunch, mechanism: str, dtype: torch.dtype, d: int, e
         limit = BORDER_SPILLS
     if dtype == torch.float16 and launch.function.__name__ in SPILLING_IN_FLOAT16:
         limit = max(limit, FLOAT16_SPILLS)
-    if named.startswith("erasing_delta float32") and launch.function.__name__ == "d_keys_of":
-        limit = max(limit, UNDECAYED_SPILLS)
+    if launch.function.__name__ == "_chunk_gradient":
+        limit = max(limit, CHUNK_SPILLS)
+    if launch.arguments.get("WITH_GRADIENT"):
+        limit = max(limit, KEY_SUMS_SPILLS)
+    if named.startswith("preconditioned_key") and launch.function.__name__ == "d_inputs":
+        limit = max(limit, PRECONDITIONED_SPILLS)
+    if named.startswith(("differential(", "differential float16")):
+        limit = max(limit, OPTION_SPILLS)
     return launch.variant(named)._replace(spill_limit=limit)
 
 
@@ -179,20 +215,40 @@ def _first_dtype(launch: TritonLaunch) -> torch.dtype:
     return next(arrays).dtype
 
 
+def _has(launch: TritonLaunch, name: str) -> bool:
+    return launch.arguments.get(name) is not None
+
+
 def _is_packed(launch: TritonLaunch) -> bool:
-    return any(launch.arguments.get(name) is not None for name in ("segment", "segments"))
+    return any(_has(launch, name) for name in ("segment", "segments"))
+
+
+def _is_of_blocks(launch: TritonLaunch) -> bool:
+    """Whether a kernel of PaTH's backward pass is launched for blocks, not for their chunks."""
+    length = launch.arguments.get("length", 0)
+    return isinstance(length, int) and length >= SMALLEST
 
 
 def _way(launch: TritonLaunch) -> str:
     """The part of a variant's name that distinguishes a kernel's launches within one call."""
     is_backward = launch.arguments.get("BACKWARD", launch.arguments.get("BY_ROW"))
+    is_backward = is_backward or (_has(launch, "z") and _has(launch, "y"))
     decay, gated = launch.arguments.get("DECAY"), launch.arguments.get("GATE_STEP")
+    of_blocks = " of blocks" if _is_of_blocks(launch) else ""
     sizes = [(name, launch.arguments.get(name.upper())) for name in ("tile", "part")]
-    name = (" backward" if is_backward else "") + "".join(
-        f" {n} {size}" for n, size in sizes if size
+    name = (
+        (" backward" if is_backward else "")
+        + of_blocks
+        + "".join(f" {n} {size}" for n, size in sizes if size)
     )
     if decay is not None:
         name += f" decay of {decay}"
+    if "x" in launch.arguments and launch.arguments["x"] is None:
+        name += " of values alone"
+    if "among" in launch.arguments and launch.arguments.get("reading") is not None:
+        name += " with factors"
+    if launch.arguments.get("WITH_KEYS") is False:
+        name += " of values"
     return name + (f" width {gated}" if gated else "")
 
 
@@ -230,6 +286,9 @@ def launches(
         frame = Frame(position, position, None, None, ids, ids)
         out, residuals = backend.forward(piece, x, frame)
         backend.backward(piece, x, frame, out, residuals, torch.empty_like(out))
+        if "bias" in x:  # A bias of all sequences has its gradient from another kernel.
+            x["bias"] = x["bias"][:1]
+            backend.backward(piece, x, frame, out, residuals, torch.empty_like(out))
         if isinstance(piece, Stateful):
             by_tokens = {name for name, pattern in inputs.items() if set("ts") & {*pattern.letters}}
             last = {n: array[:, -1:] if n in by_tokens else array for n, array in x.items()}
