@@ -63,6 +63,20 @@ the kernel.
 Measured = Mapping[str, Mapping[str, float]]
 """The seconds of a kernel in a call, for each model of GPU (`pages.kernel_seconds`)."""
 
+CALLS = """\
+## What a call asks of the host and of memory
+
+Counted and timed without a GPU ([how](kernels.md#the-hosts-time-of-a-call)), of Triton's kernels
+and of the operators of PyTorch around them, without PyTorch's own attention: b = 1, h = n = 16,
+d = e = 128, bfloat16. An array counts once a launch, and whole. So the bytes of `lucid`, whose
+launches read parts of arrays, are those of its kernels above. In a cell with an arrow, the first
+value is that before kernels had fewer launches and were held by the signature of their arguments.
+The host is one core of an {processor}. Steps waited for the device before.
+
+| call | launches | operators of PyTorch | bytes of kernels | bytes of operators | host |
+|---|---|---|---|---|---|
+"""
+
 KERNEL = ("call", "kernel", "width", "tokens")
 CALL = ("mechanism", "work", "heads", "tokens")
 """What identifies a row of the predictions for kernels, and for whole calls."""
@@ -93,7 +107,7 @@ def page(reports: list[dict[str, Any]], gpu: Path, others: Sequence[dict[str, An
     with_others = OTHERS + "".join(_differences(other, reports) for other in others)
     measured = pages.kernel_seconds(gpu)
     predictions = predicted(_predictions(), _predictions("triton_before"), measured)
-    predictions += predicted_cuda(_predictions("cuda"), measured)
+    predictions += predicted_cuda(_predictions("cuda"), measured) + counted()
     return HEAD + run + "\n" + predictions + compiled + (with_others if others else "")
 
 
@@ -115,8 +129,8 @@ def predicted(content: dict[str, Any], before: dict[str, Any], measured: Measure
     lines += [
         "\nPredicted for whole calls of width 128 on an H100. The other kernels of a call, and",
         "PyTorch's flash attention at the same sizes, are estimates. `lucid` includes it.\n",
-        "| call | work | tokens | launches | predicted time | flash attention | predicted ratio |",
-        "|---" * 7 + "|",
+        "| call | work | tokens | predicted time | flash attention | predicted ratio |",
+        "|---" * 6 + "|",
     ]
     rows_before = {_key(row, CALL): row for row in before["mechanisms"]}
     lines += [_call(row, rows_before.get(_key(row, CALL))) for row in content["mechanisms"]]
@@ -126,6 +140,31 @@ def predicted(content: dict[str, Any], before: dict[str, Any], measured: Measure
 def predicted_cuda(content: dict[str, Any], measured: Measured) -> str:
     """The predictions for the kernels of `cupy`, at the same sizes."""
     return "\n".join(["### CUDA kernels", *_kernels(content, [], "cupy", measured)]) + "\n\n"
+
+
+def counted() -> str:
+    """The counts and host times of calls, beside those of an earlier version."""
+    path = MEASUREMENTS / "host" / "host_time.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    before, now = content["before"]["calls"], content["now"]["calls"]
+    lines = []
+    for name, row in now.items():
+        earlier = before.get(name)
+        cells = [
+            f"`{name.split()[0]}` {name.partition(' ')[2]}",
+            _change(earlier, row, "launches", str),
+            _change(earlier, row, "operators", str),
+            "–" if name.startswith("lucid") else _change(earlier, row, "launched_bytes", _bytes),
+            _change(earlier, row, "bytes", _bytes),
+            _change(earlier, row, "microseconds", "{:.0f} µs".format),
+        ]
+        lines.append(_row(*cells))
+    processor = content["now"]["processor"]
+    return CALLS.format(processor=processor) + "\n".join(lines) + "\n\n"
+
+
+def _bytes(number: int) -> str:
+    return f"{number / 1e9:.2f} GB"
 
 
 def _kernels(
@@ -183,7 +222,6 @@ def _call(row: dict[str, Any], before: dict[str, Any] | None) -> str:
     cells = [
         f"`{row['mechanism']}`",
         *(str(row[name]) for name in ("work", "tokens")),
-        _change(before, row, "launches", str),
         _change(before, row, "seconds", _milliseconds),
     ]
     if row["flash"] is None:

@@ -44,6 +44,10 @@ GUESSES = (
           "as at 128, but two programs overlap; exponentials take as long as products"),
     TritonGuess("lucid_solve", "substitute", 128, 0.50, 1,
           "64 programs, each a chain of products of 64 × 64 × 32 and 140 instructions each"),
+    TritonGuess("lucid_solve", "update with key sums", 128, 0.45, 1,
+          "as `update`, with two more products in the registers of a tile of 128 × 32"),
+    TritonGuess("lucid_solve", "update with key sums", 64, 0.40, 1,
+          "as at 128; exponentials take as long as products"),
     TritonGuess("lucid_solve", "key_gradient", 128, 0.50, 1,
           "products of 64 × 64 and 64 × 128; three in a row, with exponentials between"),
     TritonGuess("lucid_solve", "key_gradient", 64, 0.40, 1,
@@ -52,24 +56,24 @@ GUESSES = (
           "one program per multiprocessor: softmax of one half overlaps products of the other"),
     TritonGuess("laser", "_close", 64, 0.45, 2,
           "as many instructions per exponential as at 128, for half the products"),
-    TritonGuess("laser", "_query_gradient", 128, 0.50, 1,
-          "products of 64 × 64 and 64 × 128; every tile is masked"),
-    TritonGuess("laser", "_query_gradient", 64, 0.40, 4,
-          "389 instructions per tile are as long as its products"),
-    TritonGuess("laser", "_key_gradient", 128, 0.40, 1,
-          "products of 64 × 32, at 255 registers; every tile is masked"),
-    TritonGuess("laser", "_key_gradient", 64, 0.35, 1,
-          "712 instructions per tile take longer than its products"),
-    TritonGuess("gated_delta", "invert", 128, 0.12, 2,
-          "a chain of 18 products of 32 × 32 with float32's accuracy, by mma and not wgmma"),
-    TritonGuess("gated_delta", "prepare", 128, 0.60, 3,
-          "two short loops, loads overlap only between programs"),
+    TritonGuess("laser", "_query_gradient", 128, 0.55, 1,
+          "products of 64 × 64 and 64 × 128, with 303 instructions per tile"),
+    TritonGuess("laser", "_query_gradient", 64, 0.45, 4,
+          "instructions of a tile are nearly as long as its products"),
+    TritonGuess("laser", "_key_gradient", 128, 0.45, 1,
+          "products of 64 × 32, with 244 instructions per tile"),
+    TritonGuess("laser", "_key_gradient", 64, 0.40, 1,
+          "instructions of a tile take longer than its products"),
+    TritonGuess("gated_delta", "prepare", 128, 0.30, 2,
+          "a chain of 18 products of 32 × 32 with float32's accuracy, by mma, then short loops"),
     TritonGuess("gated_delta", "carry_states", 128, 0.50, 1,
           "128 chunks in sequence with 16 barriers each; 256 programs on 132 multiprocessors"),
     TritonGuess("gated_delta", "read", 128, 0.60, 3,
           "one pass over the states; loads of the two halves of the keys overlap"),
     TritonGuess("gated_delta", "carry_gradients", 128, 0.35, 1,
-          "128 chunks in sequence with 22 barriers each, and no load ahead: registers are full"),
+          "128 chunks in sequence with 22 barriers each, and no load ahead"),
+    TritonGuess("gated_delta", "d_inputs", 128, 0.35, 1,
+          "one program of 8 warps at a time, at 240 registers: loads and products alternate"),
 )  # fmt: skip
 
 LUCID_TOKENS = (8192, 32768)
@@ -82,19 +86,13 @@ OTHERS = {
     ("lucid", 32768): (0.20, 0.20),
     ("laser", 8192): (0.06, 0.12),
     ("laser", 32768): (0.15, 0.35),
-    ("gated_delta", 8192): (0.05, 2.6),
+    ("gated_delta", 8192): (0.01, 0.2),
 }
 """Milliseconds of all other kernels of a call, forward and backward, at width 128: an estimate from
 the bytes that they move and 3 µs for each launch. For LUCID these are the keys and the inverses."""
 
-LAUNCHES = {
-    ("lucid", 8192): (11, 24),
-    ("lucid", 32768): (19, 40),
-    ("laser", 8192): (14, 21),
-    ("laser", 32768): (14, 21),
-    ("gated_delta", 8192): (6, 19),
-}
-"""Launches of a call, forward and with its gradient; one takes the host 10 to 20 µs."""
+UNIT = 128
+"""Tokens of the largest tile of LUCID's kernels."""
 
 
 def size_of(call: str, tokens: int, width: int) -> Size:
@@ -109,22 +107,26 @@ def configuration(name: str, width: int) -> Configuration:
 def work_of(call: str, name: str, size: Size) -> KernelWork:
     """The work of a kernel in its configuration for Hopper."""
     at = {
-        ("lucid_solve", "key_gradient"): (work.key_gradient, "lucid_gradient"),
         ("laser", "_close"): (work.close, "laser_forward"),
         ("laser", "_query_gradient"): (work.laser_query_gradient, "laser_query_gradient"),
         ("laser", "_key_gradient"): (work.laser_key_gradient, "laser_key_gradient"),
-        ("gated_delta", "invert"): (work.invert, "chunk_inverse"),
         ("gated_delta", "prepare"): (work.prepare, "delta_prepare"),
         ("gated_delta", "carry_states"): (work.carry_states, "chunk_states"),
         ("gated_delta", "read"): (work.read, "chunk_reads"),
         ("gated_delta", "carry_gradients"): (work.carry_gradients, "chunk_gradients"),
+        ("gated_delta", "d_inputs"): (work.d_inputs, "chunk_input_gradient"),
     }
-    if call == "lucid_solve" and name != "key_gradient":
+    if call == "lucid_solve":
         tile, least = configuration("lucid_inverse", size.d)[:2]
-        block = super_block_of(size.tokens, least)
+        block = super_block_of(size.tokens, least, UNIT)
         if name == "substitute":
             return work.substitute(size, tile, block, NARROWEST_SOLVER)
-        return work.update(size, configuration("lucid_update", size.d), block)
+        if name == "key_gradient":
+            return work.key_gradient(size, configuration("lucid_gradient", size.d), block)
+        if name == "update":
+            return work.update(size, configuration("lucid_update", size.d), block, tile)
+        tiles = configuration("lucid_update_with_sums", size.d)
+        return work.update(size, tiles, block, tile, key_sums=True)
     function, tiles = at[call, name]
     return function(size, configuration(tiles, size.d))
 
@@ -146,12 +148,12 @@ def mechanisms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     forward = {
         "lucid": ("update", "substitute"),
         "laser": ("_close",),
-        "gated_delta": ("invert", "prepare", "carry_states", "read"),
+        "gated_delta": ("prepare", "carry_states", "read"),
     }
     backward = {
-        "lucid": ("update", "substitute", "key_gradient"),
+        "lucid": ("update with key sums", "substitute", "key_gradient"),
         "laser": ("_query_gradient", "_key_gradient"),
-        "gated_delta": ("invert", "prepare", "carry_states", "carry_gradients"),
+        "gated_delta": ("prepare", "carry_states", "carry_gradients", "d_inputs"),
     }
     seconds = {
         (row["call"], row["kernel"], row["tokens"]): row["devices"][H100.name]["seconds"]
@@ -172,14 +174,12 @@ def mechanisms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             parts = [part + of_flash for part, of_flash in zip(parts, flash, strict=True)]
         for is_both, name in enumerate(("forward", "forward and backward")):
             own, peer = (sum(p) if is_both else p[0] for p in (parts, flash))
-            launches = LAUNCHES[mechanism, tokens][is_both]
             calls.append(
                 {
                     "mechanism": mechanism,
                     "work": name,
                     "heads": size.heads,
                     "tokens": tokens,
-                    "launches": launches,
                     "seconds": own,
                     "flash": None if mechanism == "gated_delta" else peer,
                 }
