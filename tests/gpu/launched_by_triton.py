@@ -5,6 +5,7 @@ import torch
 from precondattn_gpu import call as of_gpu
 from precondattn_gpu import shipped
 from precondattn_triton import variants
+from precondattn_triton.configurations import REGISTRY
 
 
 def launched(
@@ -32,7 +33,12 @@ def main() -> None:
         many |= launched(each, 4096, 2, 16)
         few |= launched(each, each.tokens, of_gpu.BATCH, of_gpu.HEADS)
     assert len(many) > 400, len(many)
-    print("missing:", sorted(many - few))
+    # LUCID's update sums keys only with as many programs as there are multiprocessors: the calls of
+    # the headlines launch it.
+    tiles = REGISTRY.find("lucid_update_with_sums", 128, True, architecture="sm_90")
+    summing = str(tiles.rows), str(tiles.columns)
+    missing = {each for each in many - few if not (each[0] == "update" and each[1:3] == summing)}
+    print("missing:", sorted(missing))
 
 
 if __name__ == "__main__":
