@@ -65,7 +65,7 @@ declare(
         256: Configuration(32, 16, 8, 1),
     },
 )
-# In half precision only: with other products, no key sums are computed.
+# Key sums are computed in half precision only.
 declare(
     "lucid_update_with_sums",
     half={
@@ -474,7 +474,7 @@ declare(
 # warps: with 16 columns, loading the rows takes longer than the product.
 declare("lucid_gradient", half={128: Configuration(128, 64, 8, 2)}, full={}, architecture="sm_90")
 declare("lucid_update", half={128: Configuration(128, 64, 8, 2)}, full={}, architecture="sm_90")
-# With 64 columns, two sums of 128 rows leave too few registers.
+# Two sums of 128 rows leave too few registers for 64 columns.
 declare(
     "lucid_update_with_sums",
     half={128: Configuration(128, 32, 8, 2)},

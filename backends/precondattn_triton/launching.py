@@ -94,7 +94,7 @@ def _signature(
     if type(kernel) is not JITFunction or _is_observed(kernel):
         return None
     try:
-        # In order of frequency, without a call of a function for each.
+        # The most frequent types come first, and no function is called for each argument.
         described = [
             (16 if a % 16 == 0 else a == 1)
             if type(a) is int and -0x80000000 <= a <= 0x7FFFFFFF

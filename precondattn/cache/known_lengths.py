@@ -14,7 +14,7 @@ import weakref
 from precondattn.arrays import Array, device_of, host_integers, is_traced, library_of
 
 _known: dict[int, tuple[weakref.ref[Array], int, int]] = {}
-"""By the identity of a tensor: the tensor, its count of writes, and the length."""
+"""The tensor, its count of writes and the length, by the identity of the tensor."""
 
 
 def remembered(length: Array, tokens: int) -> Array:

@@ -184,7 +184,7 @@ def _non_finite_rows(mechanism: Piece, call: BoundCall) -> NonFiniteRows:
 
 
 def _in_few_operators(mechanism: Piece, call: BoundCall) -> NonFiniteRows | None:
-    """The same for a plain causal call on PyTorch's tensors, which nothing observes; or None."""
+    """The bad rows of a plain causal call on PyTorch's tensors that nothing observes; or None."""
     ready, frame = call.prepared, call.frame
     is_plain = ready.request.library == "torch" and (ready.is_direct or ready.is_recorded)
     if not is_plain or frame.k_segment is not None or frame.q_prefix is not None:

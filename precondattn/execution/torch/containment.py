@@ -20,7 +20,7 @@ INF = float("inf")
 
 
 class RowAxes(NamedTuple):
-    """Where an input has its rows: axes of batch, tokens and heads, and axes within a row."""
+    """What the masks need to know of an input (b, s, heads, …)."""
 
     within: tuple[int, ...]
     may_be_minus_infinity: bool
