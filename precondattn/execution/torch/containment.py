@@ -23,6 +23,7 @@ class RowAxes(NamedTuple):
     """What the masks need to know of an input (b, s, heads, …)."""
 
     within: tuple[int, ...]
+    """The axes within a row."""
     may_be_minus_infinity: bool
     """Whether −∞ is a value, as in the logarithm of a decay."""
 
