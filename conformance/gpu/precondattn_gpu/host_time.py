@@ -19,6 +19,7 @@ from typing import Annotated
 
 import typer
 
+from precondattn_conformance.report.environment import processor
 from precondattn_gpu.absent_gpu import absent_gpu
 from precondattn_gpu.call_counts import counts_of
 from precondattn_gpu.headline_calls import CALLS, ready
@@ -68,14 +69,6 @@ def microseconds(call: Callable[[], object]) -> float:
     finally:
         gc.enable()
     return min(times) / CALLS_OF_ROUND * 1e6
-
-
-def processor() -> str:
-    """The model of this machine's processor."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def versions() -> dict[str, str]:
