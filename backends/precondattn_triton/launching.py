@@ -16,10 +16,12 @@ and arguments of other types, such as descriptors of tensors, are left to Triton
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 from triton.runtime import driver, jit
 from triton.runtime.jit import JITFunction
@@ -61,6 +63,15 @@ class HeldKernel(NamedTuple):
 _compiled: dict[Hashable, HeldKernel] = {}
 
 
+class _Observer(threading.local):
+    """What is told of every launch in this thread, after it."""
+
+    found: Callable[..., None] | None = None
+
+
+observer = _Observer()
+
+
 def launch(kernel: Jitted, grid: Grid, *arguments: Argument, **constants: Constant) -> None:
     """Launch a kernel. Its constants, which come last, and options such as `num_warps` are named.
 
@@ -69,15 +80,28 @@ def launch(kernel: Jitted, grid: Grid, *arguments: Argument, **constants: Consta
     TypeError
         if a constant is not named, or another argument is.
     """
+    found = observer.found
+    if found is None:
+        _launched(kernel, grid, arguments, constants)
+        return
+    # Operators with which Triton's interpreter reads and writes arrays are not the caller's.
+    with _disable_current_modes():
+        held = _launched(kernel, grid, arguments, constants)
+    found(kernel, held, grid, arguments, constants)
+
+
+def _launched(
+    kernel: Jitted, grid: Grid, arguments: tuple[Argument, ...], constants: dict[str, Constant]
+) -> HeldKernel | None:
+    """Launch a kernel; what is kept of it, or None if Triton had to launch it."""
     key = _signature(kernel, arguments, constants)
     if key is None:
         kernel[grid](*arguments, **constants)
-        return
+        return None
     known = _compiled.get(key)
     if known is None:
         found = kernel[grid](*arguments, **constants)
-        _keep(key, kernel, len(arguments), constants, found)
-        return
+        return _keep(key, kernel, len(arguments), constants, found)
     x, y, z = (*grid, 1, 1)[:3]
     stream = driver.active.get_current_stream(key[1])
     # Three times None: no hook looks at the launch.
@@ -85,13 +109,14 @@ def launch(kernel: Jitted, grid: Grid, *arguments: Argument, **constants: Consta
         x, y, z, stream, known.function, known.metadata, None, None, None,
         *arguments, *known.constants,
     )  # fmt: skip
+    return known
 
 
 def _signature(
     kernel: Jitted, arguments: tuple[Argument, ...], constants: dict[str, Constant]
 ) -> tuple[Hashable, ...] | None:
     """What a compiled kernel depends on; None if Triton has to launch it."""
-    if type(kernel) is not JITFunction or _is_observed(kernel):
+    if type(kernel) is not JITFunction or kernel.pre_run_hooks or is_observed():
         return None
     try:
         # The most frequent types come first, and no function is called for each argument.
@@ -107,10 +132,9 @@ def _signature(
         ]
     except TypeError:
         return None
-    settings = knobs.runtime.debug, knobs.compilation.instrumentation_mode
     device = driver.active.get_current_device()
     # A jitted function has a hash of its source, which takes longer.
-    return (kernel.fn, device, settings, *described, *constants, *constants.values())
+    return (kernel.fn, device, settings(), *described, *constants, *constants.values())
 
 
 def _other(argument: Argument) -> Hashable:
@@ -125,11 +149,16 @@ def _other(argument: Argument) -> Hashable:
     raise TypeError
 
 
-def _is_observed(kernel: Jitted) -> bool:
+def settings() -> tuple[Hashable, ...]:
+    """Triton's settings that a compiled kernel depends on."""
+    return knobs.runtime.debug, knobs.compilation.instrumentation_mode
+
+
+def is_observed() -> bool:
+    """Whether something observes Triton's launches."""
     hooks = knobs.runtime
     return bool(
         getattr(JITFunction.run, "__globals__", None) is not _TRITONS
-        or kernel.pre_run_hooks
         or hooks.launch_enter_hook.calls
         or hooks.launch_exit_hook.calls
         or hooks.add_stages_inspection_hook
@@ -138,15 +167,17 @@ def _is_observed(kernel: Jitted) -> bool:
 
 def _keep(
     key: Hashable, kernel: Jitted, count: int, constants: dict[str, Constant], found: Launched
-) -> None:
-    """Keep what Triton has compiled for `count` arguments and these constants."""
+) -> HeldKernel | None:
+    """Keep what Triton has compiled for `count` arguments and these constants, and return it."""
     parameters = kernel.params
     is_named = [p.is_constexpr for p in parameters]
     if any(is_named[:count]) or not all(is_named[count:]):
         raise TypeError(f"{kernel.__name__}: exactly its constants must be named")
     if not hasattr(found, "packed_metadata"):
-        return
+        return None
     values = [constants.get(p.name, p.default) for p in parameters[count:]]
     if len(_compiled) >= KEPT:
         _compiled.clear()
-    _compiled[key] = HeldKernel(found.run, found.function, found.packed_metadata, tuple(values))
+    held = HeldKernel(found.run, found.function, found.packed_metadata, tuple(values))
+    _compiled[key] = held
+    return held

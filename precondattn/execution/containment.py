@@ -64,8 +64,9 @@ NAN, INF = math.nan, math.inf
 class NonFiniteRows(NamedTuple):
     """The bad rows of a call, and the outputs they reach, as masks (b or 1, tokens, heads or 1)."""
 
-    good: Arrays
-    """Which rows of each examined input are finite; size 1 along the other axes."""
+    good: Arrays | None
+    """Which rows of each examined input are finite; size 1 along the other axes. None for a call
+    whose inputs are cleaned by `without_bad_entries`, and which has no gradient."""
     by_keys: Array | None
     """The outputs that bad rows of inputs with a key axis reach."""
     outputs: Array
@@ -75,6 +76,7 @@ class NonFiniteRows(NamedTuple):
 
     def cleaned(self, arrays: ByName) -> Arrays:
         """The inputs, or their gradients, with 0 in bad rows."""
+        assert self.good is not None
         return {
             name: zero_where_not(self.good[name], array) if name in self.good else array
             for name, array in arrays.items()
@@ -89,7 +91,7 @@ class NonFiniteRows(NamedTuple):
         patterns = call.prepared.examined
         return {
             name: without_bad_entries(array, patterns[name].low == -INF)
-            if name in self.good
+            if name in patterns
             else array
             for name, array in call.inputs.items()
         }
@@ -197,7 +199,8 @@ def _in_few_operators(mechanism: Piece, call: BoundCall) -> NonFiniteRows | None
     inputs = {name: call.inputs[name] for name in ready.examined}
     heads = plain.heads.size(call.sizes)
     queries = call.sizes["t" if "t" in call.sizes else "s"]
-    good, reached = finite_rows(inputs, plain.axes, heads, queries)
+    of_inputs = not ready.is_direct or ready.request.verb not in ("forward", "extend")
+    good, reached = finite_rows(inputs, plain.axes, heads, queries, of_inputs=of_inputs)
     return NonFiniteRows(good, reached, reached, mechanism.program.output, plain.buffers)
 
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import ByName, Tree
 from precondattn.backend import Backend, MethodsOf, Request, Support
+from precondattn.frame import Frame
 from precondattn.kernel_backend.code_hash import code_of
 from precondattn.kernel_backend.kernel_table import (
     Kernels,
@@ -127,6 +128,15 @@ class KernelBackend(Backend):
         """The context in which kernels are launched on these inputs."""
         return nullcontext()
 
+    def launched(self, method: Callable[..., Tree], at: int) -> Callable[..., Tree]:
+        """The method in the context of `launching`. Argument `at` has the inputs."""
+
+        def launch(*arrays: Tree) -> Tree:
+            with self.launching(arrays[at]):
+                return method(*arrays)
+
+        return launch
+
     def supports(self, mechanism: Piece, request: Request) -> Support:
         reason = self.refusal(mechanism, request)
         return Support.yes() if reason is None else Support.no(reason)
@@ -143,18 +153,20 @@ class KernelRunner(MethodsOf):
 
     def __init__(self, backend: KernelBackend, piece: Piece, kernels: Kernels) -> None:
         super().__init__(backend, piece, methods=kernels)
-        self.algorithm = type(kernels).__name__
+        self.algorithm, self._kernels = type(kernels).__name__, kernels
         self.residual_shapes = lambda inputs, frame: kernels.residual_shapes(piece, inputs)
-
-        def launched(method: Callable[..., Tree], at: int) -> Callable[..., Tree]:
-            def launch(*arrays: Tree) -> Tree:
-                with backend.launching(arrays[at]):
-                    return method(*arrays)
-
-            return launch
-
         for name in ("forward", "forward_with_residuals", "backward", "step", "step_backward"):
-            at = (
-                1 if name.startswith("step") else 0
-            )  # The first argument of a step has the buffers.
-            setattr(self, name, launched(getattr(self, name), at))
+            # The first argument of a step has the buffers.
+            at = 1 if name.startswith("step") else 0
+            setattr(self, name, backend.launched(getattr(self, name), at))
+        if hasattr(kernels, "frame_of_step"):
+            self.step, self.step_backward = map(self._in_own_frame, (self.step, self.step_backward))
+
+    def _in_own_frame(self, method: Callable[..., Tree]) -> Callable[..., Tree]:
+        """A step with the frame that its kernels read."""
+        frame_of: Callable[[Frame], Frame] = self._kernels.frame_of_step
+
+        def step(past: ByName, inputs: ByName, frame: Frame, *others: Tree) -> Tree:
+            return method(past, inputs, frame_of(frame), *others)
+
+        return step

@@ -6,7 +6,7 @@ fastest on a device is preferred to one that was only chosen to compile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -47,6 +47,11 @@ class Configurations(Generic[C]):
                 fitting = [w for w in sorted(by_width) if w >= width]
                 if fitting:
                     into[Key(kernel, width, is_half)] = by_width[fitting[0]]
+
+    @property
+    def choices(self) -> Hashable:
+        """The configurations that a context forces, by kernel; calls depend on them."""
+        return tuple(self._forced.items())
 
     def find(
         self, kernel: str, width: int, half: bool, device: str = "", architecture: str = ""

@@ -85,8 +85,11 @@ def unscaled(leaf: Stateful) -> Stateful:
     return replace(leaf, scale=1.0) if is_linear(leaf) else leaf
 
 
-def stream_of(leaf: LinearFamily, x: ByName, frame: Frame) -> Stream:
-    """The recurrence inputs of a plain leaf, without its scale and without repeated heads."""
+def stream_of(leaf: LinearFamily, x: ByName, frame: Frame, *, widen: bool = True) -> Stream:
+    """The recurrence inputs of a plain leaf, without its scale and without repeated heads.
+
+    Gates are widened to float32, unless `widen` is False.
+    """
     m = leaf.state_heads(x)
     q, k = x["q"], x["k"]
     q = swap_time_and_heads(q)[:, :, :, None, :] if q.shape[2] < m else queries_of_states(q, m)
@@ -94,23 +97,23 @@ def stream_of(leaf: LinearFamily, x: ByName, frame: Frame) -> Stream:
         q,
         where_valid(swap_time_and_heads(k), frame),
         swap_time_and_heads(x["v"]),
-        _gates(leaf, x, frame),
+        _gates(leaf, x, frame, widen=widen),
         swap_time_and_heads(x["beta"]) if leaf.declares.strength == "scalar" else None,
         **leaf.erased(x, frame),
     )
 
 
-def _gates(leaf: LinearFamily, x: ByName, frame: Frame) -> Array:
-    """The gates (b, m, s, 1 or d, 1) in float32; a broadcast 0 without decay."""
+def _gates(leaf: LinearFamily, x: ByName, frame: Frame, *, widen: bool) -> Array:
+    """The gates (b, m, s, 1 or d, 1); a broadcast 0 without decay."""
     k = x["k"]
     if not decays(leaf, frame):
         xp = namespace(k)
         zero = xp.zeros((), dtype=xp.float32, **placement(k))
         return xp.broadcast_to(zero, (k.shape[0], leaf.state_heads(x), k.shape[1], 1, 1))
-    # A fixed decay needs only the number of keys and a dtype: one channel of k is enough.
-    small = {**x, "k": upcast(k[..., :1])}
     if "g" in x:
-        small["g"] = upcast(x["g"])
+        small = {**x, "g": upcast(x["g"])} if widen else x
+    else:  # A fixed decay needs only the number of keys and a dtype: one channel is enough.
+        small = {**x, "k": upcast(k[..., :1])}
     return forget_other_segments(leaf.log_decay(small, frame), frame)
 
 
@@ -139,6 +142,11 @@ class Rounded:
 
 class StatefulKernels:
     """The base class of kernels for leaves with a state; a subclass defines `form`."""
+
+    widens_gates = True
+    """Whether the form needs the gates of a plain leaf in float32."""
+    has_zero_state = False
+    """Whether None is a state of 0 for the form, and a gradient of 0 of the last state."""
 
     def form(self, leaf: Stateful, x: ByName, frame: Frame) -> Form:
         """The chunked recurrence for a leaf and its inputs.
@@ -174,12 +182,17 @@ class StatefulKernels:
         form = self.form(leaf, x, frame)
         return Rounded(form, x["q"].dtype) if computes_rows(leaf) else form
 
+    def _zero_state(self, leaf: Stateful, x: ByName) -> ByName:
+        is_none = self.has_zero_state and is_plain(leaf)
+        return {"state": None} if is_none else leaf.zero_state(x)
+
     def run(self, leaf: Stateful, state: State, x: ByName, frame: Frame) -> tuple[Array, Arrays]:
         """The output, and the new state, from an old state."""
         form = self._form(leaf, x, frame)
-        state = leaf.zero_state(x) if state is None else state
+        state = self._zero_state(leaf, x) if state is None else state
         if is_plain(leaf):
-            o, final = form.forward(stream_of(leaf, x, frame), state["state"])
+            stream = stream_of(leaf, x, frame, widen=self.widens_gates)
+            o, final = form.forward(stream, state["state"])
             return rows_of_states(o), {"state": final}
         out, finals = unscaled(leaf).run(state, upcast_all(x), frame, form)
         return cast(out, next(x[name].dtype for name in "vqk" if name in x)), finals
@@ -189,11 +202,12 @@ class StatefulKernels:
     ) -> tuple[Arrays, Arrays]:
         """The gradients of inputs and old state, from those of the output and the new state."""
         form = self._form(leaf, x, frame)
-        state = leaf.zero_state(x) if state is None else state
-        d_new = leaf.no_cotangents(state) if d_new is None else d_new
+        d_new = self._zero_state(leaf, x) if d_new is None else d_new
+        state = self._zero_state(leaf, x) if state is None else state
         if is_plain(leaf):
             d_o = queries_of_states(cast(cotangent, x["v"].dtype), leaf.state_heads(x))
-            d = form.vjp(stream_of(leaf, x, frame), state["state"], d_o, d_new["state"])
+            stream = stream_of(leaf, x, frame, widen=self.widens_gates)
+            d = form.vjp(stream, state["state"], d_o, d_new["state"])
             gradients, d_past = gradients_of(leaf, x, d.stream, frame), {"state": d.state}
         else:
             gradients, d_past = unscaled(leaf).run_vjp(
@@ -215,10 +229,14 @@ class StatefulKernels:
     ) -> Arrays:
         return self.run_vjp(leaf, None, x, frame, cotangent, None)[0]
 
+    def frame_of_step(self, frame: Frame) -> Frame:
+        """The frame of an extension, without masks and number of tokens if nothing is masked."""
+        return frame if frame.held is None else Frame(None, None)
+
     def step(self, leaf: Stateful, past: ByName, x: ByName, frame: Frame) -> tuple[Array, Updates]:
         keys = leaf.program.slot_keys[0]
         state = {slot: past[key] for slot, key in keys.items()}
-        out, final = self.run(leaf, state, x, _without_masks_if_uniform(frame))
+        out, final = self.run(leaf, state, x, frame)
         return out, {keys[slot]: Replace(value) for slot, value in final.items()}
 
     def step_backward(
@@ -227,14 +245,8 @@ class StatefulKernels:
         keys = leaf.program.slot_keys[0]
         state = {slot: past[key] for slot, key in keys.items()}
         d_state = {slot: d_new[key] for slot, key in keys.items()}
-        frame = _without_masks_if_uniform(frame)
         gradients, d_past = self.run_vjp(leaf, state, x, frame, cotangent, d_state)
         return gradients, {keys[slot]: d_slot for slot, d_slot in d_past.items()}
 
     def residual_shapes(self, leaf: Stateful, inputs: ByName) -> tuple[ArraySpec, ...]:
         return ()
-
-
-def _without_masks_if_uniform(frame: Frame) -> Frame:
-    """The frame of an extension, without masks if nothing is masked."""
-    return frame if frame.held is None else Frame(None, None)

@@ -105,14 +105,14 @@ class ChunkCall:
     def __init__(
         self,
         x: Stream,
-        state: Tensor,
+        state: Tensor | None,
         decays: bool,
         scale: float,
         precision: str,
         half: bool,
         chunk: int | None = None,
     ) -> None:
-        b, m, d, e = state.shape
+        (b, m), d, e = x.g.shape[:2], x.k.shape[3], x.v.shape[3]
         s, (t, r) = x.k.shape[2], x.q.shape[2:4]
         self.b, self.m, self.s, self.t, self.r, self.d, self.e = b, m, s, t, r, d, e
         self.half, self.like = half, x.k
@@ -153,7 +153,7 @@ class ChunkCall:
             "d": d,
             "e": e,
             "scale": scale,
-            "initial": state.contiguous(),
+            "initial": None if state is None else state.contiguous(),
             "CHUNK": self.chunk,
             "WIDTH": self.width,
             "STEP": self.step,

@@ -93,8 +93,8 @@ def carry_states(
 ):
     """Write the state before every chunk to `states` (m, chunks, WIDTH, STEP), the last to `final`.
 
-    `initial` and `final` are (m, d, e). With the delta rule, U is written to `u` (m, T, STEP). With
-    a gate per key channel, `decayed_k` (m, T, WIDTH) is writing ∘ K.
+    `initial` and `final` are (m, d, e); the first is None for 0. With the delta rule, U is written
+    to `u` (m, T, STEP). With a gate per key channel, `decayed_k` (m, T, WIDTH) is writing ∘ K.
 
     If `moments` is not None, it, `sums` and `counts` are computed as by `carry_moments`, COLUMNS
     columns by each program, of the keys `unit`: these are k, or k times `unit_scale`, or, with a
@@ -108,7 +108,10 @@ def carry_states(
     key, channel = tl.arange(0, WIDTH), first + tl.arange(0, BLOCK)
     at = (head * d + key[:, None]) * e + channel[None, :]
     inside = (key < d)[:, None] & (channel < e)[None, :]
-    state = tl.load(initial + at, mask=inside, other=0.0)
+    if initial is None:
+        state = tl.zeros((WIDTH, BLOCK), tl.float32)
+    else:
+        state = tl.load(initial + at, mask=inside, other=0.0)
     # The first of the state heads that share a key head computes the moments.
     key_head, has_moments = head // k_group, head % k_group == 0
     column = tl.program_id(0) * COLUMNS
@@ -237,7 +240,10 @@ def carry_gradients(
     key, channel = tl.arange(0, WIDTH), first + tl.arange(0, BLOCK)
     ends = (head * d + key[:, None]) * e + channel[None, :]
     inside = (key < d)[:, None] & (channel < e)[None, :]
-    d_state = tl.load(d_final + ends, mask=inside, other=0.0)
+    if d_final is None:
+        d_state = tl.zeros((WIDTH, BLOCK), tl.float32)
+    else:
+        d_state = tl.load(d_final + ends, mask=inside, other=0.0)
     for step in range(count):
         index = count - 1 - step
         start = index * CHUNK

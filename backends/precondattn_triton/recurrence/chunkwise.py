@@ -59,14 +59,14 @@ class Chunkwise(AllTokens):
     """A `Form` of the recurrence (`precondattn.spec.recurrence`), with outputs times `scale`.
 
     The queries, keys and values of a stream are multiplied in their dtype, and may have fewer heads
-    than the state. `decays` is whether there are gates. Gradients are with respect to the queries
-    before scaling.
+    than the state. A state, or its gradient, is None for 0, and gates may have any dtype. `decays`
+    is whether there are gates. Gradients are with respect to the queries before scaling.
     """
 
     def __init__(self, precision: str, *, half: bool, decays: bool, scale: float = 1.0) -> None:
         self.precision, self.half, self.decays, self.scale = precision, half, decays, scale
 
-    def forward(self, x: Stream, state: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Stream, state: Tensor | None) -> tuple[Tensor, Tensor]:
         call = self.call(x, state)
         if call.s == 1 and call.t == 1:
             return _step(call, x)
@@ -74,13 +74,15 @@ class Chunkwise(AllTokens):
         final = carry(call)
         return read(call), final
 
-    def vjp(self, x: Stream, state: Tensor, d_o: Tensor, d_final: Tensor) -> StreamGradients:
+    def vjp(
+        self, x: Stream, state: Tensor | None, d_o: Tensor, d_final: Tensor | None
+    ) -> StreamGradients:
         call = self.call(x, state)
         prepare(call, x, d_o)
         carry(call)
         return gradients(call, x, d_final)
 
-    def call(self, x: Stream, state: Tensor) -> ChunkCall:
+    def call(self, x: Stream, state: Tensor | None) -> ChunkCall:
         """The arrays of a call, before any launch."""
         return ChunkCall(x, state, self.decays, self.scale, self.precision, self.half)
 

@@ -37,7 +37,7 @@ WIDEST_EXACT = 32
 """The most key channels in a tile of `d_inputs` if its factors are in float32: 64 would spill."""
 
 
-def gradients(call: ChunkCall, x: Stream, d_final: Tensor) -> StreamGradients:
+def gradients(call: ChunkCall, x: Stream, d_final: Tensor | None) -> StreamGradients:
     """The gradients of a call that is prepared for them, and whose states have been computed."""
     if call.is_by_channel:
         return _by_channel(call, x, d_final)
@@ -88,7 +88,7 @@ def _d_inputs(call: ChunkCall, x: Stream) -> Stream:
     )
 
 
-def _by_channel(call: ChunkCall, x: Stream, d_final: Tensor) -> StreamGradients:
+def _by_channel(call: ChunkCall, x: Stream, d_final: Tensor | None) -> StreamGradients:
     """The gradients of a call with a gate per channel."""
     names: tuple[str, ...] = ("within_q", "within_k", "within_erase", "d_gates", "d_keys", "right")
     names += ("d_strength", "read", "written", "erased", "from_keys", "overlap", "d_u")
@@ -134,7 +134,7 @@ def _local(call: ChunkCall) -> Tensor:
     return local
 
 
-def _carry_back(call: ChunkCall, d_final: Tensor) -> Tensor:
+def _carry_back(call: ChunkCall, d_final: Tensor | None) -> Tensor:
     """The initial state's gradient. The call stores X, and the state gradient after each chunk."""
     heads = call.b * call.m
     d_initial = call.empty(call.b, call.m, call.d, call.e)
@@ -147,7 +147,7 @@ def _carry_back(call: ChunkCall, d_final: Tensor) -> Tensor:
         "chunk_gradients",
         (call.step // values, heads),
         erasing=call.erasing,
-        d_final=d_final.contiguous(),
+        d_final=None if d_final is None else d_final.contiguous(),
         d_initial=d_initial,
         BLOCK=values,
     )

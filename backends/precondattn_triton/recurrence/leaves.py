@@ -41,6 +41,8 @@ channels of a chunk's keys: more than 256 in float32, as also for float16, do no
 class RecurrenceKernels(StatefulKernels):
     """The linear family (GLA, GatedDelta, KDA …), GSA, CCQ's query, and the key that ATK writes."""
 
+    widens_gates, has_zero_state = False, True
+
     def widest_keys(self, leaf: Stateful, dtype: str) -> int:
         declared = leaf.declares
         is_wide = declared is not None and declared.gate == "channel"

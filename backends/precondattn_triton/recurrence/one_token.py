@@ -76,7 +76,10 @@ def step(
     channel = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     at = (head * d + key[:, None]) * e + channel[None, :]
     inside = (key < d)[:, None] & (channel < e)[None, :]
-    state = tl.load(initial + at, mask=inside, other=0.0)
+    if initial is None:
+        state = tl.zeros((WIDTH, BLOCK), tl.float32)
+    else:
+        state = tl.load(initial + at, mask=inside, other=0.0)
     keys = load_channels(head_of(k, head, heads, k_b, k_m, k_group), key, d, k_d)
     written = load_channels(head_of(v, head, heads, v_b, v_m, v_group), channel, e, v_e)
     erased = keys

@@ -7,6 +7,7 @@ window. A GPU waits for the host there: the operators are small, and a call has 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from precondattn.algebra.declaration import Pattern
 from precondattn.limits import KEPT
 
 INF = float("inf")
+NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class RowAxes(NamedTuple):
@@ -43,25 +45,37 @@ def row_axes(patterns: tuple[Pattern, ...]) -> tuple[RowAxes, ...] | None:
 
 
 def finite_rows(
-    inputs: Mapping[str, Tensor], axes: tuple[RowAxes, ...], heads: int, t: int
-) -> tuple[dict[str, Tensor], Tensor]:
+    inputs: Mapping[str, Tensor],
+    axes: tuple[RowAxes, ...],
+    heads: int,
+    t: int,
+    *,
+    of_inputs: bool = True,
+) -> tuple[dict[str, Tensor] | None, Tensor]:
     """Which rows of each input are finite, and the outputs (b, t, heads) that others reach.
 
-    The first have size 1 within a row.
+    The first have size 1 within a row; they are None without `of_inputs`.
     """
-    good, all_good = {}, None
-    with torch.no_grad():
+    good: dict[str, Tensor] | None = {} if of_inputs else None
+    largest_of_all: Tensor | None = None
+    # Leaving this context takes as long as three operators.
+    with torch.no_grad() if torch.is_grad_enabled() else NOTHING:
         for (name, array), (within, may_be_minus_infinity) in zip(
             inputs.items(), axes, strict=True
         ):
             largest = _largest(array, within, may_be_minus_infinity)
-            rows = largest < INF
-            good[name] = rows[(..., *(None,) * len(within))] if within else rows
-            rows = _of_heads(rows, heads)
-            all_good = rows if all_good is None else all_good & rows
-        assert all_good is not None
+            if good is not None:
+                rows = largest < INF
+                good[name] = rows[(..., *(None,) * len(within))] if within else rows
+            largest = _of_heads(largest, heads)
+            # NaN is the larger of NaN and a number.
+            largest_of_all = (
+                largest if largest_of_all is None else torch.maximum(largest_of_all, largest)
+            )
+        assert largest_of_all is not None
         # A product over all earlier tokens is 0 from the first bad one on.
-        reached = torch.cumprod(all_good, 1, dtype=torch.uint8) == 0
+        passed = torch.cumprod(largest_of_all < INF, 1, dtype=torch.uint8)
+        reached = torch.logical_not(passed)
     missing = reached.shape[1] - t
     return good, reached[:, missing:] if missing else reached
 
@@ -79,11 +93,11 @@ def _largest(array: Tensor, within: tuple[int, ...], may_be_minus_infinity: bool
     return torch.linalg.vector_norm(array, INF, within) if within else torch.abs(array)
 
 
-def _of_heads(rows: Tensor, heads: int) -> Tensor:
-    """Good rows (b, s, m) as those of heads: repeated, or combined, for each group."""
-    b, s, m = rows.shape
+def _of_heads(largest: Tensor, heads: int) -> Tensor:
+    """The largest entries of rows (b, s, m) for heads: repeated, or the largest, for each group."""
+    b, s, m = largest.shape
     if m in (1, heads):
-        return rows
+        return largest
     if m < heads:
-        return rows.repeat_interleave(heads // m, 2, output_size=heads)
-    return rows.view(b, s, heads, m // heads).all(-1)
+        return largest.repeat_interleave(heads // m, 2, output_size=heads)
+    return largest.view(b, s, heads, m // heads).amax(-1)
