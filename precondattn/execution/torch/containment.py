@@ -1,7 +1,7 @@
 """PyTorch: which rows are finite, and what the others reach, in as few operators as possible.
 
 It computes the masks of `execution/containment.py` for causal calls without segments, prefix and
-window. A GPU waits for the host there: the operators are small, and a call has up to 20 of them.
+window. A GPU waits for the host there: the operators are small, and a call has 10 to 20 of them.
 """
 
 from __future__ import annotations
