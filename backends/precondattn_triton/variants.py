@@ -122,6 +122,13 @@ STEPS: Shipped = (
 )
 """Extensions of a cache by one token."""
 
+PROMPTS: Shipped = (
+    ("gated_delta", (torch.bfloat16, torch.float32), ((128, 128),)),
+    *((name, (torch.bfloat16,), ((128, 128),)) for name in ("gla", "kda")),
+)
+"""Extensions of states by many tokens, with their gradients, of which only the kernels that read
+these states, or the gradients of new ones, differ from those of full calls."""
+
 TOKENS, HEADS, BATCH, SLOTS = 4096, 16, 2, 64
 DISTINGUISHING = (
     *("ROWS", "COLUMNS", "CHUNK", "TILE", "STEP", "BACKWARD", "BY_ROW", "PART"),
@@ -130,7 +137,7 @@ DISTINGUISHING = (
 """The constants of a kernel that depend on its configuration or select a code path."""
 OPTIONAL = (
     *("erase", "right", "gates", "z", "d_u", "x", "reading", "erased_pairs"),
-    *("softcap", "window", "bias", "slopes", "sink"),
+    *("softcap", "window", "bias", "slopes", "sink", "initial", "d_final"),
 )
 """Arguments that select a code path by being None or not."""
 WIDE_SPILLS = 10400
@@ -164,6 +171,7 @@ def variants(target: str) -> Iterator[Variant]:
             (CALLS, {}),
             (PACKED, {"is_packed": True}),
             (STEPS, {"is_step": True}),
+            (PROMPTS, {"is_prompt": True}),
         )
         for call in calls
     ]
@@ -249,6 +257,12 @@ def _way(launch: TritonLaunch) -> str:
         name += " with factors"
     if launch.arguments.get("WITH_KEYS") is False:
         name += " of values"
+    if any(_has(launch, each) for each in ("initial", "d_final")):
+        name += " after states"
+    if launch.arguments.get("COLUMNS") and _has(launch, "moments"):
+        name += " with moments"
+    if launch.arguments.get("d") == 1:
+        name += " of one channel"
     return name + (f" width {gated}" if gated else "")
 
 
@@ -259,8 +273,9 @@ def launches(
     e: int,
     is_step: bool = False,
     is_packed: bool = False,
+    is_prompt: bool = False,
 ) -> list[TritonLaunch]:
-    """The launches of a call with its gradient, or of a step."""
+    """The launches of a call with its gradient, of a step, or of many tokens after states."""
     mechanism = pa.parse(expression)
     is_group = len(mechanism.program.calls) > 1
     leaf = mechanism.program.leaves[0]
@@ -272,14 +287,18 @@ def launches(
     sizes |= {"t": 1, "s": 1} if is_step else {"t": TOKENS, "s": TOKENS}
     x = {name: _empty(pattern.shape(sizes), dtype) for name, pattern in inputs.items()}
     backend = Triton()
+    states = {
+        key: _empty(pattern.shape(sizes), torch.float32 if slot.wide else dtype)
+        for key, (slot, pattern) in piece.program.slots.items()
+    }
     with recorded() as recorded_launches:
         if is_step:
-            past = {
-                key: _empty(pattern.shape(sizes), torch.float32 if slot.wide else dtype)
-                for key, (slot, pattern) in piece.program.slots.items()
-            }
             new, slots = _empty((BATCH, 1), torch.int64), _empty((BATCH, TOKENS + 1), torch.int64)
-            backend.step(piece, past, x, Frame(new, slots, None, slots.bool()))
+            backend.step(piece, states, x, Frame(new, slots, None, slots.bool()))
+            return recorded_launches
+        if is_prompt:
+            out, _ = backend.step(piece, states, x, Frame(None, None))
+            backend.step_backward(piece, states, x, Frame(None, None), out, states)
             return recorded_launches
         position = _empty((1, TOKENS), torch.int64)
         ids = _empty((BATCH, TOKENS), torch.int64) if is_packed else None
@@ -292,7 +311,7 @@ def launches(
         if isinstance(piece, Stateful):
             by_tokens = {name for name, pattern in inputs.items() if set("ts") & {*pattern.letters}}
             last = {n: array[:, -1:] if n in by_tokens else array for n, array in x.items()}
-            backend.forward(piece, last, Frame(position[:, -1:], position[:, -1:]))
+            backend.step(piece, states, last, Frame(None, None))
     return recorded_launches
 
 
