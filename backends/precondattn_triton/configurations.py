@@ -176,6 +176,11 @@ declare(
         1024: Configuration(4, 1, 4, 1),
     },
 )
+declare(
+    "laser_bias_gradient",
+    half={128: Configuration(32, 32, 4, 1), 1024: Configuration(16, 16, 4, 1)},
+    full={128: Configuration(16, 16, 4, 1), 1024: Configuration(16, 16, 4, 1)},
+)
 # The widths of these are those of a part of the channels.
 declare(
     "laser_wide_forward",

@@ -2,9 +2,10 @@
 
 A program loops over tiles of COLUMNS tokens between `begin` and `end`. Those from `low` to `high`
 are inner: before the diagonal, within the segment that all tokens of the program share, and whole.
-So they are read and multiplied without a mask. A second loop visits those before `low` and from
-`high` on:
+So they are read and multiplied without a mask. With a window, the ranges are those of `reach.py`. A
+second loop visits the tiles before `low` and from `high` on:
 
+    begin, low, high, end = tiles_of_keys(…)
     for phase in tl.static_range(2):
         first, last = visits(begin, low, high, end, phase)
         for visit in range(first, last, COLUMNS):
@@ -19,7 +20,42 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.tiles import addresses, is_token, load_tile
+from precondattn_triton.softmax.reach import keys_in_reach, queries_in_reach
+from precondattn_triton.tiles import addresses, is_token, keys_met, load_tile, queries_met
+
+
+@triton.jit
+def tiles_of_keys(
+    first, count, batch, t, s, segment, window, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """`begin`, `low`, `high` and `end` of the keys that `count` queries from `first` on visit."""
+    if window is None:
+        begin, end = keys_met(first, count, batch, t, s, segment, CAUSAL)
+        begin = begin // COLUMNS * COLUMNS
+        low, high = inner_keys(first, count, batch, t, s, segment, CAUSAL, COLUMNS)
+    else:
+        begin, low, high, end = keys_in_reach(
+            first, count, batch, t, s, None, segment, window, CAUSAL, COLUMNS
+        )
+    return begin, low, high, end
+
+
+@triton.jit
+def tiles_of_queries(
+    first, count, batch, t, s, segment, window, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """`begin`, `low`, `high` and `end` of the queries that `count` keys from `first` on visit."""
+    if window is None:
+        begin, end = queries_met(first, count, batch, t, s, segment, CAUSAL)
+        begin = begin // COLUMNS * COLUMNS
+        low, high = inner_queries(first, count, batch, t, s, segment, CAUSAL, COLUMNS)
+    else:
+        begin, low, high, end = queries_in_reach(
+            first, count, batch, t, s, segment, window, CAUSAL, COLUMNS
+        )
+        # An inner tile is whole, also where t ends.
+        high = tl.maximum(tl.minimum(high, t // COLUMNS * COLUMNS), low)
+    return begin, low, high, end
 
 
 @triton.jit

@@ -13,14 +13,19 @@ import torch
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
-from precondattn.kernel_backend.attention_options import declined_option
+from precondattn.kernel_backend.attention_options import BIAS, SLOPES, SOFTCAP, declined_option
 from precondattn.spec.metric import DOT
 from precondattn.spec.softmax import Softmax
 from precondattn_triton.softmax.laser_backward import laser_backward
+from precondattn_triton.softmax.laser_call import LaserCall
 from precondattn_triton.softmax.laser_decode import laser_step, refuses_laser_step
 from precondattn_triton.softmax.laser_forward import ValueSpread, laser_forward, spread
+from precondattn_triton.softmax.score_options import options_of
 from precondattn_triton.softmax.widths import WIDEST_IN_PARTS
 from precondattn_triton.tiles import masks_of
+
+SUPPORTED = BIAS, SOFTCAP, SLOPES
+"""The options of these kernels, besides a window."""
 
 STEP = 4
 """Widths must be multiples of it, so that rows of 16-bit numbers begin at multiples of 8 bytes."""
@@ -42,9 +47,7 @@ class LaserKernels:
             return "has kernels for LASER in float16, bfloat16 and float32, not in float64"
         if leaf.metric != DOT:
             return f"has kernels for LASER with scores ⟨q, k⟩ only, not of {leaf.name}"
-        if leaf.window is not None:
-            return "has no kernel for LASER with a window"
-        reason = declined_option(leaf, "LASER")
+        reason = declined_option(leaf, "LASER", SUPPORTED)
         if reason is not None:
             return reason
         for name, width in (("keys", shapes["k"][3]), ("values", shapes["v"][3])):
@@ -59,11 +62,9 @@ class LaserKernels:
         self, leaf: Softmax, x: Tensors, frame: Frame
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The output (b, t, h, e) in the dtype of the values, and the residuals."""
-        q, k, v = _inputs(x)
-        masks = masks_of(frame, q.shape[0])
-        value_range = spread(v, masks)
-        scale = leaf.scale_for(q.shape[3])
-        read = laser_forward(q, k, v, masks, value_range, scale=scale, causal=leaf.causal)
+        call = _call(leaf, x, frame)
+        value_range = spread(call.v, call.masks)
+        read = laser_forward(call, value_range)
         residuals = read.log_total, *value_range
         return read.out, residuals if read.full is read.out else (*residuals, read.full)
 
@@ -76,22 +77,18 @@ class LaserKernels:
         residuals: tuple[torch.Tensor, ...],
         cotangent: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
-        """The gradients of q, k and v, in their dtypes."""
-        q, k, v = _inputs(x)
+        """The gradients of all inputs, in their dtypes."""
+        call = _call(leaf, x, frame)
         log_total, shift, less, is_close, *full = residuals
         gradients = laser_backward(
-            q,
-            k,
-            v,
-            masks_of(frame, q.shape[0]),
+            call,
+            x.get("bias"),
             ValueSpread(shift, less, is_close),
             full[0] if full else out.contiguous(),
             log_total,
-            cotangent.to(v.dtype),
-            scale=leaf.scale_for(q.shape[3]),
-            causal=leaf.causal,
+            cotangent.to(call.v.dtype),
         )
-        return {name: d.to(x[name].dtype) for name, d in zip("qkv", gradients, strict=True)}
+        return {name: gradient.to(x[name].dtype) for name, gradient in gradients.items()}
 
     def step(
         self, leaf: Softmax, past: Tensors, x: Tensors, frame: Frame
@@ -116,7 +113,10 @@ class LaserKernels:
         return always if dtype == "float32" else (*always, ArraySpec((b, t, h, e), "float32"))
 
 
-def _inputs(x: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values, in the dtype of the values."""
-    dtype = x["v"].dtype
-    return x["q"].to(dtype), x["k"].to(dtype), x["v"]
+def _call(leaf: Softmax, x: Tensors, frame: Frame) -> LaserCall:
+    """A call as its kernels read it, in the dtype of the values."""
+    v = x["v"]
+    q, k = x["q"].to(v.dtype), x["k"].to(v.dtype)
+    b, _, h, d = q.shape
+    masks, options = masks_of(frame, b), options_of(leaf, x, b, h)
+    return LaserCall(q, k, v, masks, options, leaf.scale_for(d), leaf.causal)

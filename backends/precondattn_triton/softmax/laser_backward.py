@@ -1,18 +1,18 @@
 """LASER backward, from o, λ and the output's gradient do, with D_i = Σ_c do_ic:
 
-    w_ijc = e^{s_ij − λ_i + v_jc − o_ic},    a_ij = e^{s_ij − λ_i},    s_ij = scale ⟨q_i, k_j⟩,
-    dv_jc = Σ_i do_ic w_ijc,    ds_ij = Σ_c do_ic w_ijc − a_ij D_i,
-    dq = scale ds k,    dk = scale dsᵀ q.
+    w_ijc = e^{S_ij − λ_i + v_jc − o_ic},    a_ij = e^{S_ij − λ_i},
+    dv_jc = Σ_i do_ic w_ijc,    dS_ij = Σ_c do_ic w_ijc − a_ij D_i,
+    dq = scale F k,    dk = scale Fᵀ q,    F = dS ∘ (slope of the cap),
+    dbias = dS,    dm = −Σ_ij |i − j| dS_ij.
 
 Weights are recomputed from λ. In close heads (see `laser_forward.py`) this is the gradient of flash
 attention with the values W = e^{v − ν} − u,
 
-    G = do ∘ e^{ν − o},    dW = Aᵀ G,    dv = (W + u) ∘ dW,    ds = A ∘ (G Wᵀ − D'),
+    G = do ∘ e^{ν − o},    dW = Aᵀ G,    dv = (W + u) ∘ dW,    dS = A ∘ (G Wᵀ − D'),
     D'_i = Σ_c G_ic (e^{o_ic − ν_c} − u_c),
 
-where D' also uses the rounded G: then rounding scales the part of each channel in ds, and Σ_j ds_ij
-stays 0. In exact heads the sums are computed directly, for one key (dq) or one query (dk and dv) at
-a time, and a block of channels.
+where D' also uses the rounded G: then rounding scales the part of each channel in dS, and Σ_j dS_ij
+stays 0. In exact heads the sums are computed directly (`laser_exact.py`).
 
 Kernels, in order, and their grids:
 
@@ -21,11 +21,13 @@ Kernels, in order, and their grids:
     key gradient            dk, dv of close heads    one program per tile of keys and kv head
     exact query gradient    dq of other heads        one program per tile of queries and head
     exact key gradient      dk, dv of other heads    one program per tile of keys and kv head
+    bias gradient           dbias (`laser_bias.py`)  one program per tile of pairs of a bias
 
 A program of a key gradient loops over the query heads of its group. No two programs add to the same
 element, so the result is deterministic. It visits the inner tiles of all heads before those at a
-border (`inner_tiles.py`). FLOPs per close head, half of them if causal: dq
-2 t s (2 d + e), dk and dv 2 t s (2 d + 2 e). Exact: 2 t s e exponentials for each of the two.
+border (`inner_tiles.py`). A query gradient sums |i − j| dS_ij over its tile, and stores dS as dbias
+if no other head or sequence has the same bias. FLOPs per close head, half of them if causal: dq
+2 t s (2 d + e), dk and dv 2 t s (2 d + 2 e).
 """
 
 from __future__ import annotations
@@ -38,33 +40,28 @@ from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.precision import product_precision
 from precondattn_triton.softmax.inner_tiles import (
-    inner_keys,
-    inner_queries,
     load_visited,
+    tiles_of_keys,
+    tiles_of_queries,
     tokens_again,
     visited,
     visits,
 )
-from precondattn_triton.softmax.laser_forward import (
-    ValueSpread,
-    exact_channels,
-    exact_configuration,
-    is_wide,
-    weights,
-)
+from precondattn_triton.softmax.laser_bias import bias_gradient
+from precondattn_triton.softmax.laser_call import LaserCall
+from precondattn_triton.softmax.laser_exact import exact_backward, slope_sums
+from precondattn_triton.softmax.laser_forward import ValueSpread, weights
 from precondattn_triton.softmax.laser_wide import wide_backward
+from precondattn_triton.softmax.reach import may_attend_within
+from precondattn_triton.softmax.score_options import distances, scores_and_slopes
 from precondattn_triton.softmax.tile_order import longest_first
 from precondattn_triton.tiles import (
     LOG2_E,
     KernelMasks,
-    addresses,
     configured,
     factor_dtype,
     is_token,
-    keys_met,
     load_tile,
-    may_attend,
-    queries_met,
     store_tile,
     tile_of_program,
 )
@@ -110,13 +107,14 @@ def _cotangent(
 
 @triton.jit
 def _query_gradient(
-    q, k, w, less, is_close, g, d_sum, log_total, d_q,
+    q, k, w, less, is_close, g, d_sum, log_total, d_q, d_slopes, d_bias,
     q_valid, k_valid, segment,
+    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
     scale, t, s, h, n,
     q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(t, ROWS)
     rank, batch, head = longest_first(tiles, h, CAUSAL)
@@ -137,9 +135,10 @@ def _query_gradient(
     w += (batch * n + kv) * s * E
 
     acc = tl.zeros((ROWS, PADDED_D), tl.float32)
-    begin, end = keys_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
-    begin = begin // COLUMNS * COLUMNS
-    low, high = inner_keys(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL, COLUMNS)
+    d_slope = tl.zeros((ROWS,), tl.float32)
+    begin, low, high, end = tiles_of_keys(
+        tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
+    )
     for phase in tl.static_range(2):
         first, last = visits(begin, low, high, end, phase)
         for visit in range(first, last, COLUMNS):
@@ -148,32 +147,50 @@ def _query_gradient(
                 k, k_valid, batch, columns, s, k_token, k_channel, D, PADDED_D, phase == 0
             )
             w_tile = load_visited(w, None, batch, columns, s, E, 1, E, PADDED_E, phase == 0)
-            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            scores = scores * (scale * LOG2_E) - logs[:, None]
+            is_key = is_token(k_valid, batch, columns, s)
+            scores, slope = scores_and_slopes(
+                tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION),
+                rows[:, None], columns[None, :], is_row[:, None] & is_key[None, :],
+                batch, head, t, s, scale,
+                softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
+            )  # fmt: skip
+            scores = scores - logs[:, None]
             if phase == 1 or k_valid is not None:
-                mask = is_token(k_valid, batch, columns, s)[None, :]
+                mask = is_key[None, :]
                 if phase == 1:
-                    mask = may_attend(
-                        rows[:, None], columns[None, :], mask, batch, t, s, segment, CAUSAL
+                    mask = may_attend_within(
+                        rows[:, None], columns[None, :], mask, batch, t, s, segment, window, CAUSAL
                     )
                 scores = tl.where(mask, scores, float("-inf"))
             d_a = tl.dot(g_tile, tl.trans(w_tile), input_precision=PRECISION)
-            d_scores = (tl.exp2(scores) * (d_a - sums[:, None])).to(w.dtype.element_ty)
+            d_scores = tl.exp2(scores) * (d_a - sums[:, None])
+            if slopes is not None:
+                d_slope += tl.sum(d_scores * distances(rows[:, None], columns[None, :], t, s), 1)
+            if d_bias is not None:
+                pairs = ((batch * h + head) * t + rows[:, None]) * s + columns[None, :]
+                inside = (rows < t)[:, None] & (columns < s)[None, :]
+                tl.store(d_bias + pairs, d_scores.to(d_bias.dtype.element_ty), mask=inside)
+            if softcap is not None:
+                d_scores *= slope
+            d_scores = d_scores.to(w.dtype.element_ty)
             acc = tl.dot(d_scores, k_tile.to(w.dtype.element_ty), acc, input_precision=PRECISION)
     rows = tokens_again(tile, ROWS)
     start = (batch * t * h + head) * D
     store_tile(d_q + start, rows, rows < t, h * D, acc * scale, D)
+    if slopes is not None:
+        tl.store(d_slopes + (batch * tiles + tile) * h + head, -tl.sum(d_slope, 0))
 
 
 @triton.jit
 def _key_gradient(
     q, k, w, less, is_close, g, d_sum, log_total, d_k, d_v,
     q_valid, k_valid, segment,
+    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
     scale, t, s, h, n,
     q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     tile, batch, kv = longest_first(tl.cdiv(s, ROWS), n, CAUSAL)
     if tl.load(is_close + batch * n + kv) == 0:
@@ -188,9 +205,9 @@ def _key_gradient(
 
     key_acc = tl.zeros((ROWS, PADDED_D), tl.float32)
     weight_acc = tl.zeros((ROWS, PADDED_E), tl.float32)
-    begin, end = queries_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
-    begin = begin // COLUMNS * COLUMNS
-    low, high = inner_queries(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL, COLUMNS)
+    begin, low, high, end = tiles_of_queries(
+        tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
+    )
     # Two loops over wide rows in float32 spill more registers than one.
     IS_ONE_LOOP: tl.constexpr = w.dtype.element_ty == tl.float32 and PADDED_D + PADDED_E > 256
     if IS_ONE_LOOP:
@@ -220,12 +237,18 @@ def _key_gradient(
                     logs = tl.load(log_total + at, mask=queries < t, other=float("inf"))
                     sums = tl.load(d_sum + at, mask=queries < t, other=0.0)
                 # All transposed: keys × queries.
-                scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-                scores = scores * (scale * LOG2_E) - (logs * LOG2_E)[None, :]
+                is_query = is_token(q_valid, batch, queries, t)
+                scores, slope = scores_and_slopes(
+                    tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION),
+                    queries[None, :], keys[:, None], is_query[None, :] & is_key[:, None],
+                    batch, head, t, s, scale,
+                    softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
+                )  # fmt: skip
+                scores = scores - (logs * LOG2_E)[None, :]
                 if phase == 1:
-                    mask = may_attend(
+                    mask = may_attend_within(
                         queries[None, :], keys[:, None], (keys < s)[:, None], batch,
-                        t, s, segment, CAUSAL,
+                        t, s, segment, window, CAUSAL,
                     )  # fmt: skip
                     scores = tl.where(mask, scores, float("-inf"))
                 a = tl.exp2(scores)
@@ -233,7 +256,10 @@ def _key_gradient(
                     a.to(w.dtype.element_ty), g_tile, weight_acc, input_precision=PRECISION
                 )
                 d_a = tl.dot(w_tile, tl.trans(g_tile), input_precision=PRECISION)
-                d_scores = (a * (d_a - sums[None, :])).to(w.dtype.element_ty)
+                d_scores = a * (d_a - sums[None, :])
+                if softcap is not None:
+                    d_scores *= slope
+                d_scores = d_scores.to(w.dtype.element_ty)
                 key_acc = tl.dot(
                     d_scores, q_tile.to(w.dtype.element_ty), key_acc, input_precision=PRECISION
                 )
@@ -250,205 +276,57 @@ def _key_gradient(
     store_tile(d_v + head_start * E, keys, keys < s, n * E, d_values, E)
 
 
-# --------------------------------------------------------------------------------- exact heads
-
-
-@triton.jit
-def _exact_query_gradient(
-    q, k, v, is_close, full, log_total, d_out, d_q,
-    q_valid, k_valid, segment,
-    scale, t, s, h, n,
-    q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
-    v_batch, v_token, v_head, v_channel,
-    o_batch, o_token, o_head, o_channel,
-    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    tiles = tl.cdiv(t, ROWS)
-    rank, batch, head = longest_first(tiles, h, CAUSAL)
-    tile = tiles - 1 - rank
-    kv = head // (h // n)
-    if tl.load(is_close + batch * n + kv) != 0:
-        return
-    rows = tile * ROWS + tl.arange(0, ROWS)
-    is_row = is_token(q_valid, batch, rows, t)
-    q_tile = load_tile(
-        q + batch * q_batch + head * q_head, rows, is_row, q_token, q_channel, D, PADDED_D
-    ).to(tl.float32)
-    at = (batch * h + head) * t + rows[:, None]
-    logs = tl.load(log_total + at, mask=is_row[:, None], other=float("inf"))
-    k += batch * k_batch + kv * k_head
-    v += batch * v_batch + kv * v_head
-    full += (batch * t * h + head) * E
-    d_out += batch * o_batch + head * o_head
-
-    acc = tl.zeros((ROWS, PADDED_D), tl.float32)
-    begin, end = keys_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
-    # Each block of channels adds its part Σ_c do_ic (w_ijc − a_ij) of ds.
-    for first in range(0, E, CHANNELS):
-        channels = first + tl.arange(0, CHANNELS)
-        is_element = is_row[:, None] & (channels < E)[None, :]
-        o = tl.load(addresses(full, rows, h * E, channels, 1), mask=is_element, other=0.0)
-        d_o = tl.load(
-            addresses(d_out, rows, o_token, channels, o_channel), mask=is_element, other=0.0
-        ).to(tl.float32)
-        sums = tl.sum(d_o, 1, keep_dims=True)
-        for j in range(begin, end):
-            column = j + tl.arange(0, 1)
-            is_key = is_token(k_valid, batch, column, s)
-            k_row = load_tile(k, column, is_key, k_token, k_channel, D, PADDED_D).to(tl.float32)
-            v_row = tl.load(
-                addresses(v, column, v_token, channels, v_channel),
-                mask=is_key[:, None] & (channels < E)[None, :],
-                other=0.0,
-            ).to(tl.float32)
-            score = tl.sum(q_tile * k_row, 1, keep_dims=True) * scale
-            mask = may_attend(
-                rows[:, None],
-                column[None, :],
-                is_key[None, :],
-                batch,
-                t,
-                s,
-                segment,
-                CAUSAL,
-            )
-            log_a = tl.where(mask, score - logs, float("-inf"))
-            w = tl.exp(log_a + (v_row - o))
-            d_score = tl.sum(d_o * w, 1, keep_dims=True) - tl.exp(log_a) * sums
-            acc += d_score * k_row
-    start = (batch * t * h + head) * D
-    store_tile(d_q + start, rows, rows < t, h * D, acc * scale, D)
-
-
-@triton.jit
-def _exact_key_gradient(
-    q, k, v, is_close, full, log_total, d_out, d_k, d_v,
-    q_valid, k_valid, segment,
-    scale, t, s, h, n,
-    q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
-    v_batch, v_token, v_head, v_channel,
-    o_batch, o_token, o_head, o_channel,
-    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    tile, batch, kv = longest_first(tl.cdiv(s, ROWS), n, CAUSAL)
-    if tl.load(is_close + batch * n + kv) != 0:
-        return
-    keys = tile * ROWS + tl.arange(0, ROWS)
-    is_key = is_token(k_valid, batch, keys, s)
-    k_tile = load_tile(
-        k + batch * k_batch + kv * k_head, keys, is_key, k_token, k_channel, D, PADDED_D
-    ).to(tl.float32)
-    v += batch * v_batch + kv * v_head
-
-    key_acc = tl.zeros((ROWS, PADDED_D), tl.float32)
-    begin, end = queries_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
-    group = h // n
-    head_start = batch * s * n + kv
-    for first in range(0, E, CHANNELS):
-        channels = first + tl.arange(0, CHANNELS)
-        is_element = is_key[:, None] & (channels < E)[None, :]
-        v_tile = tl.load(
-            addresses(v, keys, v_token, channels, v_channel), mask=is_element, other=0.0
-        ).to(tl.float32)
-        value_acc = tl.zeros((ROWS, CHANNELS), tl.float32)
-        for member in range(0, group):
-            head = kv * group + member
-            q_start = q + batch * q_batch + head * q_head
-            o_start = full + (batch * t * h + head) * E
-            d_start = d_out + batch * o_batch + head * o_head
-            for i in range(begin, end):
-                row = i + tl.arange(0, 1)
-                is_row = is_token(q_valid, batch, row, t)
-                q_row = load_tile(q_start, row, is_row, q_token, q_channel, D, PADDED_D).to(
-                    tl.float32
-                )
-                at = (batch * h + head) * t + row[None, :]
-                logs = tl.load(log_total + at, mask=is_row[None, :], other=float("inf"))
-                is_part = is_row[:, None] & (channels < E)[None, :]
-                o = tl.load(addresses(o_start, row, h * E, channels, 1), mask=is_part, other=0.0)
-                d_o = tl.load(
-                    addresses(d_start, row, o_token, channels, o_channel), mask=is_part, other=0.0
-                ).to(tl.float32)
-                score = tl.sum(k_tile * q_row, 1, keep_dims=True) * scale
-                mask = may_attend(
-                    row[None, :],
-                    keys[:, None],
-                    is_key[:, None],
-                    batch,
-                    t,
-                    s,
-                    segment,
-                    CAUSAL,
-                )
-                log_a = tl.where(mask, score - logs, float("-inf"))
-                weighted = d_o * tl.exp(log_a + (v_tile - o))
-                value_acc += weighted
-                share = tl.exp(log_a) * tl.sum(d_o, 1, keep_dims=True)
-                key_acc += (tl.sum(weighted, 1, keep_dims=True) - share) * q_row
-        at = addresses(d_v + head_start * E, keys, n * E, channels, 1)
-        is_stored = (keys < s)[:, None] & (channels < E)[None, :]
-        tl.store(at, value_acc.to(d_v.dtype.element_ty), mask=is_stored)
-    store_tile(d_k + head_start * D, keys, keys < s, n * D, key_acc * scale, D)
-
-
 # ------------------------------------------------------------------------------------- launch
 
 
 def laser_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    masks: KernelMasks,
+    call: LaserCall,
+    bias: torch.Tensor | None,
     value_range: ValueSpread,
     full: torch.Tensor,
     log_total: torch.Tensor,
     d_out: torch.Tensor,
-    *,
-    scale: float,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv, in the shapes and dtypes of the inputs; o (float32) and λ are from forward."""
-    b, t, h, d = q.shape
-    s, n, e = v.shape[1:]
-    d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
-    sizes = scale, t, s, h, n
-    fixed = {"CAUSAL": causal, "D": d, "E": e, "PADDED_D": padded_width(d)}
+) -> dict[str, torch.Tensor]:
+    """The gradients of all inputs; o (float32) and λ are from forward.
 
-    w = weights(v, masks, value_range)
-    g, d_sum = _cotangents(d_out, masks, value_range, full, log_total)
+    `bias` is the input (b or 1, h or 1, t, s).
+    """
+    (b, t, h, _), (s, n), v = call.q.shape, call.k.shape[1:3], call.v
+    d_q, d_k, d_v = (x.new_empty(x.shape) for x in (call.q, call.k, v))
+    gradients = {"q": d_q, "k": d_k, "v": d_v}
+    is_own = bias is not None and bias.shape[:2] == (b, h)
+    if bias is not None:
+        gradients["bias"] = bias.new_zeros(bias.shape) if is_own else bias.new_empty(bias.shape)
+    d_bias = gradients["bias"] if is_own else None
+
+    w = weights(v, call.masks, value_range)
+    g, d_sum = _cotangents(d_out, call.masks, value_range, full, log_total)
     rows = value_range.less, value_range.is_close, g, d_sum, log_total
-    if is_wide(v, d):
-        wide_backward(q, k, w, rows, (d_q, d_k, d_v), masks, scale=scale, causal=causal)
+    if call.is_wide:
+        of_close = wide_backward(call, w, rows, (d_q, d_k, d_v), d_bias)
     else:
-        for name, kernel, gradients, tokens, heads in (
-            ("laser_query_gradient", _query_gradient, (d_q,), t, h),
+        of_close = slope_sums(call, configured("laser_query_gradient", call.q, v))
+        for name, kernel, results, tokens, heads in (
+            ("laser_query_gradient", _query_gradient, (d_q, of_close, d_bias), t, h),
             ("laser_key_gradient", _key_gradient, (d_k, d_v), s, n),
         ):
-            tuned = configured(name, q, v)
+            tuned = configured(name, call.q, v)
             launch(
                 kernel, (cdiv(tokens, tuned.rows) * b * heads,),
-                q, k, w, *rows, *gradients,
-                *masks, *sizes, *q.stride(), *k.stride(),
-                **fixed, PADDED_E=padded_width(e), ROWS=tuned.rows, COLUMNS=tuned.columns,
-                PRECISION=product_precision(v.dtype), num_warps=tuned.warps,
-                num_stages=tuned.stages,
+                call.q, call.k, w, *rows, *results, *call.arguments,
+                **call.constants, PADDED_D=call.padded_key, PADDED_E=call.padded_value,
+                ROWS=tuned.rows, COLUMNS=tuned.columns,
+                PRECISION=product_precision(v.dtype), EXACT=call.is_exact,
+                num_warps=tuned.warps, num_stages=tuned.stages,
             )  # fmt: skip
 
-    for name, kernel, gradients, tokens, heads in (
-        ("laser_exact_query_gradient", _exact_query_gradient, (d_q,), t, h),
-        ("laser_exact_key_gradient", _exact_key_gradient, (d_k, d_v), s, n),
-    ):
-        tuned = exact_configuration(name, q, v)
-        launch(
-            kernel, (cdiv(tokens, tuned.rows) * b * heads,),
-            q, k, v, value_range.is_close, full, log_total, d_out, *gradients,
-            *masks, *sizes, *q.stride(), *k.stride(), *v.stride(), *d_out.stride(),
-            **fixed, CHANNELS=exact_channels(e), ROWS=tuned.rows,
-            num_warps=tuned.warps, num_stages=tuned.stages,
-        )  # fmt: skip
-    return d_q, d_k, d_v
+    from_forward = value_range.is_close, full, log_total
+    of_exact = exact_backward(call, from_forward, d_out, (d_q, d_k, d_v))
+    if of_close is not None and of_exact is not None:
+        gradients["slopes"] = of_close.sum((0, 1)) + of_exact.sum((0, 1))
+    if bias is not None:
+        bias_gradient(call, w, (g, d_sum), from_forward, d_out, gradients["bias"])
+    return gradients
 
 
 def _cotangents(

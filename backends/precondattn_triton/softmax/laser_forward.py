@@ -1,4 +1,4 @@
-"""LASER forward: o_ic = log Σ_j a_ij e^{v_jc},  a_ij = e^{s_ij − λ_i},  s_ij = scale ⟨q_i, k_j⟩.
+"""LASER forward: o_ic = log Σ_j a_ij e^{v_jc},  a_ij = e^{S_ij − λ_i},  S = scale ⟨q_i, k_j⟩ + …
 
 A kv head of a sequence is *close* if the valid values of each channel differ by at most R. Then,
 with ν_c their maximum, no e^{v − ν} underflows, and LASER is flash attention with the values
@@ -13,12 +13,8 @@ values differ by at most log 2 have u = 1, all others u = 0: this keeps the entr
 their rounding errors, small. ν and u are computed from all valid keys; a key that a query may not
 attend to affects only the rounding of its output.
 
-All other heads are *exact*: the kernel reads one key at a time, with a running maximum M_ic of
-s_ij + v_jc for each row and channel,
-
-    M' = max(M, s + v),    acc ← acc e^{M − M'} + e^{s + v − M'},    o = M + log acc − λ,
-
-so that a masked key does not affect an output at all.
+All other heads are *exact*: they are computed one key at a time (`laser_exact.py`). S is that of
+`score_options.py`.
 
 Kernels, in order, and their grids:
 
@@ -47,30 +43,29 @@ import triton.language as tl
 
 from precondattn.kernel_backend.limits import padded_width
 from precondattn.spec.laser import RANGE
-from precondattn_triton.configurations import Configuration, configuration
 from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.precision import product_precision
 from precondattn_triton.softmax.inner_tiles import (
-    inner_keys,
     load_visited,
+    tiles_of_keys,
     tokens_again,
     visited,
     visits,
 )
+from precondattn_triton.softmax.laser_call import LaserCall
+from precondattn_triton.softmax.laser_exact import exact_forward
 from precondattn_triton.softmax.laser_wide import wide_forward
+from precondattn_triton.softmax.reach import may_attend_within
 from precondattn_triton.softmax.row_sums import no_sums, row_sums, with_row_sums
+from precondattn_triton.softmax.score_options import scores_and_slopes
 from precondattn_triton.softmax.tile_order import longest_first
-from precondattn_triton.softmax.widths import is_wide as wider_than_a_tile
 from precondattn_triton.tiles import (
     LOG2_E,
     KernelMasks,
-    addresses,
     configured,
     factor_dtype,
     is_token,
-    keys_met,
     load_tile,
-    may_attend,
     store_tile,
     tile_of_program,
 )
@@ -80,9 +75,6 @@ SEGMENT = 256
 
 VALUE_ELEMENTS = 4096
 """Elements in a tile of v in `spread` and `weights`."""
-
-EXACT_CHANNELS = 64
-"""The largest number of channels of a program of `exact`."""
 
 
 class ValueSpread(NamedTuple):
@@ -202,11 +194,12 @@ def _value_rows(e: int) -> int:
 def _close(
     q, k, w, shift, less, is_close, out, full, log_total,
     q_valid, k_valid, segment,
+    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
     scale, t, s, h, n,
     q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(t, ROWS)
     rank, batch, head = longest_first(tiles, h, CAUSAL)
@@ -225,9 +218,10 @@ def _close(
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = no_sums(w, ROWS)
     acc = tl.zeros((ROWS, PADDED_E), tl.float32)
-    begin, end = keys_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
-    begin = begin // COLUMNS * COLUMNS
-    low, high = inner_keys(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL, COLUMNS)
+    begin, low, high, end = tiles_of_keys(
+        tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
+    )
+    IS_PLAIN: tl.constexpr = (softcap is None and bias is None) and slopes is None
     # Two loops over wide rows spill more registers than one.
     WIDEST: tl.constexpr = 256 if w.dtype.element_ty == tl.float32 else 512
     IS_ONE_LOOP: tl.constexpr = PADDED_D + PADDED_E > WIDEST
@@ -241,15 +235,20 @@ def _close(
                 k, k_valid, batch, columns, s, k_token, k_channel, D, PADDED_D, phase == 0
             )
             products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            scores = products * (scale * LOG2_E)  # Base-2 logarithms.
-            if phase == 0 and k_valid is None:
+            is_key = is_token(k_valid, batch, columns, s)
+            scores, _slope = scores_and_slopes(
+                products, rows[:, None], columns[None, :], is_row[:, None] & is_key[None, :],
+                batch, head, t, s, scale,
+                softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
+            )  # fmt: skip
+            if (phase == 0 and k_valid is None) and IS_PLAIN:
                 # The scale is positive: the largest score is that of the largest product.
                 highest = tl.max(products, 1) * (scale * LOG2_E)
             else:
-                mask = is_token(k_valid, batch, columns, s)[None, :]
+                mask = is_key[None, :]
                 if phase == 1:
-                    mask = may_attend(
-                        rows[:, None], columns[None, :], mask, batch, t, s, segment, CAUSAL
+                    mask = may_attend_within(
+                        rows[:, None], columns[None, :], mask, batch, t, s, segment, window, CAUSAL
                     )
                 scores = tl.where(mask, scores, float("-inf"))
                 highest = tl.max(scores, 1)
@@ -282,145 +281,29 @@ def _close(
         store_tile(full + start, rows, rows < t, h * E, o, E)
 
 
-# --------------------------------------------------------------------------------- exact heads
-
-
-@triton.jit
-def _with_term(largest, total, term):
-    """M' and the sum of e^{x − M'}, with one more x; −∞ adds nothing."""
-    is_higher = term > largest
-    smaller = tl.where(term == float("-inf"), 0.0, tl.exp(-tl.abs(largest - term)))
-    total = tl.where(is_higher, total * smaller + 1.0, total + smaller)
-    return tl.maximum(largest, term), total
-
-
-@triton.jit
-def _exact(
-    q, k, v, is_close, out, full, log_total,
-    q_valid, k_valid, segment,
-    scale, t, s, h, n,
-    q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
-    v_batch, v_token, v_head, v_channel,
-    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    tiles = tl.cdiv(t, ROWS)
-    part_and_tile, batch, head = tile_of_program(tiles * tl.cdiv(E, CHANNELS), h)
-    tile, part = part_and_tile % tiles, part_and_tile // tiles
-    kv = head // (h // n)
-    if tl.load(is_close + batch * n + kv) != 0:
-        return
-    rows = tile * ROWS + tl.arange(0, ROWS)
-    is_row = is_token(q_valid, batch, rows, t)
-    q_tile = load_tile(
-        q + batch * q_batch + head * q_head, rows, is_row, q_token, q_channel, D, PADDED_D
-    ).to(tl.float32)
-    k += batch * k_batch + kv * k_head
-    first = part * CHANNELS
-    channels = first + tl.arange(0, CHANNELS)
-    v += batch * v_batch + kv * v_head
-
-    highest_score = tl.full((ROWS, 1), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS, 1), tl.float32)
-    highest = tl.full((ROWS, CHANNELS), float("-inf"), tl.float32)
-    acc = tl.zeros((ROWS, CHANNELS), tl.float32)
-    begin, end = keys_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
-    for j in range(begin, end):
-        column = j + tl.arange(0, 1)
-        is_key = is_token(k_valid, batch, column, s)
-        k_row = load_tile(k, column, is_key, k_token, k_channel, D, PADDED_D).to(tl.float32)
-        v_row = tl.load(
-            addresses(v, column, v_token, channels, v_channel),
-            mask=is_key[:, None] & (channels < E)[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        score = tl.sum(q_tile * k_row, 1, keep_dims=True) * scale
-        mask = may_attend(
-            rows[:, None],
-            column[None, :],
-            is_key[None, :],
-            batch,
-            t,
-            s,
-            segment,
-            CAUSAL,
-        )
-        score = tl.where(mask, score, float("-inf"))
-        highest_score, total = _with_term(highest_score, total, score)
-        highest, acc = _with_term(highest, acc, score + v_row)
-
-    has_keys = is_row[:, None] & (total != 0)
-    logs = tl.where(has_keys, highest_score + tl.log(tl.where(has_keys, total, 1.0)), float("inf"))
-    o = tl.where(has_keys, highest + tl.log(tl.where(has_keys, acc, 1.0)) - logs, 0.0)
-    is_stored = (rows < t)[:, None]
-    at = (batch * h + head) * t + rows[:, None]
-    tl.store(log_total + at, logs, mask=is_stored & (part == 0))
-    is_stored = is_stored & (channels < E)[None, :]
-    start = (batch * t * h + head) * E
-    at = addresses(out + start, rows, h * E, channels, 1)
-    tl.store(at, o.to(out.dtype.element_ty), mask=is_stored)
-    if full is not None:
-        tl.store(addresses(full + start, rows, h * E, channels, 1), o, mask=is_stored)
-
-
 # ------------------------------------------------------------------------------------- launch
 
 
-def laser_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    masks: KernelMasks,
-    value_range: ValueSpread,
-    *,
-    scale: float,
-    causal: bool,
-) -> LaserResults:
-    """q (b, t, h, d), k (b, s, n, d) and v (b, s, n, e) have the same dtype."""
-    b, t, h, d = q.shape
-    s, n, e = v.shape[1:]
-    out = v.new_empty((b, t, h, e))
+def laser_forward(call: LaserCall, value_range: ValueSpread) -> LaserResults:
+    """o and λ of all heads."""
+    (b, t, h, _), v = call.q.shape, call.v
+    out = v.new_empty((b, t, h, v.shape[3]))
     full = None if v.dtype == torch.float32 else v.new_empty(out.shape, dtype=torch.float32)
     log_total = v.new_empty((b, h, t), dtype=torch.float32)
     outputs = out, full, log_total
-    sizes = scale, t, s, h, n
-    fixed = {"CAUSAL": causal, "D": d, "E": e, "PADDED_D": padded_width(d)}
 
-    w = weights(v, masks, value_range)
-    if is_wide(v, d):
-        wide_forward(q, k, w, value_range, outputs, masks, scale=scale, causal=causal)
+    w = weights(v, call.masks, value_range)
+    if call.is_wide:
+        wide_forward(call, w, value_range, outputs)
     else:
-        tuned = configured("laser_forward", q, v)
+        tuned = configured("laser_forward", call.q, v)
         launch(
             _close, (cdiv(t, tuned.rows) * b * h,),
-            q, k, w, *value_range, *outputs,
-            *masks, *sizes, *q.stride(), *k.stride(),
-            **fixed, PADDED_E=padded_width(e), ROWS=tuned.rows, COLUMNS=tuned.columns,
-            PRECISION=product_precision(v.dtype), num_warps=tuned.warps, num_stages=tuned.stages,
+            call.q, call.k, w, *value_range, *outputs, *call.arguments,
+            **call.constants, PADDED_D=call.padded_key, PADDED_E=call.padded_value,
+            ROWS=tuned.rows, COLUMNS=tuned.columns,
+            PRECISION=product_precision(v.dtype), EXACT=call.is_exact,
+            num_warps=tuned.warps, num_stages=tuned.stages,
         )  # fmt: skip
-
-    tuned, channels = exact_configuration("laser_exact_forward", q, v), exact_channels(e)
-    launch(
-        _exact, (cdiv(t, tuned.rows) * cdiv(e, channels) * b * h,),
-        q, k, v, value_range.is_close, *outputs,
-        *masks, *sizes, *q.stride(), *k.stride(), *v.stride(),
-        **fixed, CHANNELS=channels, ROWS=tuned.rows,
-        num_warps=tuned.warps, num_stages=tuned.stages,
-    )  # fmt: skip
+    exact_forward(call, value_range.is_close, outputs)
     return LaserResults(out, out if full is None else full, log_total)
-
-
-def is_wide(v: torch.Tensor, d: int) -> bool:
-    """Whether the keys, of width d, or the values are wider than a tile."""
-    return wider_than_a_tile(str(v.dtype).removeprefix("torch."), d, v.shape[3])
-
-
-def exact_configuration(kernel: str, q: torch.Tensor, v: torch.Tensor) -> Configuration:
-    """The configuration of a kernel for exact heads, which reads values in parts."""
-    is_half = factor_dtype(v.dtype) == torch.bfloat16
-    return configuration(kernel, padded_width(q.shape[3]), is_half, v)
-
-
-def exact_channels(e: int) -> int:
-    """Channels in a tile of a kernel for exact heads."""
-    return min(padded_width(e), EXACT_CHANNELS)

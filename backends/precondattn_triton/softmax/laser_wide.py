@@ -3,7 +3,7 @@
 The sums are those of `laser_forward.py` and `laser_backward.py`. Sums over channels are computed
 CHUNK channels at a time,
 
-    s_ij = scale Σ_chunks ⟨q_i, k_j⟩,    (G Wᵀ)_ij = Σ_chunks ⟨G_i, W_j⟩,
+    ⟨q_i, k_j⟩ = Σ_chunks ⟨q_i, k_j⟩,    (G Wᵀ)_ij = Σ_chunks ⟨G_i, W_j⟩,
 
 and a program computes PART channels of its result, from scores that it recomputes:
 
@@ -25,21 +25,17 @@ import torch
 import triton
 import triton.language as tl
 
-from precondattn_triton.configurations import configuration
+from precondattn_triton.configurations import Configuration, configuration
 from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.precision import product_precision
+from precondattn_triton.softmax.inner_tiles import tiles_of_keys, tiles_of_queries
+from precondattn_triton.softmax.laser_call import LaserCall
+from precondattn_triton.softmax.laser_exact import slope_sums
+from precondattn_triton.softmax.reach import may_attend_within
+from precondattn_triton.softmax.score_options import distances, scores_and_slopes
 from precondattn_triton.softmax.score_tiles import load_logs, with_tile
 from precondattn_triton.softmax.tile_order import longest_first
-from precondattn_triton.tiles import (
-    LOG2_E,
-    KernelMasks,
-    addresses,
-    factor_dtype,
-    is_token,
-    keys_met,
-    may_attend,
-    queries_met,
-)
+from precondattn_triton.tiles import LOG2_E, addresses, factor_dtype, is_token
 
 
 class ChannelParts(NamedTuple):
@@ -94,14 +90,47 @@ def _products(
 
 
 @triton.jit
+def gradient_of_pairs(
+    left, left_values, i, is_i, i_token, i_channel, i_values,
+    right, right_values, j, is_j, j_token, j_channel, j_values,
+    row, column, is_key, logs, sums, batch, head, segment,
+    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+    scale, t, s, CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """A and dS of a tile of pairs (tokens i, tokens j), and the slopes of the cap.
+
+    One of `left` and `right` are queries, with G as their values, the other keys, with W. Tokens of
+    the values are `i_values` and `j_values` apart. The tokens `row` and `column`, `is_key`, λ in
+    units of log 2 and D' broadcast to the tile.
+    """
+    scores, slope = scores_and_slopes(
+        _products(
+            left, i, is_i, i_token, i_channel, right, j, is_j, j_token, j_channel,
+            D, CHUNK, ROWS, COLUMNS, PRECISION,
+        ),
+        row, column, is_i[:, None] & is_j[None, :], batch, head, t, s, scale,
+        softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
+    )  # fmt: skip
+    mask = may_attend_within(row, column, is_key, batch, t, s, segment, window, CAUSAL)
+    a = tl.exp2(tl.where(mask, scores - logs, float("-inf")))
+    d_a = _products(
+        left_values, i, is_i, i_values, 1, right_values, j, is_j, j_values, 1,
+        E, CHUNK, ROWS, COLUMNS, PRECISION,
+    )  # fmt: skip
+    return a, a * (d_a - sums), slope
+
+
+@triton.jit
 def _wide_close(
     q, k, w, shift, less, is_close, out, full, log_total,
     q_valid, k_valid, segment,
+    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
     scale, t, s, h, n,
     q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PARTS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(t, ROWS)
     rank, batch, head = longest_first(tiles * PARTS, h, CAUSAL)
@@ -118,16 +147,23 @@ def _wide_close(
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, PART), tl.float32)
-    begin, end = keys_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
-    for start in range(begin // COLUMNS * COLUMNS, end, COLUMNS):
+    begin, _low, _high, end = tiles_of_keys(
+        tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
+    )
+    for start in range(begin, end, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         is_key = is_token(k_valid, batch, columns, s)
-        scores = _products(
-            q, rows, is_row, q_token, q_channel, k, columns, is_key, k_token, k_channel,
-            D, CHUNK, ROWS, COLUMNS, PRECISION,
-        ) * (scale * LOG2_E)  # fmt: skip
-        mask = may_attend(
-            rows[:, None], columns[None, :], is_key[None, :], batch, t, s, segment, CAUSAL
+        scores, _slope = scores_and_slopes(
+            _products(
+                q, rows, is_row, q_token, q_channel, k, columns, is_key, k_token, k_channel,
+                D, CHUNK, ROWS, COLUMNS, PRECISION,
+            ),
+            rows[:, None], columns[None, :], is_row[:, None] & is_key[None, :],
+            batch, head, t, s, scale,
+            softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
+        )  # fmt: skip
+        mask = may_attend_within(
+            rows[:, None], columns[None, :], is_key[None, :], batch, t, s, segment, window, CAUSAL
         )
         scores = tl.where(mask, scores, float("-inf"))
         w_tile = _load(w, columns, columns < s, E, 1, part * PART, E, PART)
@@ -152,13 +188,14 @@ def _wide_close(
 
 @triton.jit
 def _wide_query_gradient(
-    q, k, w, less, is_close, g, d_sum, log_total, d_q,
+    q, k, w, less, is_close, g, d_sum, log_total, d_q, d_slopes, d_bias,
     q_valid, k_valid, segment,
+    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
     scale, t, s, h, n,
     q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PARTS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(t, ROWS)
     rank, batch, head = longest_first(tiles * PARTS, h, CAUSAL)
@@ -177,38 +214,49 @@ def _wide_query_gradient(
     sums = tl.load(d_sum + at + rows, mask=is_row, other=0.0)
 
     acc = tl.zeros((ROWS, PART), tl.float32)
-    begin, end = keys_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
-    for start in range(begin // COLUMNS * COLUMNS, end, COLUMNS):
+    d_slope = tl.zeros((ROWS,), tl.float32)
+    begin, _low, _high, end = tiles_of_keys(
+        tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
+    )
+    for start in range(begin, end, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         is_key = is_token(k_valid, batch, columns, s)
-        scores = _products(
-            q, rows, is_row, q_token, q_channel, k, columns, is_key, k_token, k_channel,
-            D, CHUNK, ROWS, COLUMNS, PRECISION,
-        ) * (scale * LOG2_E)  # fmt: skip
-        mask = may_attend(
-            rows[:, None], columns[None, :], is_key[None, :], batch, t, s, segment, CAUSAL
-        )
-        a = tl.exp2(tl.where(mask, scores - logs[:, None], float("-inf")))
-        d_a = _products(
-            g, rows, is_row, h * E, 1, w, columns, columns < s, E, 1,
-            E, CHUNK, ROWS, COLUMNS, PRECISION,
+        _a, d_scores, slope = gradient_of_pairs(
+            q, g, rows, is_row, q_token, q_channel, h * E,
+            k, w, columns, is_key, k_token, k_channel, E,
+            rows[:, None], columns[None, :], is_key[None, :], logs[:, None], sums[:, None],
+            batch, head, segment,
+            softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+            scale, t, s, CAUSAL, D, E, CHUNK, ROWS, COLUMNS, PRECISION, EXACT,
         )  # fmt: skip
-        d_scores = (a * (d_a - sums[:, None])).to(w.dtype.element_ty)
+        if slopes is not None:
+            d_slope += tl.sum(d_scores * distances(rows[:, None], columns[None, :], t, s), 1)
+        if d_bias is not None:
+            pairs = (at + rows[:, None]) * s + columns[None, :]
+            inside = ((rows < t) & (part == 0))[:, None] & (columns < s)[None, :]
+            tl.store(d_bias + pairs, d_scores.to(d_bias.dtype.element_ty), mask=inside)
+        if softcap is not None:
+            d_scores *= slope
+        d_scores = d_scores.to(w.dtype.element_ty)
         k_tile = _load(k, columns, is_key, k_token, k_channel, part * PART, D, PART)
         acc = tl.dot(d_scores, k_tile.to(w.dtype.element_ty), acc, input_precision=PRECISION)
     start = (batch * t * h + head) * D
     _store(d_q + start, rows, rows < t, h * D, part * PART, acc * scale, D, PART)
+    if slopes is not None:
+        program = (batch * tiles + tile) * h + head
+        tl.store(d_slopes + program, -tl.sum(d_slope, 0), mask=part == 0)
 
 
 @triton.jit
 def _wide_key_gradient(
     q, k, w, less, is_close, g, d_sum, log_total, d_k, d_v,
     q_valid, k_valid, segment,
+    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
     scale, t, s, h, n,
     q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PARTS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     rank, batch, kv = longest_first(tl.cdiv(s, ROWS) * PARTS, n, CAUSAL)
     tile, part = rank // PARTS, rank % PARTS
@@ -221,37 +269,36 @@ def _wide_key_gradient(
 
     key_acc = tl.zeros((ROWS, PART), tl.float32)
     weight_acc = tl.zeros((ROWS, PART), tl.float32)
-    begin, end = queries_met(tile * ROWS, ROWS, batch, t, s, segment, CAUSAL)
+    begin, _low, _high, end = tiles_of_queries(
+        tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
+    )
     group = h // n
     for member in range(0, group):
         head = kv * group + member
         q_start = q + batch * q_batch + head * q_head
         g_start = g + (batch * t * h + head) * E
         at = (batch * h + head) * t
-        for start in range(begin // COLUMNS * COLUMNS, end, COLUMNS):
+        for start in range(begin, end, COLUMNS):
             queries = start + tl.arange(0, COLUMNS)
             is_query = is_token(q_valid, batch, queries, t)
             logs = load_logs(log_total, at, queries, is_query)
             sums = tl.load(d_sum + at + queries, mask=is_query, other=0.0)
             # All transposed: keys × queries.
-            scores = _products(
-                k, keys, is_key, k_token, k_channel,
-                q_start, queries, is_query, q_token, q_channel,
-                D, CHUNK, ROWS, COLUMNS, PRECISION,
-            ) * (scale * LOG2_E)  # fmt: skip
-            mask = may_attend(
-                queries[None, :], keys[:, None], is_key[:, None], batch, t, s, segment, CAUSAL
-            )
-            a = tl.exp2(tl.where(mask, scores - logs[None, :], float("-inf")))
+            a, d_scores, slope = gradient_of_pairs(
+                k, w, keys, is_key, k_token, k_channel, E,
+                q_start, g_start, queries, is_query, q_token, q_channel, h * E,
+                queries[None, :], keys[:, None], is_key[:, None], logs[None, :], sums[None, :],
+                batch, head, segment,
+                softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+                scale, t, s, CAUSAL, D, E, CHUNK, ROWS, COLUMNS, PRECISION, EXACT,
+            )  # fmt: skip
             g_tile = _load(g_start, queries, is_query, h * E, 1, part * PART, E, PART)
             weight_acc = tl.dot(
                 a.to(w.dtype.element_ty), g_tile, weight_acc, input_precision=PRECISION
             )
-            d_a = _products(
-                w, keys, keys < s, E, 1, g_start, queries, is_query, h * E, 1,
-                E, CHUNK, ROWS, COLUMNS, PRECISION,
-            )  # fmt: skip
-            d_scores = (a * (d_a - sums[None, :])).to(w.dtype.element_ty)
+            if softcap is not None:
+                d_scores *= slope
+            d_scores = d_scores.to(w.dtype.element_ty)
             q_tile = _load(q_start, queries, is_query, q_token, q_channel, part * PART, D, PART)
             key_acc = tl.dot(
                 d_scores, q_tile.to(w.dtype.element_ty), key_acc, input_precision=PRECISION
@@ -269,68 +316,60 @@ def _wide_key_gradient(
 
 
 def wide_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
+    call: LaserCall,
     w: torch.Tensor,
     value_range: tuple[torch.Tensor, ...],
     outputs: tuple[torch.Tensor | None, ...],
-    masks: KernelMasks,
-    *,
-    scale: float,
-    causal: bool,
 ) -> None:
     """Writes o (b, t, h, e), o in float32 or None, and λ (b, h, t) of the close heads."""
     arrays, width = (*value_range, *outputs), w.shape[3]
-    _launch("laser_wide_forward", _wide_close, q, k, w, arrays, masks, width, False, scale, causal)
+    _launch("laser_wide_forward", _wide_close, call, w, arrays, width, False)
 
 
 def wide_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
+    call: LaserCall,
     w: torch.Tensor,
     rows: tuple[torch.Tensor, ...],
     gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    masks: KernelMasks,
-    *,
-    scale: float,
-    causal: bool,
-) -> None:
-    """Writes dq, dk and dv of the close heads; `rows` are u, is_close, G, D' and λ."""
+    d_bias: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Writes dq, dk and dv of the close heads, and dbias if each head of each sequence has its own;
+    returns the sums of slopes (b, tiles, h). `rows` are u, is_close, G, D' and λ."""
     d_q, d_k, d_v = gradients
-    d, e = k.shape[3], w.shape[3]
+    d, e = call.q.shape[3], w.shape[3]
+    d_slopes = slope_sums(call, _configuration("laser_wide_query_gradient", call))
     for name, kernel, results, width, by_key in (
-        ("laser_wide_query_gradient", _wide_query_gradient, (d_q,), d, False),
+        ("laser_wide_query_gradient", _wide_query_gradient, (d_q, d_slopes, d_bias), d, False),
         ("laser_wide_key_gradient", _wide_key_gradient, (d_k, d_v), max(d, e), True),
     ):
-        arrays = *rows, *results
-        _launch(name, kernel, q, k, w, arrays, masks, width, by_key, scale, causal)
+        _launch(name, kernel, call, w, (*rows, *results), width, by_key)
+    return d_slopes
+
+
+def _configuration(name: str, call: LaserCall) -> Configuration:
+    factors = factor_dtype(call.v.dtype)
+    return configuration(name, PARTS[factors].part, factors == torch.bfloat16, call.v)
 
 
 def _launch(
     name: str,
     kernel: triton.runtime.JITFunction,
-    q: torch.Tensor,
-    k: torch.Tensor,
+    call: LaserCall,
     w: torch.Tensor,
     arrays: tuple[torch.Tensor | None, ...],
-    masks: KernelMasks,
     width: int,
     by_key: bool,
-    scale: float,
-    causal: bool,
 ) -> None:
     """A grid of the parts of `width` channels, tiles of queries or keys, and heads."""
-    b, t, h, d = q.shape
-    n, s, e = w.shape[1:]
-    factors = factor_dtype(q.dtype)
-    part, chunk = PARTS[factors]
+    (b, t, h, _), (s, n) = call.q.shape, call.k.shape[1:3]
+    part, chunk = PARTS[factor_dtype(call.v.dtype)]
     parts = cdiv(width, part)
-    tuned = configuration(name, part, factors == torch.bfloat16, q)
+    tuned = _configuration(name, call)
     tiles = cdiv(s, tuned.rows) * n if by_key else cdiv(t, tuned.rows) * h
     launch(
         kernel, (tiles * parts * b,),
-        q, k, w, *arrays, *masks, scale, t, s, h, n, *q.stride(), *k.stride(),
-        CAUSAL=causal, D=d, E=e, PARTS=parts, PART=part, CHUNK=chunk,
-        ROWS=tuned.rows, COLUMNS=tuned.columns,
-        PRECISION=product_precision(q.dtype), num_warps=tuned.warps, num_stages=tuned.stages,
+        call.q, call.k, w, *arrays, *call.arguments,
+        **call.constants, PARTS=parts, PART=part, CHUNK=chunk,
+        ROWS=tuned.rows, COLUMNS=tuned.columns, PRECISION=product_precision(call.v.dtype),
+        EXACT=call.is_exact, num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip

@@ -1,5 +1,7 @@
 """LASER's Triton kernels against the definition, in the interpreter."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("triton")
@@ -22,8 +24,8 @@ BOUND = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 class LaserRun:
     """The kernels' results of a call: output, gradients by input, and which heads are close."""
 
-    def __init__(self, x, d_out, *, causal=True, seed=0, tiles=SMALL, **masks):
-        leaf = mechanism(causal).program.leaves[0]
+    def __init__(self, x, d_out, *, causal=True, options="", seed=0, tiles=SMALL, **masks):
+        leaf = mechanism(causal, options).program.leaves[0]
         frame = full_frame(x["q"].shape[1], x["k"].shape[1], x["q"], **masks)
         laser = LaserKernels()
         with torch.no_grad(), tiles_as_given(seed, tiles):
@@ -35,8 +37,10 @@ class LaserRun:
         assert shapes == list(laser.residual_shapes(leaf, specs))
 
 
-def mechanism(causal):
-    return pa.Laser(pa.Softmax(causal=causal))
+def mechanism(causal, options=""):
+    return pa.Laser(
+        replace(pa.parse(f"softmax[{options}]" if options else "softmax"), causal=causal)
+    )
 
 
 def wide(array):
@@ -51,21 +55,31 @@ def dtype_of(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-def problem(t, s=None, *, b=2, h=2, n=1, d=16, e=8, dtype=torch.float32, spread=1.0):
-    """Inputs and a cotangent; with a `spread` of 100 the values of a channel are far apart."""
+def problem(
+    t, s=None, *, b=2, h=2, n=1, d=16, e=8, dtype=torch.float32, spread=1.0, options="", shared=""
+):
+    """Inputs and a cotangent; with a `spread` of 100 the values of a channel are far apart.
+
+    The bias, if it is among the options, has one entry along the axes in `shared`.
+    """
     s = s or t
     torch.manual_seed(t)
     q, k = torch.randn(b, t, h, d), torch.randn(b, s, n, d)
     v = torch.randn(b, s, n, e) * torch.as_tensor(spread)
-    x = {name: a.to(dtype) for name, a in {"q": q, "k": k, "v": v}.items()}
-    return x, torch.randn(b, t, h, e).to(dtype)
+    x = {"q": q, "k": k, "v": v}
+    if "bias" in options:
+        own = (1 if axis in shared else size for axis, size in (("b", b), ("h", h)))
+        x["bias"] = torch.randn(*own, t, s)
+    if "slopes" in options:
+        x["slopes"] = 0.1 * torch.rand(h)
+    return {name: a.to(dtype) for name, a in x.items()}, torch.randn(b, t, h, e).to(dtype)
 
 
-def expected(x, d_out, *, causal=True, **masks):
+def expected(x, d_out, *, causal=True, options="", **masks):
     """Output and gradients of the definition, in float64."""
     x = {name: a.double() for name, a in x.items()}
     with pa.use_backend("reference"):
-        out, pullback = mechanism(causal).vjp(**x, **masks)
+        out, pullback = mechanism(causal, options).vjp(**x, **masks)
         return out, pullback(d_out.double())
 
 
@@ -76,6 +90,7 @@ def check(x, d_out, *, bound=None, gradient_bound=None, **options):
     result = LaserRun(x, d_out, **options)
     out, gradients = expected(x, d_out, **{k: v for k, v in options.items() if k != "tiles"})
     assert result.out.dtype == x["v"].dtype
+    assert result.gradients.keys() == gradients.keys()
     assert error(wide(result.out), wide(out)) < bound
     for name, gradient in gradients.items():
         assert result.gradients[name].dtype == x[name].dtype
@@ -239,7 +254,7 @@ def test_values_far_apart(dtype, causal):
 
 
 def test_values_far_apart_with_several_groups_of_channels(monkeypatch):
-    monkeypatch.setattr("precondattn_triton.softmax.laser_forward.EXACT_CHANNELS", 16)
+    monkeypatch.setattr("precondattn_triton.softmax.laser_exact.EXACT_CHANNELS", 16)
     x, d_out = problem(17, 20, b=1, h=1, e=36, spread=100.0)
     check(x, d_out)
 
@@ -383,6 +398,111 @@ def test_parts_as_shipped(d, e):
     assert check(x, d_out).is_close == [[False]]
 
 
+# --------------------------------------------------------------------------------- options
+
+EVERYTHING = "window=13,bias=true,softcap=2,distance=slopes"
+
+
+@pytest.mark.parametrize("spread", [1.0, 100.0])
+@pytest.mark.parametrize(
+    ("causal", "options"),
+    [
+        (True, "window=3"),
+        (False, "window=17"),
+        (False, "window=9,distance=slopes"),
+        (True, "bias=true"),
+        (True, "softcap=2"),
+        (True, EVERYTHING),
+    ],
+)
+def test_output_and_gradients_with_every_option(causal, options, spread):
+    is_close = spread == 1.0
+    x, d_out = problem(35 if is_close else 18, b=1, options=options, spread=spread)
+    result = check(x, d_out, causal=causal, options=options)
+    assert result.is_close == [[is_close]]
+
+
+@pytest.mark.parametrize(
+    ("t", "s", "h", "n", "d", "e", "dtype"),
+    [
+        (1, 40, 2, 1, 12, 16, torch.float32),
+        (15, 15, 2, 2, 16, 20, torch.bfloat16),
+        (17, 33, 4, 2, 20, 12, torch.float16),
+    ],
+)
+def test_all_options_at_every_size_and_dtype(t, s, h, n, d, e, dtype):
+    x, d_out = problem(t, s, b=1, h=h, n=n, d=d, e=e, dtype=dtype, options=EVERYTHING)
+    check(x, d_out, options=EVERYTHING)
+
+
+@pytest.mark.parametrize("shared", ["b", "h", "bh", ""])
+def test_the_gradient_of_a_bias_is_a_sum_over_close_and_far_heads_that_share_it(shared):
+    """Each sequence has a head of values far apart, and one of close values."""
+    x, d_out = problem(
+        9, 17, h=2, n=2, spread=torch.tensor([1.0, 100.0])[:, None], options="bias", shared=shared
+    )
+    result = check(x, d_out, causal=False, options="bias=true")
+    assert result.is_close == [[True, False]] * 2
+
+
+@pytest.mark.parametrize("spread", [1.0, 100.0])
+def test_pairs_that_a_bias_masks_and_rows_without_any(spread):
+    x, d_out = problem(20, b=1, h=1, options="bias", spread=spread)
+    x["bias"][..., 3:9] = -torch.inf
+    x["bias"][..., 17, :] = -torch.inf
+    result = check(x, d_out, options="bias=true")
+    assert (result.out[:, 17] == 0).all()
+    assert (result.gradients["q"][:, 17] == 0).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [1, 2, 16, 33, 100, 2**31])
+def test_windows_of_any_size(window, causal):
+    x, d_out = problem(50, 70, b=1, h=1)
+    check(x, d_out, causal=causal, options=f"window={window}")
+
+
+def test_tiles_of_queries_and_keys_may_differ_with_a_window():
+    x, d_out = problem(90, b=1, h=1)
+    high, broad = Configuration(32, 16), Configuration(16, 32)
+    tiles = {"forward": broad, "query_gradient": high, "key_gradient": high}
+    tiles = {**SMALL, **{f"laser_{name}": cut for name, cut in tiles.items()}}
+    for causal in (True, False):
+        check(x, d_out, causal=causal, options="window=50", tiles=tiles)
+
+
+@pytest.mark.thorough(but=("1.0",))
+@pytest.mark.parametrize("spread", [1.0, 100.0])
+def test_options_behind_masks(spread):
+    """Padding may have any content."""
+    x, d_out = problem(20, h=1, options=EVERYTHING, spread=spread)
+    is_masked = torch.arange(20) >= torch.tensor([18, 5])[:, None]
+    x |= {name: with_nan(x[name], is_masked) for name in "qkv"}
+    ids = torch.tensor([[1] * 9 + [3] * 11, [0] * 20])
+    masks = {"lengths": torch.tensor([18, 5]), "segment_ids": ids}
+    result = check(x, with_nan(d_out, is_masked), options=EVERYTHING, **masks)
+    assert (result.out[is_masked] == 0).all()
+
+
+@pytest.mark.parametrize("cap", [0.01, 3000])
+def test_a_soft_cap_far_above_or_below_the_scores(cap):
+    x, d_out = problem(20, b=1, h=1)
+    check({**x, "q": 3 * x["q"]}, d_out, options=f"softcap={cap}")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shared", ["b", ""])
+def test_options_of_keys_and_values_in_parts(narrow_tiles, causal, shared):
+    x, d_out = problem(17, 33, d=20, e=24, options=EVERYTHING, shared=shared)
+    check(x, d_out, causal=causal, options=EVERYTHING)
+
+
+def test_shipped_tiles_compute_the_same_with_options():
+    for dtype in (torch.float32, torch.bfloat16):
+        x, d_out = problem(33, b=1, h=2, dtype=dtype, options=EVERYTHING, shared="h")
+        check(x, d_out, options=EVERYTHING, tiles={})
+
+
 # --------------------------------------------------------------------------------- refusals
 
 
@@ -401,9 +521,8 @@ def test_supported_calls_are_accepted():
 @pytest.mark.parametrize(
     ("base", "reason"),
     [
-        (pa.Softmax(bias=True), "a bias"),
-        (pa.Softmax(window=4), "a window"),
         (pa.Softmax(forget="scaled"), "a forget gate"),
+        (pa.Softmax(distance="buckets"), "buckets"),
         (pa.Path(), "not of path"),
     ],
 )
