@@ -45,6 +45,8 @@ CHOSEN: Shipped = (
         ((720, 720), (256, 512), (256, 256), (128, 128), (64, 64)),
     ),
     ("laser", (torch.float16,), ((720, 720), (256, 512), (128, 128))),
+    (f"laser({BIASED})", (torch.bfloat16, torch.float32), ((720, 720), (128, 128), (64, 64))),
+    (f"laser({CAPPED})", (torch.bfloat16,), ((128, 128), (64, 64))),
     ("differential", (torch.float16,), ((128, 128),)),
     (CAPPED, (torch.bfloat16,), ((256, 256), (128, 128), (64, 64))),
     (BIASED, (torch.bfloat16,), ((256, 512), (128, 128), (64, 64))),
@@ -118,6 +120,7 @@ STEPS: Shipped = (
     ("lucid", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
     ("path[flush=64]", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
     ("laser", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
+    (f"laser({BIASED})", (torch.bfloat16,), ((128, 128),)),
     ("differential", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
 )
 """Extensions of a cache by one token."""

@@ -13,19 +13,16 @@ import torch
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
-from precondattn.kernel_backend.attention_options import BIAS, SLOPES, SOFTCAP, declined_option
+from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.spec.metric import DOT
 from precondattn.spec.softmax import Softmax
 from precondattn_triton.softmax.laser_backward import laser_backward
-from precondattn_triton.softmax.laser_call import LaserCall
+from precondattn_triton.softmax.laser_call import SUPPORTED, LaserCall
 from precondattn_triton.softmax.laser_decode import laser_step, refuses_laser_step
 from precondattn_triton.softmax.laser_forward import ValueSpread, laser_forward, spread
 from precondattn_triton.softmax.score_options import options_of
 from precondattn_triton.softmax.widths import WIDEST_IN_PARTS
 from precondattn_triton.tiles import masks_of
-
-SUPPORTED = BIAS, SOFTCAP, SLOPES
-"""The options of these kernels, besides a window."""
 
 STEP = 4
 """Widths must be multiples of it, so that rows of 16-bit numbers begin at multiples of 8 bytes."""

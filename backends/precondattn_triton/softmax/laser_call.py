@@ -13,11 +13,15 @@ from typing import NamedTuple
 
 import torch
 
+from precondattn.kernel_backend.attention_options import BIAS, SLOPES, SOFTCAP
 from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.launching import Constant
 from precondattn_triton.softmax.score_options import ScoreOptions
 from precondattn_triton.softmax.widths import is_wide
 from precondattn_triton.tiles import KernelMasks
+
+SUPPORTED = BIAS, SOFTCAP, SLOPES
+"""The options of the kernels, besides a window. LASER has no sink: its weights sum to one."""
 
 
 class LaserCall(NamedTuple):

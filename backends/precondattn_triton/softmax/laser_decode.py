@@ -2,8 +2,9 @@
 
     o_ic = L_ic − log Σ_j e^{S_ij},    L_ic = log Σ_j e^{S_ij + v_jc}
 
-over the cached and the new tokens. For a tile of cached tokens in which the values of each channel
-differ by at most R, with m_i and ν_c the maxima of S and v in the tile, one product gives all sums,
+over the cached and the new tokens; S has the options of `score_options.py`. For a tile of cached
+tokens in which the values of each channel differ by at most R, with m_i and ν_c the maxima of S and
+v in the tile, one product gives all sums,
 
     Σ_j e^{S_ij + v_jc} = e^{m_i + ν_c} Σ_j e^{S_ij − m_i} e^{v_jc − ν_c},
 
@@ -39,17 +40,21 @@ from precondattn_triton.configurations import configuration
 from precondattn_triton.decoding import splits_of
 from precondattn_triton.launching import launch
 from precondattn_triton.precision import exact, is_half, product_precision
+from precondattn_triton.softmax.laser_call import SUPPORTED
+from precondattn_triton.softmax.score_options import options_of
 from precondattn_triton.softmax.step_rows import (
+    cached_length,
     cached_tokens,
     channels_of,
     finite,
     masked,
-    new_scores,
     query_tile,
     refuses_step,
     rows_of_step,
+    sees_new,
     slots_of,
     step_masks,
+    step_scores,
     valid_slots,
 )
 from precondattn_triton.tiles import LOG2_E
@@ -69,7 +74,8 @@ def with_sums(exponent, total, more_exponent, more):
 @triton.jit(do_not_specialize=["count"])
 def read_past(
     q, keys, values, valid, lengths, maxima, sums, logs,
-    count, heads, group, t, d, e, scale, window, per_split,
+    count, heads, group, t, d, e, scale,
+    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column, per_split,
     q_b, q_t, q_h, q_d, key_b, key_c, key_n, key_d, value_b, value_c, value_n, value_e, valid_b,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -94,7 +100,12 @@ def read_past(
         slot = low + tl.arange(0, TOKENS)
         is_read = valid_slots(valid, b, valid_b, slot, end, oldest)
         key_tile = slots_of(keys, slot, is_read, d, key_c, key_d, KEY_WIDTH)
-        scores = tl.dot(rows, tl.trans(key_tile), input_precision=PRECISION) * scale
+        scores = step_scores(
+            tl.dot(rows, tl.trans(key_tile), input_precision=PRECISION),
+            (row // group)[:, None], slot[None, :], (row < group * t)[:, None] & is_read[None, :],
+            b, (n * group + row % group)[:, None], length, scale,
+            softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+        )  # fmt: skip
         scores = masked(scores, is_read, slot, length + row // group, window)
         of_tile = tl.max(scores, 1)
         higher = tl.maximum(largest, of_tile)
@@ -129,10 +140,11 @@ def read_past(
     tl.store(logs + at[:, None] * WIDTH + channel[None, :], exponent + tl.log2(total))
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "count"])
 def finish(
-    q, k, v, new_valid, is_token, maxima, sums, logs, out,
-    splits, heads, group, t, d, e, scale, window,
+    q, k, v, new_valid, is_token, lengths, maxima, sums, logs, out,
+    splits, count, heads, group, t, d, e, scale,
+    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
     q_b, q_t, q_h, q_d, k_b, k_t, k_n, k_d, v_b, v_t, v_n, v_e, new_b, token_b,
     ROWS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -157,13 +169,20 @@ def finish(
         largest = higher
 
     rows = query_tile(q, 0, head, heads, group, t, d, q_b, q_t, q_h, q_d, ROWS, KEY_WIDTH)
+    length = cached_length(lengths, count, b)
     for token in range(0, t):
         is_valid = token >= 0
         if new_valid is not None:
             is_valid = tl.load(new_valid + b * new_b + token) != 0
         key = channels_of(k + b * k_b + token * k_t + n * k_n, d, k_d, is_valid, KEY_WIDTH)
         value = channels_of(v + b * v_b + token * v_t + n * v_n, e, v_e, is_valid, WIDTH) * LOG2_E
-        score = new_scores(rows, key, scale, is_valid, token, row // group, window)
+        is_visible = sees_new(is_valid, token, row // group, window)
+        score = step_scores(
+            tl.sum(rows * key[None, :], 1), row // group, length + token + tl.arange(0, 1),
+            (row < group * t) & is_visible, b, n * group + row % group, length, scale,
+            softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+        )  # fmt: skip
+        score = tl.where(is_visible, score, float("-inf"))
         higher = tl.maximum(largest, score)
         base = finite(higher)
         weight = weight * tl.exp2(largest - base) + tl.exp2(score - base)
@@ -188,7 +207,7 @@ def refuses_laser_step(leaf: Softmax, request: Request) -> str | None:
     """The reason why there is no step of LASER for this request, or None."""
     if leaf.metric != DOT:
         return f"has a step of LASER with scores ⟨q, k⟩ only, not of {leaf.name}"
-    reason = declined_option(leaf, "a step of LASER")
+    reason = declined_option(leaf, "a step of LASER", SUPPORTED)
     shapes = dict(request.shapes)
     return reason or refuses_step("LASER", shapes["q"], shapes["v"], request.dtype)
 
@@ -207,7 +226,8 @@ def laser_step(
     splits, per_split = splits_of(q, masks.slots, b * n, tuned.columns)
     logs = q.new_empty((b * n, splits, rows, width), dtype=torch.float32)
     maxima, sums = (logs.new_empty((b * n, splits, rows)) for _ in range(2))
-    sizes = n, h // n, t, d, e, leaf.scale_for(d) * LOG2_E.value, leaf.window
+    options = options_of(leaf, x, b, h).arguments
+    sizes = n, h // n, t, d, e, leaf.scale_for(d) * LOG2_E.value, *options
     fixed = {"ROWS": rows, "KEY_WIDTH": key_width, "WIDTH": width}
     precision = product_precision(q.dtype)
     launch(
@@ -221,8 +241,8 @@ def laser_step(
     out = torch.empty((b, t, h, e), dtype=v.dtype, device=v.device)
     launch(
         finish, (b * n,),
-        q, k, v, masks.new_valid, masks.is_token, maxima, sums, logs, out,
-        splits, *sizes, *q.stride(), *k.stride(), *v.stride(), new_b, token_b,
+        q, k, v, masks.new_valid, masks.is_token, masks.lengths, maxima, sums, logs, out,
+        splits, masks.slots, *sizes, *q.stride(), *k.stride(), *v.stride(), new_b, token_b,
         **fixed,
     )  # fmt: skip
     return out, {"key": Append(k), "value": Append(v)}

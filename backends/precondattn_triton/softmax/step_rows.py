@@ -19,6 +19,8 @@ from torch import Tensor
 
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
+from precondattn_triton.softmax.score_options import scores_and_slopes
+from precondattn_triton.tiles import LOG2_E
 
 WIDEST = 256
 LARGEST_TILE = 8192
@@ -42,11 +44,18 @@ def query_tile(
 
 
 @triton.jit
-def cached_tokens(lengths, split, per_split, count, b, window, TOKENS: tl.constexpr):
-    """The number of cached tokens of sequence b, and the first and the last + 1 of a program's."""
+def cached_length(lengths, count, b):
+    """The number of cached tokens of sequence b."""
     length = count
     if lengths is not None:
         length = tl.load(lengths + b).to(tl.int32)
+    return length
+
+
+@triton.jit
+def cached_tokens(lengths, split, per_split, count, b, window, TOKENS: tl.constexpr):
+    """The number of cached tokens of sequence b, and the first and the last + 1 of a program's."""
+    length = cached_length(lengths, count, b)
     begin = split * per_split
     if window is not None:
         begin = tl.maximum(begin, (length + 1 - window) // TOKENS * TOKENS)
@@ -83,10 +92,35 @@ def masked(scores, is_read, slot, row_position, window):
 @triton.jit
 def new_scores(rows, key, scale, is_valid, token, row_token, window):
     """S (ROWS) for the key of one new token, −∞ where a row may not read it."""
+    is_visible = sees_new(is_valid, token, row_token, window)
+    return tl.where(is_visible, tl.sum(rows * key[None, :], 1) * scale, float("-inf"))
+
+
+@triton.jit
+def sees_new(is_valid, token, row_token, window):
+    """Whether rows may read one new token."""
     is_visible = (row_token >= token) & is_valid
     if window is not None:
         is_visible = is_visible & (row_token - token < window)
-    return tl.where(is_visible, tl.sum(rows * key[None, :], 1) * scale, float("-inf"))
+    return is_visible
+
+
+@triton.jit
+def step_scores(
+    products, row_token, position, is_pair, b, head, length, scale,
+    softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+):  # fmt: skip
+    """S in units of log 2 from ⟨q, k⟩ of rows and of tokens at a position, which is a column of a
+    bias; `scale` is in these units. Rows, positions and heads broadcast to the products."""
+    if (softcap is None and bias is None) and slopes is None:
+        scores = products * scale
+    else:
+        # The new token i is at position i + length.
+        scores, _slope = scores_and_slopes(
+            products, row_token, position, is_pair, b, head, 0, length, scale / LOG2_E,
+            softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, True,
+        )  # fmt: skip
+    return scores
 
 
 @triton.jit

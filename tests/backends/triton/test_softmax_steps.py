@@ -11,13 +11,14 @@ from tests.backends.triton.tiles import error, small_tiles
 
 BOUND = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 MECHANISMS = ("laser", "differential[per=token]")
+WITH_OPTIONS = "laser(softmax[window=5,bias=true,distance=slopes])"
 
 
 def inputs(mechanism, t, *, b=2, h=4, n=2, d=8, e=12, dtype=torch.float32, spread=1.0):
     """Inputs in which the values of a channel are about `spread` apart."""
     torch.manual_seed(t)
-    sizes = {"b": b, "t": t, "s": t, "h": h, "n": n, "d": d, "e": e}
-    patterns = pa.parse(mechanism).inputs.items()
+    sizes = {"b": b, "t": t, "s": t, "h": h, "n": n, "d": d, "e": e, "c": t + 3}
+    patterns = pa.parse(mechanism).inputs.extending().items()
     x = {name: torch.randn(pattern.shape(sizes)) for name, pattern in patterns}
     x["v"] *= spread
     return {name: a.to(dtype) for name, a in x.items()}
@@ -42,7 +43,10 @@ def check(mechanism, x, *, first, new=1, past=None, counts=None, is_visible=None
             masks["key_mask"] = is_visible[:, low:high]
         outs = []
         for i, (each, backend) in enumerate(((x, "triton"), (wide, "reference"))):
-            part = {n: a[:, low:high] if a.ndim > 1 else a for n, a in each.items()}
+            part = {
+                n: a[:, :, low:high] if n == "bias" else a[:, low:high] if a.ndim > 1 else a
+                for n, a in each.items()
+            }
             is_prefill = at == 0 and first
             with torch.no_grad(), small_tiles(at):
                 out, caches[i] = layer.extend(
@@ -70,7 +74,20 @@ def test_several_tokens_at_a_time(mechanism, base):
     check(mechanism, inputs(mechanism, 27), first=21, new=3)
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize(
+    "options",
+    ["bias=true", "softcap=2", "distance=slopes", "window=9,bias=true,softcap=2,distance=slopes"],
+)
+@pytest.mark.parametrize("spread", [1.0, 100.0])
+def test_options_of_scores_in_a_step_of_laser(options, spread):
+    mechanism = f"laser(softmax[{options}])"
+    x = inputs(mechanism, 24, h=6, spread=spread)
+    if "slopes" in x:
+        x["slopes"] = 0.1 * x["slopes"].abs()
+    check(mechanism, x, first=20, new=2)
+
+
+@pytest.mark.parametrize("mechanism", [*MECHANISMS, WITH_OPTIONS])
 def test_sequences_of_unequal_lengths(mechanism):
     """One sequence begins with a step, and one gets no token in it."""
     x, counts = inputs(mechanism, 22, b=3), [[2, 1, 0], [0, 2, 1]]
