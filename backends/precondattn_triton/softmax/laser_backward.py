@@ -58,7 +58,6 @@ from precondattn_triton.softmax.tile_order import longest_first
 from precondattn_triton.tiles import (
     LOG2_E,
     KernelMasks,
-    configured,
     factor_dtype,
     is_token,
     load_tile,
@@ -139,7 +138,12 @@ def _query_gradient(
     begin, low, high, end = tiles_of_keys(
         tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
     )
-    for phase in tl.static_range(2):
+    IS_PLAIN: tl.constexpr = (softcap is None and bias is None) and slopes is None
+    # Two loops with options in float32 spill registers.
+    IS_ONE_LOOP: tl.constexpr = EXACT and not IS_PLAIN
+    if IS_ONE_LOOP:
+        low, high = begin, begin
+    for phase in tl.static_range(1 if IS_ONE_LOOP else 0, 2):
         first, last = visits(begin, low, high, end, phase)
         for visit in range(first, last, COLUMNS):
             columns = visited(visit, low, high, phase) + tl.arange(0, COLUMNS)
@@ -305,12 +309,12 @@ def laser_backward(
     if call.is_wide:
         of_close = wide_backward(call, w, rows, (d_q, d_k, d_v), d_bias)
     else:
-        of_close = slope_sums(call, configured("laser_query_gradient", call.q, v))
+        of_close = slope_sums(call, call.configured("query_gradient"))
         for name, kernel, results, tokens, heads in (
-            ("laser_query_gradient", _query_gradient, (d_q, of_close, d_bias), t, h),
-            ("laser_key_gradient", _key_gradient, (d_k, d_v), s, n),
+            ("query_gradient", _query_gradient, (d_q, of_close, d_bias), t, h),
+            ("key_gradient", _key_gradient, (d_k, d_v), s, n),
         ):
-            tuned = configured(name, call.q, v)
+            tuned = call.configured(name)
             launch(
                 kernel, (cdiv(tokens, tuned.rows) * b * heads,),
                 call.q, call.k, w, *rows, *results, *call.arguments,

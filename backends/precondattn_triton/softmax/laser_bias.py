@@ -73,14 +73,12 @@ def _bias_gradient(
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
-    IS_SHARED: tl.constexpr,
 ):  # fmt: skip
     """`batches` sequences and `heads` heads share an entry of the bias."""
     across = tl.cdiv(s, COLUMNS)
     pair, first_batch, first_head = tile_of_program(tl.cdiv(t, ROWS) * across, h // heads)
     tile, start = pair // across, pair % across * COLUMNS
-    is_first_close = tl.load(is_close + first_batch * n + first_head // (h // n)) != 0
-    if is_first_close & (not IS_SHARED):
+    if (batches * heads == 1) & (tl.load(is_close + first_batch * n + first_head // (h // n)) != 0):
         return
     rows = tile * ROWS + tl.arange(0, ROWS)
     columns = start + tl.arange(0, COLUMNS)
@@ -114,11 +112,11 @@ def _bias_gradient(
                 q_tile = load_tile(
                     q_start, rows, is_row, q_token, q_channel, D, PADDED_D
                 ).to(tl.float32)  # fmt: skip
-                logs = tl.load(log_total + at + rows, mask=is_row, other=float("inf"))[:, None]
+                natural_logs = tl.load(log_total + at + rows, mask=is_row, other=float("inf"))
                 acc += _exact_pairs(
                     q_tile, k_start, v + batch * v_batch + kv * v_head,
                     full + (batch * t * h + head) * E, d_out + batch * o_batch + head * o_head,
-                    logs, start, tl.minimum(start + COLUMNS, end),
+                    natural_logs[:, None], start, tl.minimum(start + COLUMNS, end),
                     rows, is_row, batch, head, h, k_valid, segment,
                     softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
                     scale, t, s, k_token, k_channel, v_token, v_channel, o_token, o_channel,
@@ -152,6 +150,6 @@ def bias_gradient(
         *call.arguments, *call.v.stride(), *d_out.stride(),
         **call.constants, PADDED_D=call.padded_key, CHANNELS=exact_channels(call), CHUNK=CHUNK,
         ROWS=tuned.rows, COLUMNS=tuned.columns, PRECISION=product_precision(call.v.dtype),
-        EXACT=call.is_exact, IS_SHARED=d_bias.shape[:2] != (b, h),
+        EXACT=call.is_exact,
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip

@@ -15,10 +15,11 @@ import torch
 
 from precondattn.kernel_backend.attention_options import BIAS, SLOPES, SOFTCAP
 from precondattn.kernel_backend.limits import padded_width
+from precondattn_triton.configurations import Configuration, configuration
 from precondattn_triton.launching import Constant
 from precondattn_triton.softmax.score_options import ScoreOptions
-from precondattn_triton.softmax.widths import is_wide
-from precondattn_triton.tiles import KernelMasks
+from precondattn_triton.softmax.widths import WIDEST_KEY, is_wide
+from precondattn_triton.tiles import KernelMasks, configured, factor_dtype
 
 SUPPORTED = BIAS, SOFTCAP, SLOPES
 """The options of the kernels, besides a window. LASER has no sink: its weights sum to one."""
@@ -56,6 +57,19 @@ class LaserCall(NamedTuple):
         """Whether scores have all digits of float32."""
         return self.v.dtype == torch.float32
 
+    def configured(self, kernel: str) -> Configuration:
+        """The configuration of a kernel for close heads.
+
+        With options, tiles are those of softmax attention, and gradients with factors of 32 bits
+        have those of its widest rows: others do not fit the registers.
+        """
+        if self.is_plain:
+            return configured(f"laser_{kernel}", self.q, self.v)
+        width = max(self.padded_key, self.padded_value)
+        if kernel != "forward" and not self.has_half_factors:
+            width = WIDEST_KEY
+        return configuration(f"softmax_{kernel}", width, self.has_half_factors, self.v)
+
     @property
     def padded_key(self) -> int:
         return padded_width(self.q.shape[3])
@@ -68,4 +82,16 @@ class LaserCall(NamedTuple):
     def is_wide(self) -> bool:
         """Whether keys or values are wider than a tile."""
         dtype = str(self.v.dtype).removeprefix("torch.")
+        if not self.is_plain and not self.has_half_factors:
+            dtype = "float32"  # Its tiles are those of softmax attention with such factors.
         return is_wide(dtype, self.q.shape[3], self.v.shape[3])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no option changes scores or masks."""
+        return all(option is None for option in self.options)
+
+    @property
+    def has_half_factors(self) -> bool:
+        """Whether exponentials have 16 bits in products."""
+        return factor_dtype(self.v.dtype) == torch.bfloat16

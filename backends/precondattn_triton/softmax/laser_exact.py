@@ -36,7 +36,6 @@ from precondattn_triton.softmax.tile_order import longest_first
 from precondattn_triton.tiles import (
     LOG2_E,
     addresses,
-    factor_dtype,
     is_token,
     load_tile,
     store_tile,
@@ -380,8 +379,7 @@ def slope_sums(call: LaserCall, tuned: Configuration) -> torch.Tensor | None:
 
 def exact_configuration(kernel: str, call: LaserCall) -> Configuration:
     """The configuration of a kernel for exact heads, which reads values in parts."""
-    is_half = factor_dtype(call.v.dtype) == torch.bfloat16
-    return configuration(kernel, call.padded_key, is_half, call.v)
+    return configuration(kernel, call.padded_key, call.has_half_factors, call.v)
 
 
 def exact_channels(call: LaserCall) -> int:

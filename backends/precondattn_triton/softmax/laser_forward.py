@@ -62,7 +62,6 @@ from precondattn_triton.softmax.tile_order import longest_first
 from precondattn_triton.tiles import (
     LOG2_E,
     KernelMasks,
-    configured,
     factor_dtype,
     is_token,
     load_tile,
@@ -296,7 +295,7 @@ def laser_forward(call: LaserCall, value_range: ValueSpread) -> LaserResults:
     if call.is_wide:
         wide_forward(call, w, value_range, outputs)
     else:
-        tuned = configured("laser_forward", call.q, v)
+        tuned = call.configured("forward")
         launch(
             _close, (cdiv(t, tuned.rows) * b * h,),
             call.q, call.k, w, *value_range, *outputs, *call.arguments,

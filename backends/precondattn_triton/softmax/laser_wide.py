@@ -347,8 +347,8 @@ def wide_backward(
 
 
 def _configuration(name: str, call: LaserCall) -> Configuration:
-    factors = factor_dtype(call.v.dtype)
-    return configuration(name, PARTS[factors].part, factors == torch.bfloat16, call.v)
+    part = PARTS[factor_dtype(call.v.dtype)].part
+    return configuration(name, part, call.has_half_factors, call.v)
 
 
 def _launch(

@@ -36,6 +36,8 @@ TAKEN = (
     "row_normalized",
     "laser",
     "laser(softmax[causal=false])",
+    "laser(softmax[window=3])",
+    "laser(softmax[bias=true])",
     "lucid(laser)",
     "path",
     "path[window=3]",
