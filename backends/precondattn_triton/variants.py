@@ -46,6 +46,7 @@ CHOSEN: Shipped = (
     ),
     ("laser", (torch.float16,), ((720, 720), (256, 512), (128, 128))),
     (f"laser({BIASED})", (torch.bfloat16, torch.float32), ((720, 720), (128, 128), (64, 64))),
+    (f"laser({BIASED})", (torch.float16,), ((128, 128),)),
     (f"laser({CAPPED})", (torch.bfloat16,), ((128, 128),)),
     ("laser(softmax[window=1024])", (torch.bfloat16,), ((128, 128), (64, 64))),
     ("differential", (torch.float16,), ((128, 128),)),

@@ -60,13 +60,13 @@ class LaserCall(NamedTuple):
     def configured(self, kernel: str) -> Configuration:
         """The configuration of a kernel for close heads.
 
-        With options, tiles are those of softmax attention, and gradients with factors of 32 bits
-        have those of its widest rows: others do not fit the registers.
+        With options, tiles are those of softmax attention, and gradients in float32 have those of
+        its widest rows: others do not fit the registers.
         """
         if self.is_plain:
             return configured(f"laser_{kernel}", self.q, self.v)
         width = max(self.padded_key, self.padded_value)
-        if kernel != "forward" and not self.has_half_factors:
+        if kernel != "forward" and self.is_exact:
             width = WIDEST_KEY
         return configuration(f"softmax_{kernel}", width, self.has_half_factors, self.v)
 
