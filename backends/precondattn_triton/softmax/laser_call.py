@@ -55,7 +55,7 @@ class LaserCall(NamedTuple):
     @property
     def is_exact(self) -> bool:
         """Whether scores have all digits of float32."""
-        return self.v.dtype == torch.float32
+        return bool(self.v.dtype == torch.float32)
 
     def configured(self, kernel: str) -> Configuration:
         """The configuration of a kernel for close heads.
@@ -94,4 +94,4 @@ class LaserCall(NamedTuple):
     @property
     def has_half_factors(self) -> bool:
         """Whether exponentials have 16 bits in products."""
-        return factor_dtype(self.v.dtype) == torch.bfloat16
+        return bool(factor_dtype(self.v.dtype) == torch.bfloat16)

@@ -455,6 +455,11 @@ def test_pairs_that_a_bias_masks_and_rows_without_any(spread):
     assert (result.gradients["q"][:, 17] == 0).all()
 
 
+def test_a_bias_of_hundreds_is_part_of_the_largest_score():
+    x, d_out = problem(35, b=1, h=1, options="bias")
+    check({**x, "bias": x["bias"] + 200}, d_out, options="bias=true", bound=1e-4)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [1, 2, 16, 33, 100, 2**31])
 def test_windows_of_any_size(window, causal):
