@@ -10,6 +10,7 @@ text.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import inspect
 import textwrap
@@ -18,6 +19,7 @@ from types import FunctionType, ModuleType
 from precondattn_kernel_tools.foreign import Global, KernelFunction
 
 
+@functools.cache  # A kernel has many variants, and calls what others call.
 def code_of(function: KernelFunction) -> str:
     """The text of a function that `triton.jit` returned. Its parameters are numbered in order.
 
