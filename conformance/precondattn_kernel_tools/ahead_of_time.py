@@ -96,8 +96,13 @@ def selected(
     except ValueError as error:
         parser.error(str(error))
     if not pairs:
-        parser.error(f"{given.module} has no variant with {given.match!r} in its name")
+        parser.error(no_variant(given))
     return pairs
+
+
+def no_variant(given: argparse.Namespace) -> str:
+    """The error of a command line that selects no variant."""
+    return f"{given.module} has no variant with {given.match!r} in its name"
 
 
 def print_names(pairs: Iterable[tuple[AnyVariant, str]]) -> None:
@@ -117,7 +122,7 @@ def compiled_in_processes(
     it fails.
     """
     running: list[tuple[CompileTask | None, Resources | None, Future[Resources] | None]] = []
-    with _processes(jobs) as pool:
+    with processes(jobs) as pool:
         for task in tasks:
             if isinstance(task, Resources):
                 running.append((None, task, None))
@@ -138,14 +143,15 @@ def compiled_in_processes(
 
 
 def _compiled_alone(compile_one: Callable[..., Resources], task: CompileTask) -> Resources:
-    with _processes(1) as pool:
+    with processes(1) as pool:
         try:
             return pool.submit(compile_one, *task.arguments).result()
         except BrokenProcessPool:
             return Resources(task.name, task.target, failures=["the compiler's process died"])
 
 
-def _processes(count: int) -> ProcessPoolExecutor:
+def processes(count: int) -> ProcessPoolExecutor:
+    """New processes, which share no compiler with this one."""
     return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
 
 

@@ -13,10 +13,11 @@ Kernels need explicit `compiler_params`, Triton's for a GPU.
 
 from __future__ import annotations
 
+import functools
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -24,10 +25,13 @@ from typing import NamedTuple
 from precondattn_kernel_tools.ahead_of_time import (
     CompileTask,
     key_of,
+    no_variant,
     parsed,
     print_names,
+    processes,
     run,
     selected,
+    variants_of,
 )
 from precondattn_kernel_tools.foreign import CompiledKernel, Operation
 from precondattn_kernel_tools.resources import Resources, measured
@@ -177,8 +181,33 @@ def _compiled(kernel: LoweredKernel, target: str) -> CompiledKernel:
         return triton.compile(str(path), target=machine, options=dict(kernel.options))
 
 
-def tasks_of(pairs: Sequence[tuple[Variant, str]]) -> Iterator[CompileTask | Resources]:
-    """Every kernel of each (variant, target), in that order.
+class LoweredVariant(NamedTuple):
+    """The kernels of a variant on a target."""
+
+    variant: str
+    target: str
+    kernels: list[LoweredKernel]
+    failure: str
+    """Why it is not lowered, such as JAX's error; empty if it is."""
+
+
+def lowered(module: str, match: str, target: str) -> list[LoweredVariant]:
+    """The variants for a target whose names contain `match`, which a process can lower alone."""
+    results = []
+    for name, variant in variants_of(module, target).items():
+        if match in name:
+            kernels = list[LoweredKernel]()
+            try:
+                kernels = kernels_of(variant, target)
+                failure = "" if kernels else "no kernel in it"
+            except Exception as error:  # A compiler error is a result, not a fault here.
+                failure = f"{type(error).__name__}: {error}"
+            results.append(LoweredVariant(name, target, kernels, failure))
+    return results
+
+
+def tasks_of(variants: Iterable[LoweredVariant]) -> Iterator[CompileTask | Resources]:
+    """Every kernel of each variant, in that order.
 
     A kernel that variants of one target share is compiled once. For a TPU, kernels are only
     lowered.
@@ -188,15 +217,9 @@ def tasks_of(pairs: Sequence[tuple[Variant, str]]) -> Iterator[CompileTask | Res
 
     versions = jax.__version__, triton.__version__
     seen = set()
-    for variant, target in pairs:
-        try:
-            kernels = kernels_of(variant, target)
-        except Exception as error:  # A compiler error is a result, not a fault here.
-            failure = f"{type(error).__name__}: {error}"
-            yield Resources(variant.name, target, failures=[failure])
-            continue
-        if not kernels:
-            yield Resources(variant.name, target, failures=["no kernel in it"])
+    for variant, target, kernels, failure in variants:
+        if failure:
+            yield Resources(variant, target, failures=[failure])
         for kernel in kernels:
             if target == TPU:
                 yield Resources(kernel.name, target)
@@ -213,12 +236,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import triton
 
     parser, given = parsed("Pallas", TARGETS, "sm_90, tpu", arguments)
-    pairs = selected(parser, given)
     if given.list:
-        print_names(pairs)
+        print_names(selected(parser, given))
         return 0
+    with processes(min(given.jobs, len(given.target))) as pool:
+        of_target = functools.partial(lowered, given.module, given.match)
+        try:
+            variants = [each for all_ in pool.map(of_target, given.target) for each in all_]
+        except ValueError as error:
+            parser.error(str(error))
+    if not variants:
+        parser.error(no_variant(given))
     versions = {"jax": jax.__version__, "triton": triton.__version__}
-    return run(given, compile_kernel, tasks_of(pairs), versions)
+    return run(given, compile_kernel, tasks_of(variants), versions)
 
 
 if __name__ == "__main__":
