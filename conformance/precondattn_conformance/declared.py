@@ -6,6 +6,7 @@ from functools import cache
 
 import precondattn as pa
 from precondattn.algebra import registry
+from precondattn.algebra.registry import Registered
 
 
 def compositions() -> dict[str, str | None]:
@@ -28,12 +29,17 @@ def compositions() -> dict[str, str | None]:
 
 def expressions(*, pieces: bool = True) -> list[str]:
     """All callable expressions, each once."""
+    return list(_expressions_of(tuple(registry.registered().values()), pieces))
+
+
+@cache  # For the classes that are registered now: a user may add one.
+def _expressions_of(classes: tuple[type[Registered], ...], pieces: bool) -> tuple[str, ...]:
     names: list[str] = []
-    for cls in registry.registered().values():
+    for cls in classes:
         if pieces or cls.role != "piece":
             names += [cls.name, *cls.variants]
     names += [expression for expression, refusal in compositions().items() if refusal is None]
-    return list(dict.fromkeys(str(pa.parse(name)) for name in names))
+    return tuple(dict.fromkeys(str(pa.parse(name)) for name in names))
 
 
 @cache
