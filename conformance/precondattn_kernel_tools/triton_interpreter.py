@@ -26,6 +26,8 @@ import importlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from types import FunctionType
 
 import numpy as np
 import triton
@@ -84,6 +86,7 @@ def patch_interpreter() -> None:
     _patch_masked_loads()
     _patch_indices()
     _patch_launches(interpreter._interpreter)
+    _skip_what_has_no_effect()
     # There is no driver to measure times with. All times are equal, so the first is chosen.
     Autotuner._bench = lambda self, *args, config, **meta: 0.0
 
@@ -152,11 +155,13 @@ def _patch_launches(memory: WatchedMemory) -> None:
 
 def _patch_types() -> None:
     builder, numpy_type = interpreter.InterpreterBuilder, interpreter._get_np_dtype
+    known = {tl.bfloat16.name: BFLOAT16}  # Triton makes a table of all types in each call.
 
     def dtype_of(dtype: ElementType) -> np.dtype:
         scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
-        found: np.dtype = BFLOAT16 if scalar == tl.bfloat16 else numpy_type(dtype)
-        return found
+        if scalar.name not in known:
+            known[scalar.name] = numpy_type(scalar)
+        return known[scalar.name]
 
     def cast(self: Interpreter, source: Handle, dtype: ElementType) -> Handle:
         # Rounds to nearest, ties to even, as the hardware's conversions do.
@@ -241,3 +246,31 @@ def _patch_indices() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
+
+
+def _skip_what_has_no_effect() -> None:
+    """Leave out work of Triton's interpreter that takes almost half of its time.
+
+    Each call of a function within a kernel replaces the language's functions, as the launch has
+    done. And each sum of integers is computed once more to see whether it overflows, although an
+    overflow is an error in kernels with `debug` alone, which the interpreter does not set.
+    """
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+    executor, replace_functions = interpreter.GridExecutor, interpreter._patch_lang
+    launch = executor.__call__
+    replaced: set[str] = set()
+
+    def launched(self: Launchable, *args: object, **kwargs: object) -> object:
+        replaced.clear()
+        return launch(self, *args, **kwargs)
+
+    def replace_once(function: FunctionType) -> Interpreter:
+        modules = [v for v in function.__globals__.values() if v is tl or v is tl.core]
+        names = {module.__name__ for module in modules}
+        if names and names <= replaced:
+            return None  # Only a launch restores the functions.
+        replaced.update(names)
+        return replace_functions(function)
+
+    executor.__call__, interpreter._patch_lang = launched, replace_once
