@@ -18,6 +18,8 @@ Interpreter = Any
 """An interpreter of kernels, a module or a part of it."""
 Handle = Any
 """A block of pointers or of values in Triton's interpreter."""
+Shape = Any
+"""The sizes of a block, or their product, as numbers or as constants of Triton's."""
 ElementType = Any
 """A Triton dtype, such as `tl.bfloat16`."""
 Argument = Any

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from triton.runtime.autotuner import Autotuner
 
-from precondattn_kernel_tools.foreign import ElementType, Handle, Interpreter, Launchable
+from precondattn_kernel_tools.foreign import ElementType, Handle, Interpreter, Launchable, Shape
 
 try:
     from precondattn_kernel_tools.triton_memory import (
@@ -87,6 +87,7 @@ def patch_interpreter() -> None:
     _patch_indices()
     _patch_launches(interpreter._interpreter)
     _skip_what_has_no_effect()
+    _share_shapes()
     # There is no driver to measure times with. All times are equal, so the first is chosen.
     Autotuner._bench = lambda self, *args, config, **meta: 0.0
 
@@ -274,3 +275,31 @@ def _skip_what_has_no_effect() -> None:
         return replace_functions(function)
 
     executor.__call__, interpreter._patch_lang = launched, replace_once
+
+
+def _share_shapes() -> None:
+    """Keep what follows from the shape of a block: Triton finds it again for each value."""
+    begin_type, begin_value = tl.block_type.__init__, tl.tensor.__init__
+    of_types: dict[tuple[int, ...], tuple[Shape, int, str]] = {}
+    of_values: dict[tuple[int, ...], tuple[Shape, Shape]] = {}
+
+    def with_kept_shape(self: ElementType, element: ElementType, shape: Shape) -> None:
+        sizes = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+        if sizes in of_types and {type(size) for size in sizes} == {int}:
+            self.element_ty = element
+            self.shape, self.numel, text = of_types[sizes]
+            self.name = f"<{text}, {element}>"
+        else:
+            begin_type(self, element, shape)
+            of_types[sizes] = self.shape, self.numel, str(self.shape)
+
+    def of_kept_shape(self: Handle, handle: Handle, type: ElementType) -> None:
+        sizes = tuple(type.shape) if type.is_block() else ()
+        if sizes in of_values:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = of_values[sizes]
+        else:
+            begin_value(self, handle, type)
+            of_values[sizes] = self.shape, self.numel
+
+    tl.block_type.__init__, tl.tensor.__init__ = with_kept_shape, of_kept_shape
