@@ -18,7 +18,7 @@ Interpreter = Any
 """An interpreter of kernels, a module or a part of it."""
 Handle = Any
 """A block of pointers or of values in Triton's interpreter."""
-Shape = Any
+BlockShape = Any
 """The sizes of a block, or their product, as numbers or as constants of Triton's."""
 ElementType = Any
 """A Triton dtype, such as `tl.bfloat16`."""

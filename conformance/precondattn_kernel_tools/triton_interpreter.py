@@ -34,7 +34,13 @@ import triton
 import triton.language as tl
 from triton.runtime.autotuner import Autotuner
 
-from precondattn_kernel_tools.foreign import ElementType, Handle, Interpreter, Launchable, Shape
+from precondattn_kernel_tools.foreign import (
+    BlockShape,
+    ElementType,
+    Handle,
+    Interpreter,
+    Launchable,
+)
 
 try:
     from precondattn_kernel_tools.triton_memory import (
@@ -156,7 +162,8 @@ def _patch_launches(memory: WatchedMemory) -> None:
 
 def _patch_types() -> None:
     builder, numpy_type = interpreter.InterpreterBuilder, interpreter._get_np_dtype
-    known = {tl.bfloat16.name: BFLOAT16}  # Triton makes a table of all types in each call.
+    # Triton makes a table of all types in each call.
+    known: dict[str, np.dtype] = {tl.bfloat16.name: BFLOAT16}
 
     def dtype_of(dtype: ElementType) -> np.dtype:
         scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
@@ -280,10 +287,10 @@ def _skip_what_has_no_effect() -> None:
 def _share_shapes() -> None:
     """Keep what follows from the shape of a block: Triton finds it again for each value."""
     begin_type, begin_value = tl.block_type.__init__, tl.tensor.__init__
-    of_types: dict[tuple[int, ...], tuple[Shape, int, str]] = {}
-    of_values: dict[tuple[int, ...], tuple[Shape, Shape]] = {}
+    of_types: dict[tuple[int, ...], tuple[BlockShape, int, str]] = {}
+    of_values: dict[tuple[int, ...], tuple[BlockShape, BlockShape]] = {}
 
-    def with_kept_shape(self: ElementType, element: ElementType, shape: Shape) -> None:
+    def with_kept_shape(self: ElementType, element: ElementType, shape: BlockShape) -> None:
         sizes = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
         if sizes in of_types and {type(size) for size in sizes} == {int}:
             self.element_ty = element
