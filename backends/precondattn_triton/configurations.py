@@ -177,9 +177,9 @@ declare(
     },
 )
 declare(
-    "laser_bias_gradient",
-    half={128: Configuration(64, 32, 8, 1), 1024: Configuration(16, 32, 8, 1)},
-    full={128: Configuration(32, 32, 8, 1), 1024: Configuration(16, 32, 8, 1)},
+    "laser_wide_bias_gradient",
+    half={1024: Configuration(16, 32, 8, 1)},
+    full={1024: Configuration(16, 32, 8, 1)},
 )
 # The widths of these are those of a part of the channels.
 declare(

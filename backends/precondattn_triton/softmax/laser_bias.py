@@ -141,7 +141,10 @@ def bias_gradient(
     `of_close` are G and D', and `from_forward` are is_close, o in float32 and λ.
     """
     (b, t, h, _), s = call.q.shape, call.k.shape[1]
-    tuned = exact_configuration("laser_bias_gradient", call)
+    if call.is_wide:
+        tuned = exact_configuration("laser_wide_bias_gradient", call)
+    else:
+        tuned = call.configured("bias_gradient")
     pairs = cdiv(t, tuned.rows) * cdiv(s, tuned.columns)
     launch(
         _bias_gradient, (pairs * d_bias.shape[0] * d_bias.shape[1],),

@@ -279,7 +279,7 @@ from precondattn_triton.lucid import step as lucid_step
 from precondattn_triton.path import blocks, chunk_gradient
 from precondattn_triton.path import step as path_step
 from precondattn_triton.softmax import (
-    differential_decode, differential_forward, laser_decode, laser_forward, laser_wide,
+    differential_decode, differential_forward, laser_call, laser_decode, laser_exact, laser_wide,
     softmax_forward,
 )
 compiled, look_up = set(), configurations.configuration
@@ -289,7 +289,7 @@ def noted(kernel, *rest):
     return cut
 for module in (
     *(chunk_arrays, lucid_plan, lucid_step, path_step, differential_forward, softmax_forward),
-    *(differential_decode, laser_decode, laser_forward, laser_wide, tiles, unit_rows),
+    *(differential_decode, laser_call, laser_decode, laser_exact, laser_wide, tiles, unit_rows),
     *(blocks, chunk_gradient),
 ):
     patch.object(module, "configuration", noted).start()

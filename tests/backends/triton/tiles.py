@@ -31,7 +31,7 @@ SMALL = {
     "laser_exact_forward": Configuration(16, 1),
     "laser_exact_query_gradient": Configuration(16, 1),
     "laser_exact_key_gradient": Configuration(16, 1),
-    "laser_bias_gradient": Configuration(16, 16),
+    "laser_wide_bias_gradient": Configuration(16, 16),
     "laser_decode": Configuration(0, 16),
     "differential_decode": Configuration(0, 16),
     "laser_wide_forward": Configuration(16, 16),
