@@ -29,13 +29,15 @@ import triton.language as tl
 
 from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.softmax.differential_forward import DifferentialCall, Maps, row_weights
+from precondattn_triton.softmax.inner_tiles import is_visited, visited, visits
 from precondattn_triton.softmax.pair_products import row_products_of
 from precondattn_triton.softmax.reach import (
-    edge,
-    edges,
+    is_within,
     keys_in_reach,
+    keys_of,
     may_attend_within,
     queries_in_reach,
+    queries_of,
 )
 from precondattn_triton.softmax.score_options import distances, scores_and_slopes
 from precondattn_triton.softmax.score_tiles import load_logs
@@ -96,21 +98,19 @@ def _query_gradient(
     acc1 = tl.zeros((ROWS, PADDED_D), tl.float32)
     acc2 = tl.zeros((ROWS, PADDED_D), tl.float32)
     d_slope = tl.zeros((ROWS,), tl.float32)
-    begin, open_low, open_high, end = keys_in_reach(
+    begin, low, high, end = keys_in_reach(
         tile * ROWS, ROWS, batch, t, s, k_valid, segment, window, CAUSAL, COLUMNS
     )
-    if EXACT:  # In float32 two loops do not fit the registers: all tiles are masked.
-        open_low, open_high = begin, begin
-    before, outer = edges(begin, open_low, open_high, end, COLUMNS)
-    for phase in tl.static_range(1 if EXACT else 0, 2):
-        count = (open_high - open_low) // COLUMNS if phase == 0 else outer
-        for number in range(0, count):
-            if phase == 0:
-                start = open_low + number * COLUMNS
-            else:
-                start = edge(number, before, begin, open_high, COLUMNS)
-            columns = start + tl.arange(0, COLUMNS)
-            is_key = is_token(k_valid, batch, columns, s)
+    first_keys, last_keys = keys_of(rows[:, None], batch, t, s, segment, window, CAUSAL)
+    # In float32 two loops do not fit the registers: all tiles are masked.
+    IS_ONE_LOOP: tl.constexpr = EXACT or k_valid is not None
+    if IS_ONE_LOOP:
+        low, high = begin, begin
+    for phase in tl.static_range(1 if IS_ONE_LOOP else 0, 2):
+        begins, ends = visits(begin, low, high, end, phase)
+        for visit in range(begins, ends, COLUMNS):
+            columns = visited(visit, low, high, phase) + tl.arange(0, COLUMNS)
+            is_key = is_visited(k_valid, batch, columns, s, phase == 0)
             is_pair = is_row[:, None] & is_key[None, :]
             k1_tile = load_tile(k1, columns, is_key, k1_token, k1_channel, D, PADDED_D)
             k2_tile = load_tile(k2, columns, is_key, k2_token, k2_channel, D, PADDED_D)
@@ -125,19 +125,18 @@ def _query_gradient(
                 tl.dot(q1_tile, tl.trans(k1_tile), input_precision=PRECISION),
                 rows[:, None], columns[None, :], is_pair, batch, head, t, s, scale,
                 softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
+                logs1[:, None],
             )  # fmt: skip
             s2, slope2 = scores_and_slopes(
                 tl.dot(q2_tile, tl.trans(k2_tile), input_precision=PRECISION),
                 rows[:, None], columns[None, :], is_pair, batch, head, t, s, scale,
                 softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
+                logs2[:, None],
             )  # fmt: skip
-            s1 -= logs1[:, None]
-            s2 -= logs2[:, None]
             if phase == 1:
-                mask = may_attend_within(
-                    rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
-                    segment, window, CAUSAL,
-                )  # fmt: skip
+                mask = is_within(columns[None, :], first_keys, last_keys)
+                if k_valid is not None:
+                    mask &= is_key[None, :]
                 s1 = tl.where(mask, s1, float("-inf"))
                 s2 = tl.where(mask, s2, float("-inf"))
             d_s1 = tl.exp2(s1) * (d_a - sums1[:, None])
@@ -199,30 +198,28 @@ def _key_gradient(
         acc2 = tl.zeros((ROWS, PADDED_D), tl.float32)
     if WITH_VALUES:
         value_acc = tl.zeros((ROWS, CHANNELS), tl.float32)
-    begin, open_low, open_high, end = queries_in_reach(
+    begin, low, high, end = queries_in_reach(
         tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
     )
     if EXACT:  # In float32 two loops do not fit the registers: all tiles are masked.
-        open_low, open_high = begin, begin
-    before, outer = edges(begin, open_low, open_high, end, COLUMNS)
+        low, high = begin, begin
     for phase in tl.static_range(1 if EXACT else 0, 2):
-        count = (open_high - open_low) // COLUMNS if phase == 0 else outer
+        begins, ends = visits(begin, low, high, end, phase)
+        if phase == 1:
+            first_queries, last_queries = queries_of(
+                keys[:, None], batch, t, s, segment, window, CAUSAL
+            )  # fmt: skip
         for member in range(0, h // n):
             head = kv * (h // n) + member
             at = (batch * h + head) * t
             q1_start = q1 + batch * q1_batch + head * q1_head
             q2_start = q2 + batch * q2_batch + head * q2_head
             g_start = d_out + batch * g_batch + head * g_head
-            for number in range(0, count):
-                if phase == 0:
-                    start = open_low + number * COLUMNS
-                else:
-                    start = edge(number, before, begin, open_high, COLUMNS)
-                queries = start + tl.arange(0, COLUMNS)
-                is_query = is_token(q_valid, batch, queries, t)
+            for visit in range(begins, ends, COLUMNS):
+                queries = visited(visit, low, high, phase) + tl.arange(0, COLUMNS)
+                is_query = is_visited(q_valid, batch, queries, t, phase == 0)
                 logs1 = load_logs(logs, at, queries, is_query)
                 logs2 = load_logs(logs, at + logs_map, queries, is_query)
-                is_query = is_query & (logs1 < float("inf"))
                 is_pair = is_query[None, :] & is_key[:, None]
                 weight = row_weights(lam, batch, head, queries, is_query, l_batch, l_token, l_head)
                 q1_tile = load_tile(
@@ -237,19 +234,16 @@ def _key_gradient(
                     tl.dot(k1_tile, tl.trans(q1_tile), input_precision=PRECISION),
                     queries[None, :], keys[:, None], is_pair, batch, head, t, s, scale,
                     softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
+                    logs1[None, :],
                 )  # fmt: skip
                 s2, slope2 = scores_and_slopes(
                     tl.dot(k2_tile, tl.trans(q2_tile), input_precision=PRECISION),
                     queries[None, :], keys[:, None], is_pair, batch, head, t, s, scale,
                     softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
+                    logs2[None, :],
                 )  # fmt: skip
-                s1 -= logs1[None, :]
-                s2 -= logs2[None, :]
                 if phase == 1:
-                    mask = may_attend_within(
-                        queries[None, :], keys[:, None], is_key[:, None], batch, t, s,
-                        segment, window, CAUSAL,
-                    )  # fmt: skip
+                    mask = is_within(queries[None, :], first_queries, last_queries)
                     s1 = tl.where(mask, s1, float("-inf"))
                     s2 = tl.where(mask, s2, float("-inf"))
                 a1 = tl.exp2(s1)

@@ -27,10 +27,11 @@ from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.configurations import configuration
 from precondattn_triton.launching import Constant, cdiv, launch
 from precondattn_triton.precision import product_precision
+from precondattn_triton.softmax.inner_tiles import is_visited, visited, visits
 from precondattn_triton.softmax.online_softmax import mean_and_log_with_sink, with_scores
-from precondattn_triton.softmax.reach import edge, edges, keys_in_reach, may_attend_within
+from precondattn_triton.softmax.reach import is_within, keys_in_reach, keys_of
 from precondattn_triton.softmax.row_sums import no_sums
-from precondattn_triton.softmax.score_options import ScoreOptions, scores_and_slopes
+from precondattn_triton.softmax.score_options import ScoreOptions, scores_in_units
 from precondattn_triton.softmax.value_parts import load_part, part_width, store_part
 from precondattn_triton.tiles import (
     KernelMasks,
@@ -113,47 +114,42 @@ def _forward(
     total1, total2 = no_sums(v, ROWS), no_sums(v, ROWS)
     acc1 = tl.zeros((ROWS, CHANNELS), tl.float32)
     acc2 = tl.zeros((ROWS, CHANNELS), tl.float32)
-    begin, open_low, open_high, end = keys_in_reach(
+    begin, low, high, end = keys_in_reach(
         tile * ROWS, ROWS, batch, t, s, k_valid, segment, window, CAUSAL, COLUMNS
     )
-    before, outer = edges(begin, open_low, open_high, end, COLUMNS)
-    for phase in tl.static_range(2):
-        count = (open_high - open_low) // COLUMNS if phase == 0 else outer
-        for number in range(0, count):
-            if phase == 0:
-                start = open_low + number * COLUMNS
-            else:
-                start = edge(number, before, begin, open_high, COLUMNS)
-            columns = start + tl.arange(0, COLUMNS)
-            is_key = is_token(k_valid, batch, columns, s)
+    first_keys, last_keys = keys_of(rows[:, None], batch, t, s, segment, window, CAUSAL)
+    for phase in tl.static_range(0 if k_valid is None else 1, 2):
+        begins, ends = visits(begin, low, high, end, phase)
+        for visit in range(begins, ends, COLUMNS):
+            columns = visited(visit, low, high, phase) + tl.arange(0, COLUMNS)
+            is_key = is_visited(k_valid, batch, columns, s, phase == 0)
             is_pair = is_row[:, None] & is_key[None, :]
             k1_tile = load_tile(k1, columns, is_key, k1_token, k1_channel, D, PADDED_D)
             k2_tile = load_tile(k2, columns, is_key, k2_token, k2_channel, D, PADDED_D)
             values = load_part(v, columns, is_key, v_token, v_channel, first, E, CHANNELS).to(
                 FACTOR
             )
-            s1, _ = scores_and_slopes(
+            s1, unit = scores_in_units(
                 tl.dot(q1_tile, tl.trans(k1_tile), input_precision=PRECISION),
                 rows[:, None], columns[None, :], is_pair, batch, head, t, s, scale,
                 softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
             )  # fmt: skip
-            s2, _ = scores_and_slopes(
+            s2, _ = scores_in_units(
                 tl.dot(q2_tile, tl.trans(k2_tile), input_precision=PRECISION),
                 rows[:, None], columns[None, :], is_pair, batch, head, t, s, scale,
                 softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
             )  # fmt: skip
             if phase == 1:
-                mask = may_attend_within(
-                    rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
-                    segment, window, CAUSAL,
-                )  # fmt: skip
+                mask = is_within(columns[None, :], first_keys, last_keys)
+                if k_valid is not None:
+                    mask &= is_key[None, :]
                 s1 = tl.where(mask, s1, float("-inf"))
                 s2 = tl.where(mask, s2, float("-inf"))
             largest1, total1, acc1 = with_scores(
-                largest1, total1, acc1, s1, values, PRECISION, False
+                largest1, total1, acc1, s1, unit, values, PRECISION, False
             )
             largest2, total2, acc2 = with_scores(
-                largest2, total2, acc2, s2, values, PRECISION, False
+                largest2, total2, acc2, s2, unit, values, PRECISION, False
             )
 
     o1, logs1 = mean_and_log_with_sink(largest1, total1, acc1, is_row, sink, head)

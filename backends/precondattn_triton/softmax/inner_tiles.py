@@ -125,6 +125,14 @@ def visited(visit, low, high, phase: tl.constexpr):
 
 
 @triton.jit
+def is_visited(valid, batch, tokens, count, IS_WHOLE: tl.constexpr):
+    """Whether tokens exist and are valid; no mask for a whole tile, if all tokens are valid."""
+    if IS_WHOLE and valid is None:
+        return tl.full(tokens.shape, True, tl.int1)
+    return is_token(valid, batch, tokens, count)
+
+
+@triton.jit
 def load_visited(
     start, valid, batch, tokens, count, token_stride, channel_stride,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, IS_WHOLE: tl.constexpr,

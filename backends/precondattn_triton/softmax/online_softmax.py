@@ -24,13 +24,16 @@ from precondattn_triton.tiles import LOG2_E
 
 @triton.jit
 def with_scores(
-    largest, total, acc, scores, values, PRECISION: tl.constexpr, TWO_PARTS: tl.constexpr
+    largest, total, acc, scores, unit, values, PRECISION: tl.constexpr, TWO_PARTS: tl.constexpr
 ):
-    """m, l (rows, columns of `row_sums.py`) and acc after one more tile."""
-    higher = tl.maximum(largest, tl.max(scores, 1))
+    """m, l (rows, columns of `row_sums.py`) and acc after one more tile, of S = scores · unit.
+
+    The unit is positive: it is multiplied into the largest score, and fused into the exponents.
+    """
+    higher = tl.maximum(largest, tl.max(scores, 1) * unit)
     base = tl.where(higher == float("-inf"), 0.0, higher)
     shrink = tl.exp2(largest - base)[:, None]
-    p = tl.exp2(scores - base[:, None])
+    p = tl.exp2(scores * unit - base[:, None])
     if not TWO_PARTS:
         p = p.to(values.dtype)
     total = with_row_sums(total, shrink, p)

@@ -1,16 +1,21 @@
-"""Which tiles of keys a tile of queries meets, and which of them need a mask; and the converse.
+"""The interval of keys that a query attends to, and the tiles of keys that need no mask.
 
 A query at position i of the keys attends to the keys j of its segment with
 
     |i − j| < window,    and j ≤ i in a causal call.
 
-Positions of a tile are consecutive, so the keys that its queries meet are a range, and those that
-all its queries attend to are a range within. Tiles within the inner range are computed without a
-mask. The other tiles of the outer range, its edges, are the tiles before and after:
+These are an interval, low ≤ j < high, and so are the queries that attend to a key. A mask is one
+comparison for each pair, of numbers without a sign, and its ends are computed once for each row:
 
-    ⌊low⌋ … ⌈open low⌉   |   open low … open high   |   ⌊open high⌋ … high
+    j − low  <  high − low.
 
-If packed segments end within the tile, or if keys are masked one by one, the inner range is empty.
+Neither end falls from one row to the next. So the ends of the first and the last row of a tile say
+which keys any of its rows meets, and which keys all of them attend to, the open range:
+
+    first low   |   last low … first high   |   last high
+
+Tiles within the open range are computed without a mask. The other tiles, its edges, are those
+before and after. If keys are masked one by one, the open range is empty.
 """
 
 from __future__ import annotations
@@ -18,7 +23,50 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.tiles import keys_met, may_attend, queries_met
+
+@triton.jit
+def keys_of(query, batch, t, s, segment, window, CAUSAL: tl.constexpr):
+    """The first key that a query attends to, and the last + 1, in the shape of `query`."""
+    low, high = 0, s
+    position = query + (s - t)
+    if CAUSAL:
+        high = position + 1
+    if window is not None:
+        low = tl.maximum(position - window + 1, 0)
+        if not CAUSAL:
+            high = tl.minimum(position + window, s)
+    if segment is not None:
+        begins = segment + batch * 2 * s
+        present = tl.minimum(tl.maximum(position, 0), s - 1)
+        low = tl.maximum(low, tl.load(begins + present))
+        end = tl.load(begins + s + present)
+        high = tl.minimum(high, tl.where(position >= 0, end, 0))
+    return low, high
+
+
+@triton.jit
+def queries_of(key, batch, t, s, segment, window, CAUSAL: tl.constexpr):
+    """The first query that attends to a key, and the last + 1, in the shape of `key`."""
+    low, high = 0, t
+    query = key - (s - t)
+    if CAUSAL:
+        low = tl.maximum(query, 0)
+    if window is not None:
+        high = tl.minimum(query + window, t)
+        if not CAUSAL:
+            low = tl.maximum(query - window + 1, 0)
+    if segment is not None:
+        begins = segment + batch * 2 * s
+        present = tl.minimum(key, s - 1)
+        low = tl.maximum(low, tl.load(begins + present) - (s - t))
+        high = tl.minimum(high, tl.load(begins + s + present) - (s - t))
+    return low, high
+
+
+@triton.jit
+def is_within(token, low, high):
+    """Whether low ≤ token < high; `low` is not negative."""
+    return (token - low).to(tl.uint32) < tl.maximum(high - low, 0).to(tl.uint32)
 
 
 @triton.jit
@@ -26,32 +74,16 @@ def may_attend_within(
     row, column, is_key, batch, t, s, segment, window, CAUSAL: tl.constexpr
 ):  # fmt: skip
     """The attention mask: query `row` of t may attend to key `column` of s. Shapes broadcast."""
-    mask = may_attend(row, column, is_key, batch, t, s, segment, CAUSAL)
-    if window is not None:
-        behind = row + (s - t) - column
-        mask = mask & (behind < window)
-        if not CAUSAL:
-            mask = mask & (behind > -window)
-    return mask
+    low, high = keys_of(row, batch, t, s, segment, window, CAUSAL)
+    return is_within(tl.where(is_key, column, -1), low, high)
 
 
 @triton.jit
-def _segment_of(first, count, batch, s, segment):
-    """The segment of `count` tokens, as its first token and its end; empty if there are several."""
-    begins = segment + batch * 2 * s
-    last = tl.minimum(tl.maximum(first + count, 1), s) - 1
-    present = tl.minimum(tl.maximum(first, 0), s - 1)
-    begin = tl.load(begins + present)
-    is_one = (begin == tl.load(begins + last)) & (first >= 0)
-    return begin, tl.where(is_one, tl.load(begins + s + present), begin)
-
-
-@triton.jit
-def _of_whole_tiles(low, high, open_low, open_high, SIZE: tl.constexpr):
+def _of_whole_tiles(low, open_low, open_high, high, SIZE: tl.constexpr):
     """The start, the open range and the end, of which all but the end are multiples of SIZE."""
     begin = low // SIZE * SIZE
-    open_low = (open_low + SIZE - 1) // SIZE * SIZE
-    open_high = tl.maximum(tl.minimum(open_high, high), 0) // SIZE * SIZE
+    open_low = tl.cdiv(open_low, SIZE) * SIZE
+    open_high = tl.maximum(open_high, 0) // SIZE * SIZE
     is_open = open_low < open_high
     return (
         begin,
@@ -67,26 +99,12 @@ def keys_in_reach(
     CAUSAL: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """For `count` queries from `first` on: the first key, the open range, and the end."""
-    low, high = keys_met(first, count, batch, t, s, segment, CAUSAL)
-    position = first + (s - t)
-    open_high = s
-    if CAUSAL:
-        open_high = position + 1
-    if window is not None:
-        low = tl.maximum(low, position - window + 1)
-        if not CAUSAL:
-            high = tl.minimum(high, position + count - 1 + window)
-            open_high = position + window
-    open_low = low
-    if window is not None:
-        open_low = tl.maximum(low, position + count - window)
-    if segment is not None:
-        begin, end = _segment_of(position, count, batch, s, segment)
-        open_low = tl.maximum(open_low, begin)
-        open_high = tl.minimum(open_high, end)
+    last = tl.minimum(first + count, t) - 1
+    low, open_high = keys_of(first, batch, t, s, segment, window, CAUSAL)
+    open_low, high = keys_of(last, batch, t, s, segment, window, CAUSAL)
     if k_valid is not None:
-        open_high = low
-    return _of_whole_tiles(low, high, open_low, open_high, SIZE)
+        open_high = 0
+    return _of_whole_tiles(low, open_low, open_high, high, SIZE)
 
 
 @triton.jit
@@ -95,38 +113,9 @@ def queries_in_reach(
 ):  # fmt: skip
     """For `count` keys from `first` on: the first query, the open range, and the end.
 
-    Masks of single keys or queries are not considered, nor are queries past the last one.
+    Masks of single keys or queries are not considered.
     """
-    low, high = queries_met(first, count, batch, t, s, segment, CAUSAL)
-    query = first - (s - t)
-    open_low, open_high = low, tl.cdiv(t, SIZE) * SIZE
-    if CAUSAL:
-        open_low = query + count - 1
-    if window is not None:
-        high = tl.minimum(high, query + count - 1 + window)
-        open_high = tl.minimum(open_high, query + window)
-        if not CAUSAL:
-            low = tl.maximum(low, query - window + 1)
-            open_low = query + count - window
-    if segment is not None:
-        begin, end = _segment_of(first, count, batch, s, segment)
-        open_low = tl.maximum(open_low, begin - (s - t))
-        open_high = tl.minimum(open_high, end - (s - t))
-    return _of_whole_tiles(
-        low, tl.cdiv(high, SIZE) * SIZE, tl.maximum(open_low, low), open_high, SIZE
-    )
-
-
-@triton.jit
-def edges(begin, open_low, open_high, end, SIZE: tl.constexpr):
-    """The number of tiles before the open range, and of those before and after it."""
-    before = (open_low - begin) // SIZE
-    return before, before + tl.cdiv(end - open_high, SIZE)
-
-
-@triton.jit
-def edge(number, before, begin, open_high, SIZE: tl.constexpr):
-    """The first token of an edge's tile."""
-    return tl.where(
-        number < before, begin + number * SIZE, open_high + (number - before) * SIZE
-    )  # fmt: skip
+    last = tl.minimum(first + count, s) - 1
+    low, open_high = queries_of(first, batch, t, s, segment, window, CAUSAL)
+    open_low, high = queries_of(last, batch, t, s, segment, window, CAUSAL)
+    return _of_whole_tiles(low, open_low, open_high, high, SIZE)

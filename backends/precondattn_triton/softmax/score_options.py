@@ -86,22 +86,40 @@ def distances(row, column, t, s):
 
 
 @triton.jit
-def scores_and_slopes(
+def scores_in_units(
     products, row, column, is_pair, batch, head, t, s, scale,
     softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """S in units of log 2 from ⟨q, k⟩, and the slopes of the cap, which are 1 without one.
+    """S as scores and their unit, which is positive; 1 where an option is added to the scores."""
+    unit = 1.0
+    if softcap is None and bias is None and slopes is None:
+        scores, unit = products, scale * LOG2_E
+    else:
+        scores, _slope = scores_and_slopes(
+            products, row, column, is_pair, batch, head, t, s, scale,
+            softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
+        )  # fmt: skip
+    return scores, unit
+
+
+@triton.jit
+def scores_and_slopes(
+    products, row, column, is_pair, batch, head, t, s, scale,
+    softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+    EXACT: tl.constexpr, shift=0.0,
+):  # fmt: skip
+    """S − shift in units of log 2 from ⟨q, k⟩, and the slopes of the cap, which are 1 without one.
 
     `row` and `column` broadcast to the tile, which may be transposed. Where not `is_pair`, the bias
-    is not read.
+    is not read. A shift is subtracted first, as a part of a fused product.
     """
     slope = 1.0
     if softcap is None:
-        scores = products * (scale * LOG2_E)
+        scores = products * (scale * LOG2_E) - shift
     else:
         capped, slope = bounded(products * (scale / softcap), EXACT)
-        scores = capped * (softcap * LOG2_E)
+        scores = capped * (softcap * LOG2_E) - shift
     if bias is not None:
         at = bias + batch * bias_batch + head * bias_head
         at += row.to(tl.int64) * bias_row + column.to(tl.int64) * bias_column

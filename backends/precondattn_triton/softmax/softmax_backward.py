@@ -25,13 +25,15 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.launching import cdiv, launch
+from precondattn_triton.softmax.inner_tiles import is_visited, visited, visits
 from precondattn_triton.softmax.pair_products import row_products_of
 from precondattn_triton.softmax.reach import (
-    edge,
-    edges,
+    is_within,
     keys_in_reach,
+    keys_of,
     may_attend_within,
     queries_in_reach,
+    queries_of,
 )
 from precondattn_triton.softmax.score_options import distances, scores_and_slopes
 from precondattn_triton.softmax.score_tiles import add_product, load_logs
@@ -79,19 +81,15 @@ def _query_gradient(
 
     acc = tl.zeros((ROWS, PADDED_D), tl.float32)
     d_slope = tl.zeros((ROWS,), tl.float32)
-    begin, open_low, open_high, end = keys_in_reach(
+    begin, low, high, end = keys_in_reach(
         tile * ROWS, ROWS, batch, t, s, k_valid, segment, window, CAUSAL, COLUMNS
     )
-    before, outer = edges(begin, open_low, open_high, end, COLUMNS)
-    for phase in tl.static_range(2):
-        count = (open_high - open_low) // COLUMNS if phase == 0 else outer
-        for number in range(0, count):
-            if phase == 0:
-                start = open_low + number * COLUMNS
-            else:
-                start = edge(number, before, begin, open_high, COLUMNS)
-            columns = start + tl.arange(0, COLUMNS)
-            is_key = is_token(k_valid, batch, columns, s)
+    first_keys, last_keys = keys_of(rows[:, None], batch, t, s, segment, window, CAUSAL)
+    for phase in tl.static_range(0 if k_valid is None else 1, 2):
+        first, last = visits(begin, low, high, end, phase)
+        for visit in range(first, last, COLUMNS):
+            columns = visited(visit, low, high, phase) + tl.arange(0, COLUMNS)
+            is_key = is_visited(k_valid, batch, columns, s, phase == 0)
             k_tile = load_tile(k, columns, is_key, k_token, k_channel, D, PADDED_D)
             values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
             products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
@@ -100,20 +98,20 @@ def _query_gradient(
                 products, rows[:, None], columns[None, :], is_row[:, None] & is_key[None, :],
                 batch, head, t, s, scale,
                 softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
+                row_logs[:, None],
             )  # fmt: skip
-            scores -= row_logs[:, None]
             if phase == 1:
-                mask = may_attend_within(
-                    rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
-                    segment, window, CAUSAL,
-                )  # fmt: skip
+                mask = is_within(columns[None, :], first_keys, last_keys)
+                if k_valid is not None:
+                    mask &= is_key[None, :]
                 scores = tl.where(mask, scores, float("-inf"))
             d_s = tl.exp2(scores) * (d_a - sums[:, None])
             if slopes is not None:
                 d_slope += tl.sum(d_s * distances(rows[:, None], columns[None, :], t, s), 1)
             if d_bias is not None:
                 pairs = (at + rows[:, None]) * s + columns[None, :]
-                inside = (rows < t)[:, None] & (columns < s)[None, :]
+                is_column = is_visited(None, batch, columns, s, phase == 0)
+                inside = (rows < t)[:, None] & is_column[None, :]
                 tl.store(d_bias + pairs, d_s.to(d_bias.dtype.element_ty), mask=inside)
             if softcap is not None:
                 d_s *= slope
@@ -156,26 +154,24 @@ def _key_gradient(
 
     key_acc = tl.zeros((ROWS, PADDED_D), tl.float32)
     value_acc = tl.zeros((ROWS, PADDED_E), tl.float32)
-    begin, open_low, open_high, end = queries_in_reach(
+    begin, low, high, end = queries_in_reach(
         tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
     )
-    before, outer = edges(begin, open_low, open_high, end, COLUMNS)
     for phase in tl.static_range(2):
-        count = (open_high - open_low) // COLUMNS if phase == 0 else outer
+        first, last = visits(begin, low, high, end, phase)
+        if phase == 1:
+            first_queries, last_queries = queries_of(
+                keys[:, None], batch, t, s, segment, window, CAUSAL
+            )  # fmt: skip
         for member in range(0, h // n):
             head = kv * (h // n) + member
             at = (batch * h + head) * t
             q_start = q + batch * q_batch + head * q_head
             g_start = d_out + batch * g_batch + head * g_head
-            for number in range(0, count):
-                if phase == 0:
-                    start = open_low + number * COLUMNS
-                else:
-                    start = edge(number, before, begin, open_high, COLUMNS)
-                queries = start + tl.arange(0, COLUMNS)
-                is_query = is_token(q_valid, batch, queries, t)
+            for visit in range(first, last, COLUMNS):
+                queries = visited(visit, low, high, phase) + tl.arange(0, COLUMNS)
+                is_query = is_visited(q_valid, batch, queries, t, phase == 0)
                 row_logs = load_logs(logs, at, queries, is_query)
-                is_query = is_query & (row_logs < float("inf"))
                 sums = tl.load(d_sums + at + queries, mask=is_query, other=0.0)
                 q_tile = load_tile(q_start, queries, is_query, q_token, q_channel, D, PADDED_D)
                 d_o = load_tile(
@@ -189,13 +185,10 @@ def _key_gradient(
                     products, queries[None, :], keys[:, None],
                     is_query[None, :] & is_key[:, None], batch, head, t, s, scale,
                     softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
+                    row_logs[None, :],
                 )  # fmt: skip
-                scores -= row_logs[None, :]
                 if phase == 1:
-                    mask = may_attend_within(
-                        queries[None, :], keys[:, None], is_key[:, None], batch, t, s,
-                        segment, window, CAUSAL,
-                    )  # fmt: skip
+                    mask = is_within(queries[None, :], first_queries, last_queries)
                     scores = tl.where(mask, scores, float("-inf"))
                 a = tl.exp2(scores)
                 value_acc = add_product(a, d_o, value_acc, PRECISION, TWO_PARTS)

@@ -22,10 +22,11 @@ from precondattn.kernel_backend.precise import is_precise
 from precondattn_triton.configurations import configuration
 from precondattn_triton.launching import Constant, cdiv, launch
 from precondattn_triton.precision import product_precision, splits_weights
+from precondattn_triton.softmax.inner_tiles import is_visited, visited, visits
 from precondattn_triton.softmax.online_softmax import mean_and_log_with_sink, with_scores
-from precondattn_triton.softmax.reach import edge, edges, keys_in_reach, may_attend_within
+from precondattn_triton.softmax.reach import is_within, keys_in_reach, keys_of
 from precondattn_triton.softmax.row_sums import no_sums
-from precondattn_triton.softmax.score_options import ScoreOptions, scores_and_slopes
+from precondattn_triton.softmax.score_options import ScoreOptions, scores_in_units
 from precondattn_triton.tiles import (
     KernelMasks,
     is_token,
@@ -123,35 +124,30 @@ def _forward(
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = no_sums(v, ROWS)
     acc = tl.zeros((ROWS, PADDED_E), tl.float32)
-    begin, open_low, open_high, end = keys_in_reach(
+    begin, low, high, end = keys_in_reach(
         tile * ROWS, ROWS, batch, t, s, k_valid, segment, window, CAUSAL, COLUMNS
     )
-    before, outer = edges(begin, open_low, open_high, end, COLUMNS)
-    for phase in tl.static_range(2):
-        count = (open_high - open_low) // COLUMNS if phase == 0 else outer
-        for number in range(0, count):
-            if phase == 0:
-                start = open_low + number * COLUMNS
-            else:
-                start = edge(number, before, begin, open_high, COLUMNS)
-            columns = start + tl.arange(0, COLUMNS)
-            is_key = is_token(k_valid, batch, columns, s)
+    first_keys, last_keys = keys_of(rows[:, None], batch, t, s, segment, window, CAUSAL)
+    for phase in tl.static_range(0 if k_valid is None else 1, 2):
+        first, last = visits(begin, low, high, end, phase)
+        for visit in range(first, last, COLUMNS):
+            columns = visited(visit, low, high, phase) + tl.arange(0, COLUMNS)
+            is_key = is_visited(k_valid, batch, columns, s, phase == 0)
             k_tile = load_tile(k, columns, is_key, k_token, k_channel, D, PADDED_D)
             values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
             products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            scores, _ = scores_and_slopes(
+            scores, unit = scores_in_units(
                 products, rows[:, None], columns[None, :], is_row[:, None] & is_key[None, :],
                 batch, head, t, s, scale,
                 softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
             )  # fmt: skip
             if phase == 1:
-                mask = may_attend_within(
-                    rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
-                    segment, window, CAUSAL,
-                )  # fmt: skip
+                mask = is_within(columns[None, :], first_keys, last_keys)
+                if k_valid is not None:
+                    mask &= is_key[None, :]
                 scores = tl.where(mask, scores, float("-inf"))
             largest, total, acc = with_scores(
-                largest, total, acc, scores, values, PRECISION, TWO_PARTS
+                largest, total, acc, scores, unit, values, PRECISION, TWO_PARTS
             )
     o, log_total = mean_and_log_with_sink(largest, total, acc, is_row, sink, head)
     tl.store(logs + (batch * h + head) * t + rows, log_total, mask=rows < t)
