@@ -303,7 +303,7 @@ declare(
 declare(
     "differential_bias_gradient",
     half={128: Configuration(64, 32, 8, 1), 256: Configuration(32, 16, 8, 1)},
-    full={64: Configuration(32, 32, 8, 1), 128: Configuration(16, 16, 8, 1)},
+    full={64: Configuration(32, 32, 8, 1), 256: Configuration(16, 16, 8, 1)},
 )
 declare(
     "softmax_forward",

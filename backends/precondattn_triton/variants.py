@@ -62,7 +62,7 @@ CHOSEN: Shipped = (
     ("differential", (torch.bfloat16,), ((256, 512), (256, 256), (128, 128), (64, 64))),
     ("differential", (torch.float32,), ((256, 512), (256, 256), (128, 128), (64, 64))),
     (f"differential({BIASED})", (torch.bfloat16,), ((256, 256), (128, 128))),
-    (f"differential({BIASED})", (torch.float32,), ((128, 128), (64, 64))),
+    (f"differential({BIASED})", (torch.float32,), ((256, 256), (128, 128), (64, 64))),
     ("path", (torch.bfloat16,), ((256, 512), (256, 256), (128, 512), (128, 128), (64, 64))),
     ("path", (torch.float32,), ((256, 256), (128, 256), (128, 128), (64, 64))),
     (

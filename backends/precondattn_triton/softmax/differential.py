@@ -40,9 +40,6 @@ from precondattn_triton.tiles import masks_of
 
 Tensors = Mapping[str, torch.Tensor]
 
-WIDEST_WITH_OPTIONS = 128
-"""The widest rows in float32 where options are used: wider ones do not fit the registers."""
-
 
 class DifferentialWiring(NamedTuple):
     """The inputs of both maps, under their names in the group."""
@@ -101,14 +98,6 @@ class DifferentialKernels:
         q, k, v = (shapes[name] for name in (wires.q1, wires.k1, wires.v))
         if 0 in q + k + v:
             return "its kernels for differential attention support no empty arrays"
-        uses_options = wires.softmax.window is not None or bool(wires.options)
-        if uses_options or wires.softmax.softcap is not None:
-            width = max(k[3], v[3])
-            if request.dtype == "float32" and width > WIDEST_WITH_OPTIONS:
-                return (
-                    f"has kernels for differential attention with options in float32 with keys and "
-                    f"values of width {WIDEST_WITH_OPTIONS} at most; found {width}"
-                )
         # Values are computed in parts, which have the same limit in every dtype.
         return refuses_widths("differential attention", "bfloat16", k[3], v[3])
 

@@ -13,9 +13,10 @@ A_m is recomputed from λ_m. dA is one product for both maps, and so is dv. Kern
     bias gradient     dbias                   one program per tile of pairs of a bias
 
 If values have more than 256 channels (`value_parts.py`), the key gradient is launched twice, for dk
-and for the parts of dv. A program of it loops over the query heads of its group, and a program of
-the bias gradient over the heads and sequences that share a bias. No two programs add to the same
-element, so the result is deterministic. Products per head, half of them if causal: t s (4 d + e),
+and for the parts of dv. The query gradient sums do vᵀ over parts, of 128 channels in float32. A
+program of the key gradient loops over the query heads of its group, and a program of the bias
+gradient over the heads and sequences that share a bias. No two programs add to the same element, so
+the result is deterministic. Products per head, half of them if causal: t s (4 d + e),
 t s (4 d + 2 e) and t s (2 d + e).
 """
 
@@ -41,8 +42,8 @@ from precondattn_triton.softmax.reach import (
 )
 from precondattn_triton.softmax.score_options import distances, scores_and_slopes
 from precondattn_triton.softmax.score_tiles import load_logs
-from precondattn_triton.softmax.value_parts import load_part, store_part
-from precondattn_triton.tiles import is_token, load_tile, store_tile, tile_of_program
+from precondattn_triton.softmax.value_parts import WIDEST_PART, load_part, store_part
+from precondattn_triton.tiles import factor_dtype, is_token, load_tile, store_tile, tile_of_program
 
 
 class DifferentialGradients(NamedTuple):
@@ -201,9 +202,11 @@ def _key_gradient(
     begin, low, high, end = queries_in_reach(
         tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
     )
-    if EXACT:  # In float32 two loops do not fit the registers: all tiles are masked.
+    # In float32, or of wide values, two loops do not fit the registers: all tiles are masked.
+    IS_ONE_LOOP: tl.constexpr = EXACT or (WITH_KEYS and PARTS > 1)
+    if IS_ONE_LOOP:
         low, high = begin, begin
-    for phase in tl.static_range(1 if EXACT else 0, 2):
+    for phase in tl.static_range(1 if IS_ONE_LOOP else 0, 2):
         begins, ends = visits(begin, low, high, end, phase)
         if phase == 1:
             first_queries, last_queries = queries_of(
@@ -384,7 +387,10 @@ def differential_backward(
     inputs = *call.arrays, d_out, logs, d_sums
     sizes = *d_out.stride(), *call.sizes
 
-    constants = call.constants("differential_query_gradient")
+    # Parts of do are loaded anew for each tile. All of do in registers, with factors of 32 bits,
+    # would leave none for the loop.
+    is_half = factor_dtype(call.v.dtype) == torch.bfloat16
+    constants = call.constants("differential_query_gradient", WIDEST_PART if is_half else 128)
     tiles = cdiv(t, constants["ROWS"])
     d_slopes = None if call.options.slopes is None else logs.new_empty((b, tiles, h))
     launch(

@@ -32,7 +32,7 @@ from precondattn_triton.softmax.online_softmax import mean_and_log_with_sink, wi
 from precondattn_triton.softmax.reach import is_within, keys_in_reach, keys_of
 from precondattn_triton.softmax.row_sums import no_sums
 from precondattn_triton.softmax.score_options import ScoreOptions, scores_in_units
-from precondattn_triton.softmax.value_parts import load_part, part_width, store_part
+from precondattn_triton.softmax.value_parts import WIDEST_PART, load_part, part_width, store_part
 from precondattn_triton.tiles import (
     KernelMasks,
     factor_dtype,
@@ -195,18 +195,18 @@ class DifferentialCall(NamedTuple):
         strides = *self.maps.strides, *self.v.stride(), *self.lam.stride()
         return (*self.masks, *self.options.arguments, *sizes, *strides)
 
-    def constants(self, kernel: str) -> dict[str, Constant]:
-        """The constants and options of a launch."""
+    def constants(self, kernel: str, widest: int = WIDEST_PART) -> dict[str, Constant]:
+        """The constants and options of a launch, whose parts of values have `widest` channels."""
         d, e, dtype = self.maps.q1.shape[3], self.v.shape[3], factor_dtype(self.v.dtype)
-        width = max(padded_width(d), part_width(e))
+        width, channels = max(padded_width(d), part_width(e)), part_width(e, widest)
         tuned = configuration(kernel, width, dtype == torch.bfloat16, self.v)
         return {
             "CAUSAL": self.causal,
             "D": d,
             "E": e,
             "PADDED_D": padded_width(d),
-            "CHANNELS": part_width(e),
-            "PARTS": cdiv(e, part_width(e)),
+            "CHANNELS": channels,
+            "PARTS": cdiv(e, channels),
             "ROWS": tuned.rows,
             "COLUMNS": tuned.columns,
             "PRECISION": product_precision(self.v.dtype),

@@ -85,7 +85,12 @@ def _query_gradient(
         tile * ROWS, ROWS, batch, t, s, k_valid, segment, window, CAUSAL, COLUMNS
     )
     first_keys, last_keys = keys_of(rows[:, None], batch, t, s, segment, window, CAUSAL)
-    for phase in tl.static_range(0 if k_valid is None else 1, 2):
+    # Two loops over wide rows in float32 spill more registers than one.
+    IS_WIDE: tl.constexpr = EXACT and PADDED_D + PADDED_E > 256
+    IS_ONE_LOOP: tl.constexpr = IS_WIDE or k_valid is not None
+    if IS_ONE_LOOP:
+        low, high = begin, begin
+    for phase in tl.static_range(1 if IS_ONE_LOOP else 0, 2):
         first, last = visits(begin, low, high, end, phase)
         for visit in range(first, last, COLUMNS):
             columns = visited(visit, low, high, phase) + tl.arange(0, COLUMNS)
@@ -157,7 +162,11 @@ def _key_gradient(
     begin, low, high, end = queries_in_reach(
         tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
     )
-    for phase in tl.static_range(2):
+    # Two loops over wide rows in float32 spill more registers than one.
+    IS_ONE_LOOP: tl.constexpr = EXACT and PADDED_D + PADDED_E > 256
+    if IS_ONE_LOOP:
+        low, high = begin, begin
+    for phase in tl.static_range(1 if IS_ONE_LOOP else 0, 2):
         first, last = visits(begin, low, high, end, phase)
         if phase == 1:
             first_queries, last_queries = queries_of(

@@ -15,9 +15,9 @@ from precondattn_triton.tiles import addresses
 WIDEST_PART = 256
 
 
-def part_width(e: int) -> int:
-    """Channels of a part, a power of 2; all of them up to 256."""
-    return min(padded_width(e), WIDEST_PART)
+def part_width(e: int, widest: int = WIDEST_PART) -> int:
+    """Channels of a part, a power of 2; all of them up to `widest`."""
+    return min(padded_width(e), widest)
 
 
 @triton.jit
