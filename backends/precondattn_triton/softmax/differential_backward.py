@@ -13,7 +13,7 @@ A_m is recomputed from λ_m. dA is one product for both maps, and so is dv. Kern
     bias gradient     dbias                   one program per tile of pairs of a bias
 
 If values have more than 256 channels (`value_parts.py`), the key gradient is launched twice, for dk
-and for the parts of dv. The query gradient sums do vᵀ over parts, of 128 channels in float32. A
+and for the parts of dv. The query gradient sums do vᵀ over parts, of 64 channels in float32. A
 program of the key gradient loops over the query heads of its group, and a program of the bias
 gradient over the heads and sequences that share a bias. No two programs add to the same element, so
 the result is deterministic. Products per head, half of them if causal: t s (4 d + e),
@@ -390,7 +390,7 @@ def differential_backward(
     # Parts of do are loaded anew for each tile. All of do in registers, with factors of 32 bits,
     # would leave none for the loop.
     is_half = factor_dtype(call.v.dtype) == torch.bfloat16
-    constants = call.constants("differential_query_gradient", WIDEST_PART if is_half else 128)
+    constants = call.constants("differential_query_gradient", WIDEST_PART if is_half else 64)
     tiles = cdiv(t, constants["ROWS"])
     d_slopes = None if call.options.slopes is None else logs.new_empty((b, tiles, h))
     launch(

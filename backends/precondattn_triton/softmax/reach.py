@@ -4,10 +4,8 @@ A query at position i of the keys attends to the keys j of its segment with
 
     |i − j| < window,    and j ≤ i in a causal call.
 
-These are an interval, low ≤ j < high, and so are the queries that attend to a key. A mask is one
-comparison for each pair, of numbers without a sign, and its ends are computed once for each row:
-
-    j − low  <  high − low.
+These are an interval, low ≤ j < high, and so are the queries that attend to a key. Its ends are
+computed once for each row, before the loop, and a mask is two comparisons for each pair.
 
 Neither end falls from one row to the next. So the ends of the first and the last row of a tile say
 which keys any of its rows meets, and which keys all of them attend to, the open range:
@@ -26,8 +24,11 @@ import triton.language as tl
 
 @triton.jit
 def keys_of(query, batch, t, s, segment, window, CAUSAL: tl.constexpr):
-    """The first key that a query attends to, and the last + 1, in the shape of `query`."""
-    low, high = 0, s
+    """The first key that a query attends to, None for the first of all, and the last + 1.
+
+    They have the shape of `query`.
+    """
+    low, high = None, s
     position = query + (s - t)
     if CAUSAL:
         high = position + 1
@@ -38,7 +39,8 @@ def keys_of(query, batch, t, s, segment, window, CAUSAL: tl.constexpr):
     if segment is not None:
         begins = segment + batch * 2 * s
         present = tl.minimum(tl.maximum(position, 0), s - 1)
-        low = tl.maximum(low, tl.load(begins + present))
+        begin = tl.load(begins + present)
+        low = begin if low is None else tl.maximum(low, begin)
         end = tl.load(begins + s + present)
         high = tl.minimum(high, tl.where(position >= 0, end, 0))
     return low, high
@@ -46,8 +48,11 @@ def keys_of(query, batch, t, s, segment, window, CAUSAL: tl.constexpr):
 
 @triton.jit
 def queries_of(key, batch, t, s, segment, window, CAUSAL: tl.constexpr):
-    """The first query that attends to a key, and the last + 1, in the shape of `key`."""
-    low, high = 0, t
+    """The first query that attends to a key, None for the first of all, and the last + 1.
+
+    They have the shape of `key`.
+    """
+    low, high = None, t
     query = key - (s - t)
     if CAUSAL:
         low = tl.maximum(query, 0)
@@ -58,15 +63,19 @@ def queries_of(key, batch, t, s, segment, window, CAUSAL: tl.constexpr):
     if segment is not None:
         begins = segment + batch * 2 * s
         present = tl.minimum(key, s - 1)
-        low = tl.maximum(low, tl.load(begins + present) - (s - t))
+        begin = tl.load(begins + present) - (s - t)
+        low = begin if low is None else tl.maximum(low, begin)
         high = tl.minimum(high, tl.load(begins + s + present) - (s - t))
     return low, high
 
 
 @triton.jit
 def is_within(token, low, high):
-    """Whether low ≤ token < high; `low` is not negative."""
-    return (token - low).to(tl.uint32) < tl.maximum(high - low, 0).to(tl.uint32)
+    """Whether low ≤ token < high; without a comparison for a `low` of None."""
+    mask = token < high
+    if low is not None:
+        mask = mask & (token >= low)
+    return mask
 
 
 @triton.jit
@@ -75,12 +84,15 @@ def may_attend_within(
 ):  # fmt: skip
     """The attention mask: query `row` of t may attend to key `column` of s. Shapes broadcast."""
     low, high = keys_of(row, batch, t, s, segment, window, CAUSAL)
-    return is_within(tl.where(is_key, column, -1), low, high)
+    return is_within(column, low, high) & is_key
 
 
 @triton.jit
 def _of_whole_tiles(low, open_low, open_high, high, SIZE: tl.constexpr):
     """The start, the open range and the end, of which all but the end are multiples of SIZE."""
+    if low is None:
+        low, open_low = 0, 0
+    low, open_low = tl.maximum(low, 0), tl.maximum(open_low, 0)
     begin = low // SIZE * SIZE
     open_low = tl.cdiv(open_low, SIZE) * SIZE
     open_high = tl.maximum(open_high, 0) // SIZE * SIZE
