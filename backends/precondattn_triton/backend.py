@@ -112,7 +112,7 @@ class Triton(KernelBackend):
         "laser: values of a width that is a multiple of 4",
         "extend lucid_solve: a step of 16 or more tokens",
         "extend lucid: a step of one token, or of 16 or more",
-        "extend path: a step of one token",
+        "extend path: a step of several tokens with keys wider than 128",
         "segment_ids windowed: no windows of packed sequences",
     )
     table = KERNELS

@@ -127,6 +127,12 @@ STEPS: Shipped = (
 )
 """Extensions of a cache by one token."""
 
+EXTENSIONS: Shipped = (
+    ("path[flush=64]", (torch.bfloat16, torch.float32), ((128, 512), (128, 128), (64, 64))),
+    ("path[flush=64]", (torch.float16,), ((128, 128),)),
+)
+"""Extensions of a cache by several tokens."""
+
 PROMPTS: Shipped = (
     ("gated_delta", (torch.bfloat16, torch.float32), ((128, 128),)),
     *((name, (torch.bfloat16,), ((128, 128),)) for name in ("gla", "kda")),
@@ -134,10 +140,11 @@ PROMPTS: Shipped = (
 """Extensions of states by many tokens, with their gradients, of which only the kernels that read
 these states, or the gradients of new ones, differ from those of full calls."""
 
-TOKENS, HEADS, BATCH, SLOTS = 4096, 16, 2, 64
+TOKENS, HEADS, BATCH, SLOTS, NEW = 4096, 16, 2, 64, 256
 DISTINGUISHING = (
     *("ROWS", "COLUMNS", "CHUNK", "TILE", "STEP", "BACKWARD", "BY_ROW", "PART"),
     *("KEYS", "BLOCK", "DECAY", "GATE_STEP", "HAS_BORDERS", "UNDECAYED", "PARTS", "WITH_KEYS"),
+    "IS_STEP",
 )
 """The constants of a kernel that depend on its configuration or select a code path."""
 OPTIONAL = (
@@ -155,6 +162,9 @@ FLOAT16_SPILLS = 32
 """The limit for two kernels in float16, on compute capability 8.0, where the assembler keeps to
 128 registers."""
 SPILLING_IN_FLOAT16 = ("key_value_gradient", "carry_moments")
+PATH_STEP_SPILLS = 4
+"""The limit for PaTH's forward kernel in a step with masked keys in float32, on compute capability
+8.0."""
 CHUNK_SPILLS = 96
 """The limit for the gradient of PaTH's chunks where factors have 32 bits and a chunk 32 tokens."""
 KEY_SUMS_SPILLS = 32
@@ -175,7 +185,8 @@ def variants(target: str) -> Iterator[Variant]:
         for calls, options in (
             (CALLS, {}),
             (PACKED, {"is_packed": True}),
-            (STEPS, {"is_step": True}),
+            (STEPS, {"new": 1}),
+            (EXTENSIONS, {"new": NEW}),
             (PROMPTS, {"is_prompt": True}),
         )
         for call in calls
@@ -211,6 +222,8 @@ def _variant(launch: TritonLaunch, mechanism: str, dtype: torch.dtype, d: int, e
         limit = BORDER_SPILLS
     if dtype == torch.float16 and launch.function.__name__ in SPILLING_IN_FLOAT16:
         limit = max(limit, FLOAT16_SPILLS)
+    if launch.arguments.get("IS_STEP") and dtype == torch.float32:
+        limit = max(limit, PATH_STEP_SPILLS)
     if launch.function.__name__ == "_chunk_gradient":
         limit = max(limit, CHUNK_SPILLS)
     if launch.arguments.get("WITH_GRADIENT"):
@@ -254,6 +267,8 @@ def _way(launch: TritonLaunch) -> str:
         + of_blocks
         + "".join(f" {n} {size}" for n, size in sizes if size)
     )
+    if launch.arguments.get("IS_STEP"):
+        name += " of a step"
     if decay is not None:
         name += f" decay of {decay}"
     if "x" in launch.arguments and launch.arguments["x"] is None:
@@ -276,20 +291,21 @@ def launches(
     dtype: torch.dtype,
     d: int,
     e: int,
-    is_step: bool = False,
+    new: int = 0,
     is_packed: bool = False,
     is_prompt: bool = False,
 ) -> list[TritonLaunch]:
-    """The launches of a call with its gradient, of a step, or of many tokens after states."""
+    """The launches of a call with its gradient, of a step by `new` tokens, or of a whole call after
+    states."""
     mechanism = pa.parse(expression)
     is_group = len(mechanism.program.calls) > 1
     leaf = mechanism.program.leaves[0]
     assert isinstance(leaf, pa.Leaf)
     piece: Piece = Group(group_of(expression)) if is_group else leaf
-    inputs = piece.inputs.extending() if is_step else piece.inputs
+    inputs = piece.inputs.extending() if new else piece.inputs
     sizes = {"b": BATCH, "h": HEADS, "n": HEADS, "u": HEADS, "c": TOKENS}
     sizes |= {"d": d, "e": e, "m": SLOTS}
-    sizes |= {"t": 1, "s": 1} if is_step else {"t": TOKENS, "s": TOKENS}
+    sizes |= {"t": new, "s": new} if new else {"t": TOKENS, "s": TOKENS}
     x = {name: _empty(pattern.shape(sizes), dtype) for name, pattern in inputs.items()}
     backend = Triton()
     states = {
@@ -297,9 +313,10 @@ def launches(
         for key, (slot, pattern) in piece.program.slots.items()
     }
     with recorded() as recorded_launches:
-        if is_step:
-            new, slots = _empty((BATCH, 1), torch.int64), _empty((BATCH, TOKENS + 1), torch.int64)
-            backend.step(piece, states, x, Frame(new, slots, None, slots.bool()))
+        if new:
+            positions = _empty((BATCH, new), torch.int64)
+            slots = _empty((BATCH, TOKENS + new), torch.int64)
+            backend.step(piece, states, x, Frame(positions, slots, None, slots.bool()))
             return recorded_launches
         if is_prompt:
             out, _ = backend.step(piece, states, x, Frame(None, None))

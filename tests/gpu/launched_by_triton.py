@@ -15,7 +15,7 @@ def launched(
     variants.TOKENS, variants.BATCH, variants.HEADS = tokens, batch, heads
     dtype = getattr(torch, call.dtype)
     with variants.compiling_for("sm_90"):
-        launches = variants.launches(call.mechanism, dtype, call.d, call.e, call.is_step)
+        launches = variants.launches(call.mechanism, dtype, call.d, call.e, int(call.is_step))
     return {
         (
             launch.function.__name__,

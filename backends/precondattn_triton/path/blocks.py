@@ -163,12 +163,19 @@ def path_blocks(
     chunks: PathChunks, s: int, like: torch.Tensor, *, with_after: bool
 ) -> PathBlocks | None:
     """The blocks of a call of s keys; None if one block has all keys, or if keys are too wide."""
-    w, keys, u, _, _ = chunks
-    heads, tokens, width = w.shape
     size = block_size(s, chunks.size)
     blocks = cdiv(s, size) - 1
-    if blocks == 0 or width > WIDEST:
+    if blocks == 0 or chunks.w.shape[2] > WIDEST:
         return None
+    return first_blocks(chunks, size, blocks, like, with_after=with_after)
+
+
+def first_blocks(
+    chunks: PathChunks, size: int, blocks: int, like: torch.Tensor, *, with_after: bool
+) -> PathBlocks:
+    """The first `blocks` blocks of `size` tokens."""
+    w, keys, u, _, _ = chunks
+    heads, tokens, width = w.shape
     per_block = size // chunks.size
     carried = keys.new_empty((heads, blocks * size, width))
     corrections = keys.new_empty((heads, blocks, width, width))

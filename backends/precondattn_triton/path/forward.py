@@ -14,7 +14,8 @@ in the chunks of the block before the tile, and in the blocks before, of which o
 with online softmax over the tiles S (`softmax/score_tiles.py`). x is kept in float32. Products per
 head, in units of t² / 2: d for the scores, d² / S for the reflections, e for the values; and within
 blocks, in units of t S / 2, 2 d for the reflections. Registers hold x and the accumulator; k, v, w,
-K̃, U, K̂ and C are read once per tile of queries.
+K̃, U, K̂ and C are read once per tile of queries. In a step, x is stored as it has passed all
+reflections, beside o: the keys before the last flush have had theirs (`cached_keys.py`).
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _forward(
     HAS_WINDOW: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, TWO_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr, TWO_PARTS: tl.constexpr, IS_STEP: tl.constexpr,
 ):  # fmt: skip
     tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
     kv = head // (h // n)
@@ -180,12 +181,20 @@ def _forward(
             correction = matrix_of(corrections, kv_index * blocks + block, PADDED_D)
             x = tl.dot(factor, correction, x, input_precision=PRECISION)
 
+    if IS_STEP:
+        # One array has both: another pointer would cost registers.
+        STEP: tl.constexpr = PADDED_D + PADDED_E
+        out += (batch * h + head) * t * STEP
+        store_tile(out, rows, rows < t, STEP, x, PADDED_D)
     o, logs = mean_and_log(largest, total, acc, is_row)
     tl.store(log_total + (batch * h + head) * t + rows, logs, mask=rows < t)
-    start = (batch * t * h + head) * E
-    store_tile(out + start, rows, rows < t, h * E, o, E)
-    if full is not None:
-        store_tile(full + start, rows, rows < t, h * E, o, E)
+    if IS_STEP:
+        store_tile(out + PADDED_D, rows, rows < t, STEP, o, PADDED_E)
+    else:
+        start = (batch * t * h + head) * E
+        store_tile(out + start, rows, rows < t, h * E, o, E)
+        if full is not None:
+            store_tile(full + start, rows, rows < t, h * E, o, E)
 
 
 def path_forward(
@@ -198,12 +207,21 @@ def path_forward(
     *,
     scale: float,
     window: int | None,
+    is_step: bool = False,
 ) -> PathResults:
-    """q (b, t, h, d), k (b, s, n, d) and v (b, s, n, e) have the same dtype."""
+    """q (b, t, h, d), k (b, s, n, d) and v (b, s, n, e) have the same dtype.
+
+    In a step `out` is (b, h, t, D + E), float32: the queries as they have passed all reflections,
+    then o, in padded widths.
+    """
     b, t, h, d = q.shape
     s, n, e = v.shape[1:]
-    out = v.new_empty((b, t, h, e))
-    full = None if v.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    width, value_width = padded_width(d), padded_width(e)
+    if is_step:
+        out = v.new_empty((b, h, t, width + value_width), dtype=torch.float32)
+    else:
+        out = v.new_empty((b, t, h, e))
+    full = None if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     log_total = v.new_empty((b, h, t), dtype=torch.float32)
     tuned = configured("path_forward", q, v)
     of_blocks = (None, None) if blocks is None else (blocks.keys, blocks.corrections)
@@ -215,9 +233,9 @@ def path_forward(
         *masks, scale, window or 0, t, s, h, n, tokens, size, number,
         *q.stride(), *k.stride(), *v.stride(),
         HAS_WINDOW=window is not None, D=d, E=e,
-        PADDED_D=padded_width(d), PADDED_E=padded_width(e),
+        PADDED_D=width, PADDED_E=value_width,
         ROWS=tuned.rows, COLUMNS=tuned.columns, CHUNK=chunks.size,
-        PRECISION=product_precision(v.dtype), TWO_PARTS=splits_weights(v.dtype),
+        PRECISION=product_precision(v.dtype), TWO_PARTS=splits_weights(v.dtype), IS_STEP=is_step,
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
     return PathResults(out, out if full is None else full, log_total)

@@ -20,6 +20,7 @@ from precondattn_triton.path.backward import PathInputs, path_backward
 from precondattn_triton.path.blocks import path_blocks
 from precondattn_triton.path.chunk_gradient import tokens_of
 from precondattn_triton.path.chunks import path_chunks
+from precondattn_triton.path.extension import path_extend, refuses_extension
 from precondattn_triton.path.forward import path_forward
 from precondattn_triton.path.step import path_step, refuses_step
 from precondattn_triton.softmax.widths import refuses_widths
@@ -42,7 +43,9 @@ class PathKernels:
         if 0 in shapes["q"] + shapes["k"] + shapes["v"]:
             return "its kernels for PaTH support no empty arrays"
         if request.verb == "extend":
-            return refuses_step(shapes)
+            if shapes["q"][1] == 1:
+                return refuses_step(shapes)
+            return refuses_extension(request.dtype, shapes)
         if shapes["q"][1] > shapes["k"][1]:
             return "its kernels for PaTH do not support more queries than keys"
         return refuses_widths("PaTH", request.dtype, shapes["k"][3], shapes["v"][3])
@@ -98,9 +101,10 @@ class PathKernels:
         x: Tensors,
         frame: Frame,
     ) -> tuple[torch.Tensor, Updates]:
-        """The output for one new token, and the updates of the cache's buffers."""
+        """The output for new tokens, and the updates of the cache's buffers."""
         keys = leaf.program.slot_keys[0]
-        out, updates = path_step(leaf, {slot: past[key] for slot, key in keys.items()}, x, frame)
+        extend = path_step if x["q"].shape[1] == 1 else path_extend
+        out, updates = extend(leaf, {slot: past[key] for slot, key in keys.items()}, x, frame)
         return out, {keys[slot]: update for slot, update in updates.items()}
 
     def residual_shapes(self, leaf: Path, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:

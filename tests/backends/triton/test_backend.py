@@ -120,7 +120,11 @@ KV = {"k": (2, 20, 2, 8), "v": (2, 20, 2, 8)}
             {"k": (2, 20, 2, 520), "g": (2, 20, 2, 520), "dtype": "bfloat16"},
             "d ≤ 512",
         ),
-        ("path", {"q": (2, 20, 2, 8), "verb": "extend"}, "one token"),
+        (
+            "path",
+            {"q": (2, 20, 2, 192), "k": (2, 20, 2, 192), "verb": "extend"},
+            "several tokens supports d ≤ 128; found d=192",
+        ),
         ("unit_rows[axis=channel]", {"o": (2, 20, 2, 8)}, "channels"),
         ("unit_rows", {"o": (2, 20, 2, 520)}, "520"),
         ("unit_rows", {"o": (2, 20, 2, 8), "dtype": "float16", "verb": "vjp"}, "eps"),

@@ -95,15 +95,14 @@ def test_masked_keys_before_and_after_the_last_flush(masked_token):
     check(pa.Path(flush=4), x, first=4, is_visible=torch.arange(8)[None] != masked_token)
 
 
-def refusal(*, t=1, h=2, d=64, e=64):
-    shapes = {"q": (1, t, h, d), "k": (1, t, 1, d), "v": (1, t, 1, e)}
+def refusal(*, h=2, d=64, e=64):
+    shapes = {"q": (1, 1, h, d), "k": (1, 1, 1, d), "v": (1, 1, 1, e)}
     request = Request("extend", "torch", "cuda", "bfloat16", tuple(shapes.items()), frozenset())
     return PathKernels().refuses(pa.Path(), request)
 
 
-def test_a_step_supports_one_token_and_limited_widths():
+def test_a_step_by_one_token_supports_limited_widths():
     assert refusal() is None
     assert refusal(d=256, e=256, h=32) is None
-    assert "one token; found t=2" in refusal(t=2)
     assert "e=300" in refusal(e=300)
     assert "33" in refusal(d=256, h=33)
