@@ -111,7 +111,7 @@ class Triton(KernelBackend):
         "transforms: kernels are not mapped by torch.vmap",
         "laser: values of a width that is a multiple of 4",
         "extend lucid_solve: a step of 16 or more tokens",
-        "extend lucid: a step of one token, or of 16 or more",
+        "extend lucid: a step of fewer than 16 tokens, if their queries and keys fit no tile",
         "extend path: a step of several tokens with keys wider than 128",
         "segment_ids windowed: no windows of packed sequences",
     )

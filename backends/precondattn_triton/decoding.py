@@ -26,13 +26,15 @@ def query_rows(
     return tl.load(at + channel[None, :] * q_d, mask=inside, other=0.0).to(tl.float32)
 
 
-def slots_and_validity(frame: Frame, capacity: int) -> tuple[int, Tensor | None, Tensor | None]:
-    """The number of slots to read, and the validity of slots and of new keys, as bytes or None."""
+def slots_and_validity(
+    frame: Frame, capacity: int, t: int = 1
+) -> tuple[int, Tensor | None, Tensor | None]:
+    """The number of slots to read, and the validity of slots and of t new keys, bytes or None."""
     if frame.held is not None:
         return frame.held, None, None
     valid = frame.k_valid
     assert valid is not None  # The frame of an extension always has the validity of slots.
-    valid = valid.expand(frame.q_position.shape[0], capacity + 1).to(torch.uint8)
+    valid = valid.expand(frame.q_position.shape[0], capacity + t).to(torch.uint8)
     return capacity, valid[:, :capacity], valid[:, capacity:]
 
 

@@ -131,7 +131,13 @@ EXTENSIONS: Shipped = (
     ("path[flush=64]", (torch.bfloat16, torch.float32), ((128, 512), (128, 128), (64, 64))),
     ("path[flush=64]", (torch.float16,), ((128, 128),)),
 )
-"""Extensions of a cache by several tokens."""
+"""Extensions of a cache by many tokens."""
+
+FEW_AT_ONCE: Shipped = (
+    ("lucid", (torch.bfloat16,), ((256, 256), (128, 128))),
+    ("lucid", (torch.float32,), ((128, 128),)),
+)
+"""Extensions of a cache by a few tokens, of which there are as many rows as fit a tile."""
 
 PROMPTS: Shipped = (
     ("gated_delta", (torch.bfloat16, torch.float32), ((128, 128),)),
@@ -140,7 +146,7 @@ PROMPTS: Shipped = (
 """Extensions of states by many tokens, with their gradients, of which only the kernels that read
 these states, or the gradients of new ones, differ from those of full calls."""
 
-TOKENS, HEADS, BATCH, SLOTS, NEW = 4096, 16, 2, 64, 256
+TOKENS, HEADS, BATCH, SLOTS, FEW, MANY = 4096, 16, 2, 64, 15, 256
 DISTINGUISHING = (
     *("ROWS", "COLUMNS", "CHUNK", "TILE", "STEP", "BACKWARD", "BY_ROW", "PART"),
     *("KEYS", "BLOCK", "DECAY", "GATE_STEP", "HAS_BORDERS", "UNDECAYED", "PARTS", "WITH_KEYS"),
@@ -186,7 +192,8 @@ def variants(target: str) -> Iterator[Variant]:
             (CALLS, {}),
             (PACKED, {"is_packed": True}),
             (STEPS, {"new": 1}),
-            (EXTENSIONS, {"new": NEW}),
+            (FEW_AT_ONCE, {"new": FEW}),
+            (EXTENSIONS, {"new": MANY}),
             (PROMPTS, {"is_prompt": True}),
         )
         for call in calls
@@ -210,7 +217,9 @@ def variants(target: str) -> Iterator[Variant]:
                     )
                     if identity not in yielded:
                         yielded.add(identity)
-                        yield _variant(launch, mechanism, dtype, d, e)
+                        tokens = options.get("new", 1)
+                        named = mechanism if tokens == 1 else f"{mechanism} by {tokens} tokens"
+                        yield _variant(launch, named, dtype, d, e)
 
 
 def _variant(launch: TritonLaunch, mechanism: str, dtype: torch.dtype, d: int, e: int) -> Variant:
@@ -267,8 +276,6 @@ def _way(launch: TritonLaunch) -> str:
         + of_blocks
         + "".join(f" {n} {size}" for n, size in sizes if size)
     )
-    if launch.arguments.get("IS_STEP"):
-        name += " of a step"
     if decay is not None:
         name += f" decay of {decay}"
     if "x" in launch.arguments and launch.arguments["x"] is None:

@@ -1,21 +1,24 @@
-"""A step of LUCID by one token: many programs share the cache; each key and y is read once.
+"""A step of LUCID by a few tokens: many programs share the cache; each key and y is read once.
 
     [S; Φ] = [s q; s k̂] Kᵀ,    [a; r] = [e^{S − m}; Φ] Y                          (`read_past`)
-    y = β (v − r),    o = (a + e^{S_new − m} y) / (Σ e^{S − m} + e^{S_new − m})     (`finish`)
 
-The query heads of a key/value head and the new key are the rows of one tile. The row of a query has
-a running maximum; that of the key has none, since Φ ≤ 1. Products are in float32 (tf32 for half
-precision, which represents bfloat16 and float16 exactly), because memory limits a step, not
-products. Grids: one program per split of the cache and key/value head (`read_past`), per key/value
-head (`finish`).
+and then for each new token i in turn, for the rows of queries from i on and of keys after i,
+
+    y_i = β_i (v_i − r_i),    a ← a e^{m − m'} + e^{S_i − m'} y_i,    r ← r + Φ_i y_i   (`finish`)
+
+where m' is the new maximum, and Σ e^{S − m} is updated like a; at the end o = a / Σ e^{S − m}.
+
+The query heads of a key/value head, each with its t new tokens, and the t new keys are the rows of
+one tile. The row of a query has a running maximum; that of a key has none, since Φ ≤ 1. Products
+are in float32 (tf32 for half precision, which represents bfloat16 and float16 exactly), because
+memory limits a step, not products. Grids: one program per split of the cache and key/value head
+(`read_past`), per key/value head (`finish`).
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from precondattn_triton.decoding import query_rows
 
 
 @triton.jit
@@ -26,6 +29,27 @@ def unit_key(k, width, eps, NORMALIZE: tl.constexpr):
         mean_square = tl.sum(k * k, axis=0) / width + eps
         rms = tl.sqrt(tl.where(mean_square > 0, mean_square, 1.0))
     return k / rms, rms
+
+
+@triton.jit
+def step_rows(
+    q, k, head, heads, group, t, width, eps, scale, key_scale,
+    q_b, q_t, q_h, q_d, k_b, k_t, k_n, k_d,
+    NORMALIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """s q of t tokens of each query head, then s k̂ of t tokens (ROWS, d); other rows are 0."""
+    b, n = head // heads, head % heads
+    row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH).to(tl.int64)
+    token, member = (row % t)[:, None].to(tl.int64), (row // t)[:, None]
+    is_channel = (channel < width)[None, :]
+    at = q + b * q_b + token * q_t + (n * group + member) * q_h + channel[None, :] * q_d
+    queries = tl.load(at, mask=(member < group) & is_channel, other=0.0).to(tl.float32)
+    at = k + b * k_b + token * k_t + n * k_n + channel[None, :] * k_d
+    keys = tl.load(at, mask=(member == group) & is_channel, other=0.0).to(tl.float32)
+    if NORMALIZE:
+        mean_square = tl.sum(keys * keys, axis=1) / width + eps
+        keys = keys / tl.sqrt(tl.where(mean_square > 0, mean_square, 1.0))[:, None]
+    return tl.where(member == group, keys * key_scale, queries * scale)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -42,6 +66,7 @@ def read_past(
     count,
     heads,
     group,
+    t,
     key_width,
     width,
     eps,
@@ -49,9 +74,11 @@ def read_past(
     key_scale,
     shift,
     q_b,
+    q_t,
     q_h,
     q_d,
     k_b,
+    k_t,
     k_n,
     k_d,
     key_b,
@@ -81,12 +108,11 @@ def read_past(
     row = tl.arange(0, ROWS)
     channel = tl.arange(0, WIDTH).to(tl.int64)
     key_channel = tl.arange(0, KEY_WIDTH).to(tl.int64)
-    new_key = k + b * k_b + n * k_n + key_channel * k_d
-    new_key = tl.load(new_key, mask=key_channel < key_width, other=0.0).to(tl.float32)
-    unit, _ = unit_key(new_key, key_width, eps, NORMALIZE)
-    is_key = row == group
-    rows = query_rows(q, head, heads, group, key_width, q_b, q_h, q_d, ROWS, KEY_WIDTH)
-    rows = tl.where(is_key[:, None], unit[None, :] * key_scale, rows * scale)
+    is_key = row // t == group
+    rows = step_rows(
+        q, k, head, heads, group, t, key_width, eps, scale, key_scale,
+        q_b, q_t, q_h, q_d, k_b, k_t, k_n, k_d, NORMALIZE, ROWS, KEY_WIDTH,
+    )  # fmt: skip
 
     largest = tl.where(is_key, 0.0, float("-inf"))
     total_weight = tl.zeros((ROWS,), tl.float32)
@@ -142,20 +168,27 @@ def finish(
     splits,
     heads,
     group,
+    t,
     key_width,
     width,
     eps,
     scale,
+    key_scale,
+    shift,
     q_b,
+    q_t,
     q_h,
     q_d,
     k_b,
+    k_t,
     k_n,
     k_d,
     v_b,
+    v_t,
     v_n,
     v_e,
     beta_b,
+    beta_t,
     beta_n,
     valid_b,
     token_b,
@@ -166,16 +199,14 @@ def finish(
     KEY_WIDTH: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write `out` (b, h, e), `solved` (b, n, e) and `new_rms` (b, n) from the splits of a head."""
+    """Write `out` (b, t, h, e), `solved` (b, t, n, e) and `new_rms` (b, t, n)."""
     head = tl.program_id(0).to(tl.int64)
     b, n = head // heads, head % heads
     row = tl.arange(0, ROWS)
     channel = tl.arange(0, WIDTH).to(tl.int64)
     key_channel = tl.arange(0, KEY_WIDTH).to(tl.int64)
-    is_key = row == group
-    is_valid = n >= 0
-    if HAS_VALID:
-        is_valid = tl.load(new_valid + b * valid_b) != 0
+    token, member = row % t, row // t
+    is_key = member == group
 
     largest = tl.where(is_key, 0.0, float("-inf"))
     total_weight = tl.zeros((ROWS,), tl.float32)
@@ -191,31 +222,47 @@ def finish(
         total_weight = total_weight * shrink + tl.load(sums + part) * split_weight
         largest = higher
 
-    new_key = k + b * k_b + n * k_n + key_channel * k_d
-    new_key = tl.load(new_key, mask=(key_channel < key_width) & is_valid, other=0.0).to(tl.float32)
-    _, rms = unit_key(new_key, key_width, eps, NORMALIZE)
-    inside = (channel < width) & is_valid
-    value = tl.load(v + b * v_b + n * v_n + channel * v_e, mask=inside, other=0.0).to(tl.float32)
-    factor = 1.0
-    if HAS_BETA:
-        factor = tl.load(beta + b * beta_b + n * beta_n).to(tl.float32)
-    read = tl.sum(tl.where(is_key[:, None], total, 0.0), axis=0)
-    y = tl.where(inside, factor * (value - read), 0.0)
-    tl.store(solved + head * width + channel, y.to(solved.dtype.element_ty), mask=channel < width)
-    if NORMALIZE:
-        tl.store(new_rms + head, rms)
+    rows = step_rows(
+        q, k, head, heads, group, t, key_width, eps, scale, key_scale,
+        q_b, q_t, q_h, q_d, k_b, k_t, k_n, k_d, NORMALIZE, ROWS, KEY_WIDTH,
+    )  # fmt: skip
+    for i in range(0, t):
+        is_valid = n >= 0
+        if HAS_VALID:
+            is_valid = tl.load(new_valid + b * valid_b + i) != 0
+        new_key = k + b * k_b + i * k_t + n * k_n + key_channel * k_d
+        inside_key = (key_channel < key_width) & is_valid
+        new_key = tl.load(new_key, mask=inside_key, other=0.0).to(tl.float32)
+        unit, rms = unit_key(new_key, key_width, eps, NORMALIZE)
+        inside = (channel < width) & is_valid
+        value = tl.load(v + b * v_b + i * v_t + n * v_n + channel * v_e, mask=inside, other=0.0)
+        factor = 1.0
+        if HAS_BETA:
+            factor = tl.load(beta + b * beta_b + i * beta_t + n * beta_n).to(tl.float32)
+        read = tl.sum(tl.where((row == group * t + i)[:, None], total, 0.0), axis=0)
+        y = tl.where(inside, factor * (value.to(tl.float32) - read), 0.0)
+        at_new = (b * t + i) * heads + n
+        at_y = solved + at_new * width + channel
+        tl.store(at_y, y.to(solved.dtype.element_ty), mask=channel < width)
+        if NORMALIZE:
+            tl.store(new_rms + at_new, rms)
 
-    rows = query_rows(q, head, heads, group, key_width, q_b, q_h, q_d, ROWS, KEY_WIDTH) * scale
-    new_score = tl.where(is_valid, tl.sum(rows * new_key[None, :], axis=1), float("-inf"))
-    higher = tl.maximum(largest, new_score)
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    shrink, split_weight = tl.exp2(largest - base), tl.exp2(new_score - base)
-    weight = total_weight * shrink + split_weight
-    is_row = weight != 0  # Also true for NaN, which a NaN in a key gives.
+        column = tl.where(is_key[:, None], unit[None, :], new_key[None, :])
+        logs = tl.sum(rows * column, axis=1) - tl.where(is_key, shift, 0.0)
+        sees = tl.where(is_key, token > i, token >= i) & is_valid
+        logs = tl.where(sees, logs, float("-inf"))
+        higher = tl.where(is_key, 0.0, tl.maximum(largest, logs))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink, weight = tl.exp2(largest - base), tl.exp2(logs - base)
+        total = total * shrink[:, None] + y[None, :] * weight[:, None]
+        total_weight = total_weight * shrink + weight
+        largest = higher
+
+    is_row = total_weight != 0  # Also true for NaN, which a NaN in a key gives.
     if is_token is not None:
-        is_row = is_row & (tl.load(is_token + b * token_b) != 0)
-    o = total * shrink[:, None] + y[None, :] * split_weight[:, None]
-    o = tl.where(is_row[:, None], o / tl.where(is_row, weight, 1.0)[:, None], 0.0)
-    at = out + (b * heads * group + n * group + row[:, None]) * width + channel[None, :]
-    stored = (row < group)[:, None] & (channel < width)[None, :]
+        is_row = is_row & (tl.load(is_token + b * token_b + token) != 0)
+    o = tl.where(is_row[:, None], total / tl.where(is_row, total_weight, 1.0)[:, None], 0.0)
+    at = ((b * t + token) * heads * group + n * group + member) * width
+    at = out + at[:, None] + channel[None, :]
+    stored = (member < group)[:, None] & (channel < width)[None, :]
     tl.store(at, o.to(out.dtype.element_ty), mask=stored)

@@ -1,6 +1,6 @@
-"""A step of LUCID: from the cache's buffers to launches of `decode.py`, for one token.
+"""A step of LUCID: from the cache's buffers to launches of `decode.py`, for a few tokens.
 
-Many new tokens are solved with the cached ones (`extension.py`).
+More new tokens are solved with the cached ones (`extension.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from precondattn.backend import Request
 from precondattn.cache import Append, Updates
 from precondattn.dispatch.recognition import is_lucid
 from precondattn.frame import Frame
-from precondattn.kernel_backend.limits import padded_width
-from precondattn.kernel_backend.lucid_step import LucidStepKernels, leaves_of
+from precondattn.kernel_backend.limits import MOST_HEADS, NARROWEST, padded_width
+from precondattn.kernel_backend.lucid_step import WIDEST, LucidStepKernels, leaves_of
 from precondattn_triton.configurations import configuration
 from precondattn_triton.decoding import new_token_validity, slots_and_validity, splits_of
 from precondattn_triton.launching import launch
@@ -37,27 +37,49 @@ class LucidStep(LucidStepKernels):
         solve, softmax = leaves_of(group)
         if not is_lucid(group.program) or softmax.window or not softmax.causal:
             return "its step is that of plain LUCID around causal softmax"
-        if t < FEWEST_NEW_TOKENS:
-            return f"its step supports one token, or {FEWEST_NEW_TOKENS} and more; found t={t}"
-        return LucidSolveKernels().refuses(solve, request)
+        if t >= FEWEST_NEW_TOKENS:
+            return LucidSolveKernels().refuses(solve, request)
+        if solve.window:
+            return "its solve has no window"
+        return self._refuses_few(request)
+
+    def _refuses_few(self, request: Request) -> str | None:
+        """The reason why there is no step by fewer than FEWEST_NEW_TOKENS tokens, or None."""
+        shapes = dict(request.shapes)
+        b, t, h, d = shapes["q"]
+        n, e = shapes["v"][2:]
+        if 0 in shapes["q"] + shapes["v"] or b * n > MOST_HEADS:
+            return f"its step supports no empty arrays, and at most {MOST_HEADS} heads"
+        width = padded_width(max(d, e))
+        # In float32 products have three parts, and more rows than 16 at 256 channels would spill.
+        is_wide = request.dtype == "float32" and width > 128
+        fits = self.fits(t * (h // n + 1), request.dtype, 2 * width if is_wide else width)
+        if width > WIDEST or not fits:
+            return (
+                f"its step by fewer than {FEWEST_NEW_TOKENS} tokens supports d, e ≤ {WIDEST}, and "
+                f"as many queries and keys of a key/value head as fit a tile; found d={d}, e={e} "
+                f"and {t * (h // n + 1)}"
+            )
+        return None
 
     def step(
         self, group: Piece, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, Updates]:
-        if x["q"].shape[1] > 1:
+        if x["q"].shape[1] >= FEWEST_NEW_TOKENS:
             return self._many_tokens(group, past, x, frame)
         solve, softmax = leaves_of(group)
         solve_keys = group.program.slot_keys[0]
         keys, solved = past[solve_keys["key"]], past[solve_keys["solved"]]
         rms = past[solve_keys["rms"]] if solve.normalize == "keys" else None
         q, k, v, beta = x["q"], x["k"], x["v"], x.get("lucid_beta")
-        b, _, h, d = q.shape
+        b, t, h, d = q.shape
         n, e = v.shape[2:]
-        count, past_valid, new_valid = slots_and_validity(frame, keys.shape[1])
+        count, past_valid, new_valid = slots_and_validity(frame, keys.shape[1], t)
         is_token = new_token_validity(frame, b)
         widths = padded_width(d), padded_width(e)
-        rows = padded_width(h // n + 1)
+        rows = padded_width(t * (h // n + 1))
         tuned = configuration("lucid_decode", max(widths), is_half(q.dtype), q)
+        warps = 4 if rows == NARROWEST else 8
         splits, per_split = splits_of(q, count, b * n, tuned.columns)
         totals = q.new_empty((b * n, splits, rows, widths[1]), dtype=torch.float32)
         maxima, sums = (totals.new_empty((b * n, splits, rows)) for _ in range(2))
@@ -65,28 +87,29 @@ class LucidStep(LucidStepKernels):
         launch(
             lucid_decode.read_past, (splits, b * n),
             q, k, keys, solved, rms, past_valid, totals, maxima, sums,
-            count, n, h // n, d, e, solve.eps, scale, key_scale, key_scale * d,
-            q.stride(0), q.stride(2), q.stride(3), k.stride(0), k.stride(2), k.stride(3),
-            *keys.stride(), *solved.stride(), *((0, 0, 0) if rms is None else rms.stride()),
+            count, n, h // n, t, d, e, solve.eps, scale, key_scale, key_scale * d,
+            *q.stride(), *k.stride(), *keys.stride(), *solved.stride(),
+            *((0, 0, 0) if rms is None else rms.stride()),
             0 if past_valid is None else past_valid.stride(0), per_split,
             NORMALIZE=rms is not None, HAS_VALID=past_valid is not None,
             ROWS=rows, TOKENS=tuned.columns, KEY_WIDTH=widths[0], WIDTH=widths[1],
-            PRECISION=product_precision(q.dtype), num_warps=tuned.warps, num_stages=tuned.stages,
+            PRECISION=product_precision(q.dtype),
+            num_warps=max(tuned.warps, warps), num_stages=tuned.stages,
         )  # fmt: skip
-        out = torch.empty((b, 1, h, e), dtype=v.dtype, device=v.device)
-        y = torch.empty((b, 1, n, e), dtype=v.dtype, device=v.device)
-        own_rms = None if rms is None else totals.new_empty((b, 1, n))
+        out = torch.empty((b, t, h, e), dtype=v.dtype, device=v.device)
+        y = torch.empty((b, t, n, e), dtype=v.dtype, device=v.device)
+        own_rms = None if rms is None else totals.new_empty((b, t, n))
         launch(
             lucid_decode.finish, (b * n,),
             q, k, v, beta, new_valid, is_token, totals, maxima, sums, out, y, own_rms,
-            splits, n, h // n, d, e, solve.eps, scale,
-            q.stride(0), q.stride(2), q.stride(3), k.stride(0), k.stride(2), k.stride(3),
-            v.stride(0), v.stride(2), v.stride(3),
-            *((0, 0) if beta is None else (beta.stride(0), beta.stride(2))),
+            splits, n, h // n, t, d, e, solve.eps, scale, key_scale, key_scale * d,
+            *q.stride(), *k.stride(), *v.stride(),
+            *((0, 0, 0) if beta is None else beta.stride()),
             0 if new_valid is None else new_valid.stride(0),
             0 if is_token is None else is_token.stride(0),
             NORMALIZE=rms is not None, HAS_BETA=beta is not None, HAS_VALID=new_valid is not None,
             ROWS=rows, KEY_WIDTH=widths[0], WIDTH=widths[1],
+            num_warps=4 if rows <= 32 else 8,
         )  # fmt: skip
         return out, self.updates(group, k, y, own_rms)
 

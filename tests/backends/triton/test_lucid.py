@@ -437,6 +437,59 @@ def test_many_new_tokens_after_a_cache(dtype, splits, case):
         assert error(found.store[name][is_written], buffer[is_written]) < BOUNDS[dtype], name
 
 
+@pytest.mark.parametrize(
+    ("dtype", "splits", "case"),
+    [
+        (torch.float32, (17, 19, 27), "beta"),
+        (torch.bfloat16, (15, 20), "plain"),
+        (torch.float16, (21, 28), "masked"),
+        (torch.float32, (19, 26, 33), "lengths"),
+    ],
+)
+def test_a_few_new_tokens_at_once(dtype, splits, case):
+    torch.manual_seed(0)
+    t, mechanism = splits[-1], pa.Lucid(beta=case == "beta")
+    group = 3 if dtype == torch.float16 else 1
+    widths = {"q": (2 * group, 8), "k": (2, 8), "v": (2, 12)}
+    x = {name: torch.randn(2, t, *width) for name, width in widths.items()}
+    x["k"] = 0.1 * x["k"] + torch.randn(2, 1, 2, 8)
+    x["k"][:, -4:-2] = x["k"][:, :1]
+    x["k"][0, -6] = 0
+    masks = {}
+    if case == "beta":
+        x["lucid_beta"] = 2 * torch.rand(2, t, 2)
+    if case == "masked":
+        masks["valid"] = torch.rand(2, t) > 0.3
+        masks["valid"][1, :23] = False  # A query without a key.
+        for name in ("k", "v"):
+            x[name][~masks["valid"]] = torch.nan
+    if case == "lengths":
+        masks["lengths"] = torch.tensor([22, 30])  # One gets a part of the tokens, then none.
+    expected, cache = extended(mechanism, x, splits, torch.float64, "reference", **masks)
+    with small_tiles():
+        result, found = extended(mechanism, x, splits, dtype, ["triton", "torch"], **masks)
+    assert error(result, expected) < BOUNDS[dtype]
+    for name, buffer in cache.store.items():
+        is_written = buffer.isfinite() & (buffer != 0)
+        assert error(found.store[name][is_written], buffer[is_written]) < BOUNDS[dtype], name
+
+
+def test_packed_sequences_are_extended_by_batches_of_similar_lengths():
+    torch.manual_seed(0)
+    x = {name: torch.randn(1, 47, heads, 8) for name, heads in (("q", 2), ("k", 1), ("v", 1))}
+    results = []
+    for backend in ("triton", "reference"):
+        cache = pa.Lucid().init_cache(**x, capacity=70, sequences=3)
+        for borders in ([0, 10, 11, 47], [0, 4, 20, 47]):
+            named = "reference" if cache.length.sum() == 0 else backend
+            named = ["triton", "torch"] if named == "triton" else named
+            with small_tiles():
+                out, cache = pa.Lucid().extend(cache, **x, cu_seqlens=borders, backend=named)
+        results.append((out, *(cache.store[name] for name in sorted(cache.store))))
+    for one, other in zip(*results, strict=True):
+        assert error(one, other) < 1e-5
+
+
 @pytest.mark.parametrize("masked_token", [2, 5])
 def test_a_step_ignores_masked_keys_including_its_own(masked_token):
     torch.manual_seed(0)
