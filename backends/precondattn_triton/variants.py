@@ -128,7 +128,8 @@ STEPS: Shipped = (
 """Extensions of a cache by one token."""
 
 EXTENSIONS: Shipped = (
-    ("path[flush=64]", (torch.bfloat16, torch.float32), ((128, 512), (128, 128), (64, 64))),
+    ("path[flush=64]", (torch.bfloat16,), ((128, 512), (128, 128), (64, 64))),
+    ("path[flush=64]", (torch.float32,), ((128, 256), (128, 128), (64, 64))),
     ("path[flush=64]", (torch.float16,), ((128, 128),)),
 )
 """Extensions of a cache by many tokens."""

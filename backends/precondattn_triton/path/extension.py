@@ -197,7 +197,7 @@ def _transported(
     keys: Tensor, recent: RecentTokens, beta: Tensor, count: int, flush: int
 ) -> Rewrite:
     """The first `count` cached keys and the new ones, with the reflections of strength `beta`."""
-    b, n, d = keys.shape[0], *keys.shape[2:]
+    b, _, n, d = keys.shape
     tokens = recent.k.shape[1]
     t, width = tokens - recent.pending, padded_width(d)
     size = block_size(tokens, chunking(recent.k).rows)
