@@ -176,6 +176,25 @@ def test_a_step_supports_as_many_query_heads_as_fit(dtype, h, d, fits):
     assert fits or f"d={d}" in support.reason
 
 
+@pytest.mark.parametrize(
+    ("dtype", "t", "h", "d", "fits"),
+    [
+        ("bfloat16", 15, 3, 128, True),
+        ("bfloat16", 15, 4, 128, False),
+        ("bfloat16", 8, 3, 256, True),
+        ("float32", 15, 1, 128, True),
+        ("float32", 15, 1, 256, False),
+        ("float32", 16, 4, 256, True),
+    ],
+)
+def test_a_step_by_a_few_tokens_supports_as_many_rows_as_fit(dtype, t, h, d, fits):
+    group = Group(group_of("lucid"))
+    shapes = {"q": (2, t, h, d), "k": (2, t, 1, d), "v": (2, t, 1, d)}
+    support = Triton().supports(group, request(group, dtype=dtype, verb="extend", **shapes))
+    assert support.ok == fits
+    assert fits or "fit a tile" in support.reason
+
+
 def test_a_traced_step_runs_on_another_backend():
     m = pa.Lucid()
     q, k, v = arrays(1)
