@@ -32,7 +32,10 @@ def no_squares(least, ROWS: tl.constexpr):
 
 @triton.jit
 def with_squares(size, square, rows):
-    """The same, with more channels of the rows; squares are relative to the largest magnitude."""
+    """The largest magnitude and the sum of squares of the rows, with these channels of them.
+
+    Squares are relative to the square of the largest magnitude.
+    """
     rows = rows.to(tl.float32)
     larger = tl.maximum(size, tl.max(tl.abs(rows), axis=1))
     divisor = tl.where(larger > 0, larger, 1.0)

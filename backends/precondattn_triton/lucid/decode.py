@@ -258,7 +258,7 @@ def finish(
         total_weight = total_weight * shrink + weight
         largest = higher
 
-    is_row = total_weight != 0  # Also true for NaN, which a NaN in a key gives.
+    is_row = total_weight != 0  # A NaN in a key makes the weight NaN, which is not 0.
     if is_token is not None:
         is_row = is_row & (tl.load(is_token + b * token_b + token) != 0)
     o = tl.where(is_row[:, None], total / tl.where(is_row, total_weight, 1.0)[:, None], 0.0)

@@ -57,7 +57,7 @@ LARGEST = tl.constexpr(14)
 """The exponent that no quotient in 16 bits exceeds; float16 ends before 2¹⁶."""
 
 RANGE = tl.constexpr(60)
-"""By how much the exponents of a super-block may be below those of one that was solved before."""
+"""The most by which exponents of a super-block are below the largest of those solved before."""
 
 
 @triton.jit
@@ -452,7 +452,7 @@ def substitute(
             first_solved = start // SUPER + 1
             solved_blocks = tl.cdiv(tokens, SUPER) - first_solved
         for index in range(solved_blocks):
-            # In the order in which they were solved.
+            # The loop visits super-blocks in the order in which they were solved.
             block = first_solved + (solved_blocks - 1 - index if BACKWARD else index)
             last_before = tl.log2(tl.load(sizes + block * STEP))
             largest_before = tl.maximum(largest_before, last_before)

@@ -136,7 +136,7 @@ def read_back(
     STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """With a gate per key channel, write A to `local` (m, T, STEP), summed over a state's queries.
+    """Write A, of keys with a gate per channel and summed over queries, to `local` (m, T, STEP).
 
     `scores` (m r, T, CHUNK) is s D ∘ Q Kᵀ.
     """

@@ -232,7 +232,7 @@ def d_written(
     STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """With a gate per key channel, write the gradient of v to `d_v` (b, s, m, e), and dL.
+    """Write the gradient of v to `d_v` (b, s, m, e), and dL, of keys with a gate per channel.
 
     `right` (m, T, STEP) is X, and `among` (m, T, CHUNK) is D ∘ E Kᵀ. `d_keys` (m, T, CHUNK) gets
     dL, and `d_strength` (m, T) the part of β's gradient within the chunk.

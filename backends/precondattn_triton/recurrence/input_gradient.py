@@ -272,7 +272,7 @@ def d_inputs(
         tl.store(d_beta + head * s + token, d_beta_own - erasures, mask=token < s)
     if gates is not None:
         d_gate = crossed + tl.sum(overlaps, axis=0) * tl.load(total + chunk)
-        # Those of the tokens before each.
+        # A gate decays what the tokens before it have written.
         d_gate += tl.cumsum(writes, axis=0) - writes
         if right is not None:
             erasures *= beta
