@@ -19,7 +19,7 @@ from typing import Annotated
 
 import typer
 
-from precondattn_conformance.report.environment import processor
+from precondattn_conformance.machine_names import processor
 from precondattn_gpu.absent_gpu import absent_gpu
 from precondattn_gpu.call_counts import counts_of
 from precondattn_gpu.headline_calls import CALLS, ready

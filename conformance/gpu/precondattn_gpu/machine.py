@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import platform
 from functools import cache
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from precondattn_conformance.machine_names import version
 from precondattn_gpu.options import RunOptions
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def describe(options: RunOptions) -> JsonObject:
     return {
         "device": device_name(options),
         "python": platform.python_version(),
-        "versions": {name: v for name in PACKAGES if (v := _version(name))},
+        "versions": {name: found for name in PACKAGES if (found := version(name))},
     }
 
 
@@ -86,10 +86,3 @@ def code() -> str:
             if path.suffix in (".py", ".cu", ".cuh", ".h"):
                 digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

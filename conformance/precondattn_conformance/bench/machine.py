@@ -13,8 +13,6 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
-from importlib import metadata
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +22,7 @@ from precondattn.json_types import JsonObject
 from precondattn_conformance.bench.computation import finished
 from precondattn_conformance.bench.paired import timed
 from precondattn_conformance.libraries import Library, named
+from precondattn_conformance.machine_names import processor, version
 
 GEMM_SIZE = {"cpu": 1536, "gpu": 8192}
 COPY_BYTES = {"cpu": 2**27, "gpu": 2**30}
@@ -107,25 +106,18 @@ def device_name(library: Library, array: Array) -> str:
 def describe() -> JsonObject:
     """The machine and the versions of packages, without names of hosts or users."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": _cores(),
         "threads": _threads(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "versions": {name: found for name in PACKAGES if (found := version(name))},
     }
 
 
 def now() -> str:
     """The date and time, in UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
 
 
 def _cores() -> int:
@@ -138,10 +130,3 @@ def _threads() -> int:
     """PyTorch's number of threads if it is loaded, else the number of cores."""
     torch = sys.modules.get("torch")
     return int(torch.get_num_threads()) if torch is not None else _cores()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from precondattn_conformance.machine_names import processor, version
+
 if TYPE_CHECKING:
     from precondattn.json_types import JsonObject
 
@@ -46,7 +48,7 @@ DRIVERS = {"nvidia": "/sys/module/nvidia/version", "amdgpu": "/sys/module/amdgpu
 
 def describe() -> JsonObject:
     """The environment as known before the first case runs."""
-    versions = {name: version for name in PACKAGES if (version := _version(name))}
+    versions = {name: found for name in PACKAGES if (found := version(name))}
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -56,14 +58,6 @@ def describe() -> JsonObject:
         "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
         "revision": revision(Path.cwd()),
     }
-
-
-def processor() -> str:
-    """The model of the CPU."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(errors="replace").splitlines() if info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
 
 
 def accelerators() -> dict[str, str]:
@@ -128,13 +122,6 @@ def revision(folder: Path) -> JsonObject | None:
         commit = git("rev-parse", "HEAD")
         return {"commit": commit, "modified": bool(git("status", "--porcelain", "-uno"))}
     except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
         return None
 
 
