@@ -3,6 +3,7 @@
 triton_interpreter  Triton kernels on a CPU, with the arithmetic of a GPU
 triton_memory       loads and stores in this interpreter: bounds, and races between programs
 triton_compiler     Triton kernels compiled without a GPU: registers, spills, shared memory
+triton_products     FLOPs of the products in this interpreter, by kernel
 triton_launches     the launches of a package, recorded and not run, to be compiled
 triton_cache        Triton's cache filled without a GPU, for a machine that has one
 triton_host_code    the C modules in that cache, with which Triton 3.6 launches kernels

@@ -10,12 +10,12 @@ import torch
 
 import precondattn as pa
 from precondattn_kernel_tools.roof import H100, KernelWork, filled, predicted, roof
+from precondattn_kernel_tools.triton_products import counted_products
 from precondattn_triton import work
 from precondattn_triton.backend import Triton
 from precondattn_triton.configurations import Configuration
 from precondattn_triton.lucid import solve
 from precondattn_triton.work import Size
-from tests.backends.triton.counting import counted_products
 from tests.backends.triton.tiles import small_tiles
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -76,7 +76,7 @@ TWICE = {
 """Kernels that the gradient launches again."""
 
 
-def products_of(mechanism):
+def products_of(mechanism, of_heads=1):
     """FLOPs of all products of a call and its gradient in bfloat16, by kernel."""
     torch.manual_seed(0)
     m = pa.parse(mechanism)
@@ -94,7 +94,7 @@ def products_of(mechanism):
         x["beta"] = x["beta"].sigmoid()
     x = {name: array.requires_grad_() for name, array in x.items()}
     tiles = dict.fromkeys(WIDER, WIDE)
-    with small_tiles(**tiles), counted_products() as counted:
+    with small_tiles(**tiles), counted_products(of_heads) as counted:
         out = m(**x, backend=Triton.name)
         out.backward(torch.ones_like(out))
     return counted
@@ -110,6 +110,13 @@ def test_the_stated_products_are_those_that_the_interpreter_counts(mechanism, mo
         times = 2 if name in TWICE.get(mechanism, ()) else 1
         works = stated if isinstance(stated, list) else times * [stated]
         assert counted[name] == sum(each.half + each.tf32 for each in works), name
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mechanism", sorted(STATED))
+def test_the_programs_of_one_head_count_for_all_heads(mechanism, monkeypatch):
+    monkeypatch.setattr("precondattn_triton.path.blocks.SMALLEST", 32)
+    assert products_of(mechanism, of_heads=HEADS) == products_of(mechanism)
 
 
 def test_the_roof_is_the_longest_of_three_times():
