@@ -348,17 +348,18 @@ def prepare(
     )
 
 
-def carry_states(size: Size, tiles: Configuration) -> KernelWork:
-    """The states, chunk after chunk, in blocks of value channels."""
+def carry_states(size: Size, tiles: Configuration, *, erases: bool = True) -> KernelWork:
+    """The states, chunk after chunk, in blocks of value channels; the delta rule `erases`."""
     m, t, d, e = size
     blocks = e // min(tiles.columns, e)
     states = t // tiles.rows * d * e * HALF
-    values = t * e * 2 * HALF
-    keys = t * d * 2 * HALF
+    kinds = 2 if erases else 1
+    values = t * e * kinds * HALF
+    keys = t * d * kinds * HALF
     return KernelWork(
         "carry_states",
         (blocks * m,),
-        half=m * t * 2 * 2 * d * e,
+        half=m * t * kinds * 2 * d * e,
         tf32=0,
         exponentials=0,
         bytes=m * (states + values + keys),
@@ -366,35 +367,40 @@ def carry_states(size: Size, tiles: Configuration) -> KernelWork:
     )
 
 
-def read(size: Size, tiles: Configuration) -> KernelWork:
-    """The outputs of every chunk, in blocks of value channels."""
+def read(size: Size, tiles: Configuration, *, is_by_channel: bool = False) -> KernelWork:
+    """The outputs of every chunk, in blocks of value channels.
+
+    With a gate per key channel, the scores of the chunk and decayed queries are read.
+    """
     m, t, d, e = size
     chunk, blocks = tiles.rows, e // min(tiles.columns, e)
     states = t // chunk * d * e * HALF
     values = t * e * 2 * HALF
-    keys = t * 2 * d * HALF
+    keys = t * (d + chunk if is_by_channel else 2 * d) * HALF
+    scores = 0 if is_by_channel else blocks * chunk
     return KernelWork(
         "read",
         (t // chunk * blocks * m,),
-        half=m * t * (blocks * 2 * chunk * d + 2 * d * e + 2 * chunk * e),
+        half=m * t * (2 * scores * d + 2 * d * e + 2 * chunk * e),
         tf32=0,
-        exponentials=m * t * blocks * chunk,
+        exponentials=m * t * scores,
         bytes=m * (states + values + keys),
         requested=m * (states + values + blocks * keys),
     )
 
 
-def carry_gradients(size: Size, tiles: Configuration) -> KernelWork:
+def carry_gradients(size: Size, tiles: Configuration, *, erases: bool = True) -> KernelWork:
     """The gradients of the states, from the last chunk to the first."""
     m, t, d, e = size
     blocks = e // min(tiles.columns, e)
     states = t // tiles.rows * d * e * HALF
+    kinds = 3 if erases else 2
     values = t * e * 3 * HALF
-    keys = t * d * 3 * HALF
+    keys = t * d * kinds * HALF
     return KernelWork(
         "carry_gradients",
         (blocks * m,),
-        half=m * t * 3 * 2 * d * e,
+        half=m * t * kinds * 2 * d * e,
         tf32=0,
         exponentials=0,
         bytes=m * (states + values + keys),
@@ -466,4 +472,87 @@ def channel_gradient(size: Size, tiles: Configuration, erases: bool = False) -> 
         exponentials=m * t * d * levels,
         bytes=m * (rows + pairs + written),
         requested=m * (rows + blocks * pairs + written),
+    )
+
+
+def read_back(size: Size, tiles: Configuration) -> KernelWork:
+    """The part of the gradients of what tokens write from the outputs of their own chunk."""
+    m, t, _, e = size
+    chunk, blocks = tiles.rows, e // min(tiles.columns, e)
+    values, pairs = 2 * t * e * HALF, t * chunk * HALF
+    return KernelWork(
+        "read_back",
+        (t // chunk * blocks * m,),
+        half=m * t * 2 * chunk * e,
+        tf32=0,
+        exponentials=0,
+        bytes=m * (values + pairs),
+        requested=m * (values + blocks * pairs),
+    )
+
+
+def d_scores_of(size: Size, tiles: Configuration) -> KernelWork:
+    """The gradients of the scores of every chunk."""
+    m, t, _, e = size
+    moved = m * t * (2 * e + tiles.rows) * HALF
+    return KernelWork(
+        "d_scores_of",
+        (t // tiles.rows * m,),
+        half=m * t * 2 * tiles.rows * e,
+        tf32=0,
+        exponentials=0,
+        bytes=moved,
+        requested=moved,
+    )
+
+
+def d_written(size: Size, tiles: Configuration) -> KernelWork:
+    """The gradients of values and of the pairs of the delta rule."""
+    m, t, _, e = size
+    moved = m * t * (4 * e * HALF + tiles.rows * (HALF + FULL))
+    return KernelWork(
+        "d_written",
+        (t // tiles.rows * m,),
+        half=m * t * 2 * tiles.rows * e,
+        tf32=0,
+        exponentials=0,
+        bytes=moved,
+        requested=moved,
+    )
+
+
+def d_queries(size: Size, tiles: Configuration) -> KernelWork:
+    """The gradients of queries, in blocks of key channels; Q ∘ dQ is in full precision."""
+    m, t, d, e = size
+    chunk, blocks = tiles.rows, d // min(tiles.columns, d)
+    states, rows = t // chunk * d * e * HALF, t * d * (4 * HALF + FULL)
+    return KernelWork(
+        "d_queries",
+        (t // chunk * blocks * m,),
+        half=m * t * 2 * d * e,
+        tf32=0,
+        exponentials=0,
+        bytes=m * (states + rows + t * e * HALF),
+        requested=m * (states + rows + blocks * t * e * HALF),
+    )
+
+
+def d_keys_of(size: Size, tiles: Configuration, erases: bool = False) -> KernelWork:
+    """The gradients of keys, in blocks of key channels; K ∘ dK is in full precision.
+
+    With the delta rule, those of the erased keys, which are the same, are part of them.
+    """
+    m, t, d, e = size
+    chunk, blocks, kinds = tiles.rows, d // min(tiles.columns, d), 2 if erases else 1
+    states = 2 * t // chunk * d * e * HALF
+    rows = t * d * (4 * HALF + FULL + (kinds - 1) * (HALF + FULL))
+    values = kinds * t * e * HALF
+    return KernelWork(
+        "d_keys_of",
+        (t // chunk * blocks * m,),
+        half=m * t * kinds * 2 * d * e,
+        tf32=0,
+        exponentials=0,
+        bytes=m * (states + rows + values),
+        requested=m * (states + rows + blocks * values),
     )

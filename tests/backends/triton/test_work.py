@@ -22,7 +22,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 HEADS = 2
 SIZE = Size(HEADS, 64, 16, 32)
 WIDE = Configuration(32, 16)
-NARROW = Configuration(16, 16)
+NARROW = CHUNKS = Configuration(16, 16)
 
 STATED = {
     "lucid_solve": {
@@ -43,23 +43,37 @@ STATED = {
         "reflections": work.path_reflections(SIZE, part=16, chunk=16, block=32),
     },
     "gated_delta": {
-        "prepare": [
-            work.prepare(SIZE, Configuration(16, 16), is_backward=again) for again in (False, True)
-        ],
-        "carry_states": work.carry_states(SIZE, Configuration(16, 16)),
-        "read": work.read(SIZE, Configuration(16, 16)),
-        "carry_gradients": work.carry_gradients(SIZE, Configuration(16, 16)),
-        "d_inputs": work.d_inputs(SIZE, Configuration(16, 16)),
+        "prepare": [work.prepare(SIZE, CHUNKS, is_backward=again) for again in (False, True)],
+        "carry_states": work.carry_states(SIZE, CHUNKS),
+        "read": work.read(SIZE, CHUNKS),
+        "carry_gradients": work.carry_gradients(SIZE, CHUNKS),
+        "d_inputs": work.d_inputs(SIZE, CHUNKS),
+    },
+    "gla": {
+        "channel_scores": work.channel_scores(SIZE, CHUNKS),
+        "carry_states": work.carry_states(SIZE, CHUNKS, erases=False),
+        "read": work.read(SIZE, CHUNKS, is_by_channel=True),
+        "read_back": work.read_back(SIZE, CHUNKS),
+        "carry_gradients": work.carry_gradients(SIZE, CHUNKS, erases=False),
+        "d_scores_of": work.d_scores_of(SIZE, CHUNKS),
+        "channel_gradient": work.channel_gradient(SIZE, CHUNKS),
+        "d_queries": work.d_queries(SIZE, CHUNKS),
+        "d_keys_of": work.d_keys_of(SIZE, CHUNKS),
     },
     "kda": {
-        "channel_scores": work.channel_scores(SIZE, Configuration(16, 16), erases=True),
-        "channel_gradient": work.channel_gradient(SIZE, Configuration(16, 16), erases=True),
+        "channel_scores": work.channel_scores(SIZE, CHUNKS, erases=True),
+        "channel_gradient": work.channel_gradient(SIZE, CHUNKS, erases=True),
         "prepare": [
-            work.prepare(SIZE, Configuration(16, 16), is_by_channel=True, is_backward=again)
+            work.prepare(SIZE, CHUNKS, is_by_channel=True, is_backward=again)
             for again in (False, True)
         ],
-        "carry_states": work.carry_states(SIZE, Configuration(16, 16)),
-        "carry_gradients": work.carry_gradients(SIZE, Configuration(16, 16)),
+        "carry_states": work.carry_states(SIZE, CHUNKS),
+        "read": work.read(SIZE, CHUNKS, is_by_channel=True),
+        "carry_gradients": work.carry_gradients(SIZE, CHUNKS),
+        "d_scores_of": work.d_scores_of(SIZE, CHUNKS),
+        "d_written": work.d_written(SIZE, CHUNKS),
+        "d_queries": work.d_queries(SIZE, CHUNKS),
+        "d_keys_of": work.d_keys_of(SIZE, CHUNKS, erases=True),
     },
 }
 """The work of a kernel, or of its launch forward and that of the gradient."""
@@ -71,6 +85,7 @@ WIDER = (
 TWICE = {
     "lucid_solve": {"substitute"},
     "gated_delta": {"carry_states"},
+    "gla": {"channel_scores", "carry_states"},
     "kda": {"channel_scores", "carry_states"},
 }
 """Kernels that the gradient launches again."""
@@ -82,7 +97,7 @@ def products_of(mechanism, of_heads=1):
     m = pa.parse(mechanism)
     _, t, d, e = SIZE
     widths = {"k": d, "q": d, "v": e, "w": d}
-    if mechanism == "kda":
+    if mechanism in ("gla", "kda"):
         widths["g"] = d
     x = {
         name: torch.randn(1, t, HEADS, *([widths[name]] if name in widths else [])).bfloat16()
