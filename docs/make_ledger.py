@@ -6,7 +6,8 @@ Registers and memory are from `measurements/kernels/*.json`, which the compilers
 Those of other versions of the compilers are from `measurements/kernels/other_versions`.
 Predictions are from `measurements/predictions`, which `make_predictions.py` and
 `make_cuda_predictions.py` write. `triton_before.json` has those of an earlier version of kernels.
-Runs on a GPU are from `measurements/gpu`, which `precondattn_gpu` writes. Nothing on the page is
+Host times and counts of calls are from `measurements/host`. Runs on a GPU are from
+`measurements/gpu`, which `precondattn_gpu` writes. Nothing on the page is
 written by hand.
 """
 
@@ -73,8 +74,14 @@ launches read parts of arrays, are those of its kernels above. In a cell with an
 value is that before kernels had fewer launches and were held by the signature of their arguments.
 The host is one core of an {processor}. Steps waited for the device before.
 
-| call | launches | operators of PyTorch | bytes of kernels | bytes of operators | host |
-|---|---|---|---|---|---|
+FLOPs are those of products of tiles, masked pairs included, and three for one in float32's accuracy
+([how](kernels.md#the-flops-of-a-call)). GLA's scores are computed by halving chunks: more products
+replace 16 steps in sequence. Those of `lucid` are computed from the model of its kernels, which
+agrees with the count of its forward call at 8,192 tokens. `path` forward and backward, and steps,
+were not counted before.
+
+| call | launches | operators of PyTorch | FLOPs | bytes of kernels | bytes of operators | host |
+|---|---|---|---|---|---|---|
 """
 
 KERNEL = ("call", "kernel", "width", "tokens")
@@ -147,6 +154,11 @@ def counted() -> str:
     path = MEASUREMENTS / "host" / "host_time.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     before, now = content["before"]["calls"], content["now"]["calls"]
+    products = json.loads(path.with_name("products.json").read_text(encoding="utf-8"))
+    flops_before, flops = (
+        {name: {"flops": sum(of_kernels.values())} for name, of_kernels in products[when].items()}
+        for when in ("before", "now")
+    )
     lines = []
     for name, row in now.items():
         earlier = before.get(name)
@@ -154,6 +166,9 @@ def counted() -> str:
             f"`{name.split()[0]}` {name.partition(' ')[2]}",
             _change(earlier, row, "launches", str),
             _change(earlier, row, "operators", str),
+            _change(flops_before.get(name), flops[name], "flops", "{:.3g}".format)
+            if name in flops
+            else "–",
             "–" if name.startswith("lucid") else _change(earlier, row, "launched_bytes", _bytes),
             _change(earlier, row, "bytes", _bytes),
             _change(earlier, row, "microseconds", "{:.0f} µs".format),

@@ -75,7 +75,7 @@ def absent_gpu() -> Iterator[tuple[torch.device, Launches]]:
     functional = torch.nn.functional
     with (
         patch.object(JITFunction, "_do_compile", compiled),
-        patch.object(functional, "scaled_dot_product_attention", _attention),
+        patch.object(functional, "scaled_dot_product_attention", attention),
         warm_calls.as_on_a_gpu(),
     ):
         yield device, launches
@@ -110,7 +110,7 @@ def _bytes_of(arguments: tuple[object, ...]) -> int:
     return sum(sizes.values())
 
 
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> torch.Tensor:
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> torch.Tensor:
     """A result of the shape of softmax attention, which has a gradient if the inputs have."""
     out: torch.Tensor = _attention_function().apply(q, k, v)
     return out

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 BACKENDS = ("triton", "torch")
+HEADS = 16
 FORWARD, BOTH, STEP = "forward", "forward and backward", "step"
 
 
@@ -84,7 +85,8 @@ def inputs_of(
     """Zeros for the inputs of the call, with this number of queries and of keys."""
     import torch
 
-    sizes = {"b": 1, "t": tokens, "s": tokens, "h": 16, "n": 16, "u": 16, "d": 128, "e": 128}
+    heads = dict.fromkeys(("h", "n", "u"), HEADS)
+    sizes = {"b": 1, "t": tokens, "s": tokens, **heads, "d": 128, "e": 128}
     options = {"dtype": torch.bfloat16, "device": device, "requires_grad": requires_grad}
     patterns = pa.parse(call.mechanism).inputs
     return {name: torch.zeros(p.shape(sizes), **options) for name, p in patterns.items()}
