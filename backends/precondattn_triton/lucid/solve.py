@@ -158,7 +158,7 @@ class LucidMatrix:
             d_factor = factor.new_empty((solvers, plan.heads, plan.tokens))
         if y is not None and blocks > 1 and most == 1 and self._supports_key_sums(y):
             key_sums = factor.new_empty((plan.heads, plan.tokens, plan.key_width))
-            y_units = torch.empty_like(factor)
+            y_units = factor.new_empty((plan.heads, plan.group_rows))
             scaled_y = solved.new_empty((plan.heads, plan.group_rows, plan.step))
         rows, columns, warps, stages = plan.update if key_sums is None else plan.joint
         parts_of_group = 0
@@ -170,7 +170,7 @@ class LucidMatrix:
                 lucid_substitution.update,
                 (len(step.rows) // rows, plan.heads, 1 + plan.chunks * parts),
                 keys, chunk_scores, segments, solved, sizes, ratios, sums, matrix,
-                y if key_sums is not None else None, y_units, scaled_y, key_sums, plan.s,
+                y if key_sums is not None else None, y_units, scaled_y, key_sums, plan.s, plan.e,
                 plan.n, plan.tokens, step.start, step.group, step.rows.start,
                 step.columns.start, step.columns.stop, per_part, parts_before,
                 self.prepared.keys.numel(), *plan.score_factors,

@@ -51,7 +51,7 @@ from precondattn_triton.lucid.tiles import (
     scores_in_parts,
     weights,
 )
-from precondattn_triton.tiles import load_rows
+from precondattn_triton.tiles import load_rows, load_tokens
 
 LARGEST = tl.constexpr(14)
 """The exponent that no quotient in 16 bits exceeds; float16 ends before 2¹⁶."""
@@ -126,14 +126,6 @@ def add_columns(
 
 
 @triton.jit
-def own_rows(y, count, y_s, y_e, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The first ROWS of `count` rows at y; offsets of 32 bits take fewer registers than of 64."""
-    row, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
-    rows = tl.load(y + row * y_s + channel * y_e, mask=row < count, other=0.0)
-    return rows.to(tl.float32)
-
-
-@triton.jit
 def row_units(rows):
     """For each row, a power of two of which the sum of its magnitudes is less than twice."""
     length = tl.sum(tl.abs(rows), axis=1)
@@ -141,21 +133,95 @@ def row_units(rows):
 
 
 @triton.jit
+def store_in_units(
+    y, factor, units, scaled_y, count, width, y_s, y_e,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Store `count` of ROWS rows of y in 16 bits, times a factor of each channel, divided by units.
+
+    A few rows at a time: there are few registers beside the sums. Offsets have 32 bits, which take
+    fewer registers than 64.
+    """
+    PIECE: tl.constexpr = 16 if ROWS > 16 else ROWS
+    channel = tl.arange(0, WIDTH)
+    for first in range(0, ROWS, PIECE):
+        row = first + tl.arange(0, PIECE)
+        inside = (row < count)[:, None] & (channel < width)[None, :]
+        rows = tl.load(y + row[:, None] * y_s + channel[None, :] * y_e, mask=inside, other=0.0)
+        rows = rows.to(tl.float32) * factor[None, :]
+        unit = row_units(rows)
+        tl.store(units + row, unit)
+        rows = (rows * (1.0 / unit)[:, None]).to(scaled_y.dtype.element_ty)
+        tl.store(scaled_y + row[:, None] * STEP + channel[None, :], rows)
+
+
+@triton.jit
 def add_columns_and_gradient(
     total, gradient, i_keys, y_rows, keys, segments, solved, head, tokens, i_start, low, high,
     scale, shift,
-    COLUMNS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_SEGMENTS: tl.constexpr, COLUMNS: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add Φ dv of the columns to `total`, and (Φ ∘ y dvᵀ) k̂ to `gradient`: Φ is computed once."""
     for j_start in range(low, high, COLUMNS):
         j_keys = load_rows(keys, head, tokens, j_start, COLUMNS, KEY_WIDTH, 0, KEY_WIDTH)
-        tile = phi(i_keys, j_keys, segments, i_start, j_start, scale, shift, False, PRECISION)
+        tile = phi(
+            i_keys, j_keys, segments, i_start, j_start, scale, shift, HAS_SEGMENTS, PRECISION
+        )
         values = load_rows(solved, head, tokens, j_start, COLUMNS, WIDTH, 0, STEP)
         tile = tile.to(values.dtype)
-        total += tl.dot(tile, values)
-        products = tl.dot(y_rows, tl.trans(values)) * tile.to(tl.float32)
-        gradient += tl.dot(products.to(j_keys.dtype), j_keys)
+        total += tl.dot(tile, values, input_precision=PRECISION)
+        products = tl.dot(y_rows, tl.trans(values), input_precision=PRECISION)
+        products *= tile.to(tl.float32)
+        gradient += tl.dot(products.to(j_keys.dtype), j_keys, input_precision=PRECISION)
+    return total, gradient
+
+
+@triton.jit
+def scaled_sums_and_gradient(
+    y, y_units, scaled_y, keys, segments, solved, sizes, ratios, head, row, tokens, i_start,
+    low, high, count, width, y_s, y_e, scale, shift,
+    HAS_SEGMENTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUPER: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Φ dv and (Φ ∘ y dvᵀ) k̂ of a tile of rows, backward, with factors of 16 bits.
+
+    `row` is its first row in `scaled_y` and `y_units`; `sizes` and `ratios` are those of the head.
+    """
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    gradient = tl.zeros((ROWS, KEY_WIDTH), tl.float32)
+    y_units += row
+    own_y_units = y_units + tl.arange(0, ROWS)
+    i_keys = load_rows(keys, head, tokens, i_start, ROWS, KEY_WIDTH, 0, KEY_WIDTH)
+    first_block, last_block = low // SUPER, tl.cdiv(high, SUPER) - 1
+    unit = 1.0
+    # Blocks in the order in which they were solved: the last ones first.
+    for index in range(0, last_block + 1 - first_block):
+        block = last_block - index
+        size = tl.load(sizes + block * STEP)
+        next_unit = tl.max(size, axis=0)
+        # Every thread has read rows and units of the block before.
+        units_before = tl.load(own_y_units)
+        tl.debug_barrier()
+        store_in_units(
+            y, size * (1.0 / next_unit), y_units, scaled_y + row * STEP,
+            count, width, y_s, y_e, ROWS, WIDTH, STEP,
+        )  # fmt: skip
+        tl.debug_barrier()
+        if index > 0:
+            total *= tl.load(ratios + block * STEP)[None, :]
+            gradient *= (units_before / tl.load(own_y_units) * (unit / next_unit))[:, None]
+        unit = next_unit
+        # An operand that is loaded stays in shared memory, not in registers.
+        operand = load_rows(scaled_y, 0, 0, row, ROWS, WIDTH, 0, STEP)
+        total, gradient = add_columns_and_gradient(
+            total, gradient, i_keys, operand, keys, segments, solved, head, tokens, i_start,
+            tl.maximum(low, block * SUPER), tl.minimum(high, (block + 1) * SUPER), scale, shift,
+            HAS_SEGMENTS, COLUMNS, KEY_WIDTH, WIDTH, STEP, PRECISION,
+        )  # fmt: skip
+    if first_block <= last_block:
+        total *= tl.load(sizes + first_block * STEP)[None, :]
+        gradient *= tl.load(own_y_units)[:, None] * unit
     return total, gradient
 
 
@@ -174,6 +240,7 @@ def update(
     scaled_y,
     key_sums,
     s,
+    width,
     heads,
     tokens,
     start,
@@ -215,9 +282,9 @@ def update(
     one of the `parts_before`. With borders, `keys` (levels, m, T, KEY_WIDTH) have `keys_of_level`
     elements for each level. `sizes` and `ratios` are those of `substitute`.
 
-    WITH_GRADIENT, which supports one part and no segments, Σ_j Φ_ij g_ij k̂_j is summed as P is, in
-    `key_sums` (m, T, KEY_WIDTH), from y (b, s, n, e). `scaled_y` (m, GROUP_ROWS, STEP) and
-    `y_units` (m, T) are workspace.
+    WITH_GRADIENT, Σ_j Φ_ij g_ij k̂_j is summed as P is, in `key_sums` (parts, m, T, KEY_WIDTH), from
+    y (b, s, n, width). `scaled_y` (parts, m, GROUP_ROWS, STEP) and `y_units` (parts, m, GROUP_ROWS)
+    are workspace if SCALED.
     """
     head = tl.program_id(1).to(tl.int64)
     if HAS_SEGMENTS:
@@ -264,85 +331,64 @@ def update(
         own_sizes, own_ratios = sizes + own + channel, ratios + own + channel
         has_sums = part < parts_before
         if WITH_GRADIENT:
-            y += head // heads * y_b + head % heads * y_n + i_start.to(tl.int64) * y_s
-            own_key_sums = key_sums + (head * tokens + i_start) * KEY_WIDTH
+            of_part = part * tl.num_programs(1) + head
+            own_key_sums = key_sums + (of_part * tokens + i_start) * KEY_WIDTH
             own_key_sums += tl.arange(0, ROWS)[:, None] * KEY_WIDTH
             own_key_sums += tl.arange(0, KEY_WIDTH)[None, :]
-            own_scaled_y = scaled_y + (head * GROUP_ROWS + i_start - group) * STEP
-            own_scaled_y += tl.arange(0, ROWS)[:, None] * STEP + channel[None, :]
+            y += head // heads * y_b + head % heads * y_n + i_start.to(tl.int64) * y_s
+        if WITH_GRADIENT and SCALED:
+            total, gradient = scaled_sums_and_gradient(
+                y, y_units, scaled_y, keys, segments, solved, own_sizes, own_ratios, head,
+                of_part * GROUP_ROWS + i_start - group, tokens, i_start, low, high, s - i_start,
+                width, y_s, y_e, scale, shift,
+                HAS_SEGMENTS, ROWS, COLUMNS, SUPER, KEY_WIDTH, WIDTH, STEP, PRECISION,
+            )  # fmt: skip
+        elif WITH_GRADIENT:
             total = tl.zeros((ROWS, WIDTH), tl.float32)
             gradient = tl.zeros((ROWS, KEY_WIDTH), tl.float32)
-            # Read again where they are needed: there are few registers beside the sums.
-            own_y_units = y_units + head * tokens + i_start + tl.arange(0, ROWS)
-            tl.store(own_y_units, 1.0 / row_units(own_rows(y, s - i_start, y_s, y_e, ROWS, WIDTH)))
-            tl.debug_barrier()
-            first_block, last_block = low // SUPER, tl.cdiv(high, SUPER) - 1
             i_keys = load_rows(keys, head, tokens, i_start, ROWS, KEY_WIDTH, 0, KEY_WIDTH)
-            at = own_sizes + last_block * STEP
-            unit = tl.max(tl.load(at), axis=0)
-            if has_sums:
-                total = tl.load(own_sums) * (1.0 / tl.load(at))[None, :]
-                gradient = tl.load(own_key_sums) * tl.load(own_y_units)[:, None] * (1.0 / unit)
-            # Blocks in the order in which they were solved: the last ones first.
+            y_rows = load_tokens(y, 0, 0, s - i_start, width, y_s, y_e, ROWS, WIDTH)
+            total, gradient = add_columns_and_gradient(
+                total, gradient, i_keys, y_rows.to(tl.float32), keys, segments, solved, head,
+                tokens, i_start, low, high, scale, shift,
+                HAS_SEGMENTS, COLUMNS, KEY_WIDTH, WIDTH, STEP, PRECISION,
+            )  # fmt: skip
+        elif SCALED or HAS_BORDERS:
+            total = tl.zeros((ROWS, WIDTH), tl.float32)
+            first_block, last_block = low // SUPER, tl.cdiv(high, SUPER) - 1
             for index in range(0, last_block + 1 - first_block):
-                block = last_block - index
-                at = own_sizes + block * STEP
-                next_unit = tl.max(tl.load(at), axis=0)
-                if index > 0:
+                # Blocks in the order in which they were solved.
+                block = last_block - index if BACKWARD else first_block + index
+                level_keys = keys
+                if HAS_BORDERS:
+                    level = highest_difference(i_start // CHUNK, block * SUPER // CHUNK)
+                    level_keys = keys + level * keys_of_level
+                if SCALED:
                     total *= tl.load(own_ratios + block * STEP)[None, :]
-                    gradient *= unit / next_unit
-                unit = next_unit
-                # One after the other, for the same reason.
-                tl.debug_barrier()
-                # g in these units is less than 2 · 2¹⁴, which float16 represents.
-                y_rows = own_rows(y, s - i_start, y_s, y_e, ROWS, WIDTH)
-                y_rows *= (tl.load(at) * (1.0 / unit))[None, :]
-                y_rows *= tl.load(own_y_units)[:, None]
-                # An operand that is loaded stays in shared memory, not in registers.
-                tl.store(own_scaled_y, y_rows.to(scaled_y.dtype.element_ty))
-                tl.debug_barrier()
-                operand = load_rows(
-                    scaled_y, head, GROUP_ROWS, i_start - group, ROWS, WIDTH, 0, STEP
-                )
-                total, gradient = add_columns_and_gradient(
-                    total, gradient, i_keys, operand, keys, segments, solved, head, tokens, i_start,
+                total = add_columns(
+                    total, level_keys, segments, solved, head, tokens, i_start,
                     tl.maximum(low, block * SUPER), tl.minimum(high, (block + 1) * SUPER),
-                    scale, shift, COLUMNS, KEY_WIDTH, WIDTH, STEP, PRECISION,
+                    first, scale, shift,
+                    HAS_SEGMENTS, ROWS, COLUMNS, KEY_WIDTH, WIDTH, STEP, PRECISION,
                 )  # fmt: skip
-            tl.store(own_sums, total * tl.load(own_sizes + first_block * STEP)[None, :])
-            tl.store(own_key_sums, gradient * (unit / tl.load(own_y_units))[:, None])
+            if SCALED and first_block <= last_block:
+                last_solved = first_block if BACKWARD else last_block
+                total *= tl.load(own_sizes + last_solved * STEP)[None, :]
         else:
             total = tl.zeros((ROWS, WIDTH), tl.float32)
-            if SCALED or HAS_BORDERS:
-                first_block, last_block = low // SUPER, tl.cdiv(high, SUPER) - 1
-                for index in range(0, last_block + 1 - first_block):
-                    # Blocks in the order in which they were solved.
-                    block = last_block - index if BACKWARD else first_block + index
-                    level_keys = keys
-                    if HAS_BORDERS:
-                        level = highest_difference(i_start // CHUNK, block * SUPER // CHUNK)
-                        level_keys = keys + level * keys_of_level
-                    if SCALED:
-                        total *= tl.load(own_ratios + block * STEP)[None, :]
-                    total = add_columns(
-                        total, level_keys, segments, solved, head, tokens, i_start,
-                        tl.maximum(low, block * SUPER), tl.minimum(high, (block + 1) * SUPER),
-                        first, scale, shift,
-                        HAS_SEGMENTS, ROWS, COLUMNS, KEY_WIDTH, WIDTH, STEP, PRECISION,
-                    )  # fmt: skip
-                if SCALED and first_block <= last_block:
-                    last_solved = first_block if BACKWARD else last_block
-                    total *= tl.load(own_sizes + last_solved * STEP)[None, :]
-            else:
-                total = add_columns(
-                    total, keys, segments, solved, head, tokens, i_start, low, high, first,
-                    scale, shift, HAS_SEGMENTS, ROWS, COLUMNS, KEY_WIDTH, WIDTH, STEP, PRECISION,
-                )  # fmt: skip
-            if has_sums:
-                total += tl.load(own_sums)
-                # No thread may write sums that another thread has not read yet.
-                tl.debug_barrier()
-            tl.store(own_sums, total)
+            total = add_columns(
+                total, keys, segments, solved, head, tokens, i_start, low, high, first,
+                scale, shift, HAS_SEGMENTS, ROWS, COLUMNS, KEY_WIDTH, WIDTH, STEP, PRECISION,
+            )  # fmt: skip
+        if has_sums:
+            total += tl.load(own_sums)
+            if WITH_GRADIENT:
+                gradient += tl.load(own_key_sums)
+            # No thread may write sums that another thread has not read yet.
+            tl.debug_barrier()
+        tl.store(own_sums, total)
+        if WITH_GRADIENT:
+            tl.store(own_key_sums, gradient)
 
 
 @triton.jit
