@@ -110,10 +110,7 @@ def key_gradient(
     a_keys = load_rows(keys, head, tokens, a_start, ROWS, KEY_WIDTH, 0, KEY_WIDTH)
     a, column = a_start + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, KEY_WIDTH), tl.float32)
-    # Float16 results have 11 bits, so factors of 11 bits are too few.
-    IS_HALF: tl.constexpr = (
-        keys.dtype.element_ty == tl.float16 and y.dtype.element_ty == tl.bfloat16
-    )
+    IS_HALF: tl.constexpr = keys.dtype.element_ty == tl.float16
     # Tiles that cross the diagonal are in both loops, each time with one side of it masked.
     first, first_after, end = 0, a_start // COLUMNS * COLUMNS, s
     if HAS_SEGMENTS:

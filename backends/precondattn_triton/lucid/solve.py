@@ -144,7 +144,7 @@ class LucidMatrix:
         if self.borders is not None:
             keys, chunk_scores = self.borders.keys, self.borders.chunk_scores
             chunk = self.borders.chunks.size
-        size, blocks = plan.super_block, len(plan.super_blocks)
+        size = plan.super_block
         steps = list(update_steps(plan.tokens, size, backward=backward, known=self.known))
         shared = [self._parts(step) for step in steps]
         most = max(parts for parts, _ in shared)
@@ -156,7 +156,7 @@ class LucidMatrix:
         d_factor, key_sums, y_units, scaled_y = None, None, None, None
         if backward and rho is not None:
             d_factor = factor.new_empty((solvers, plan.heads, plan.tokens))
-        if y is not None and blocks > 1 and most == 1 and self._supports_key_sums(y):
+        if y is not None and self._supports_key_sums(most):
             key_sums = factor.new_empty((plan.heads, plan.tokens, plan.key_width))
             y_units = factor.new_empty((plan.heads, plan.group_rows))
             scaled_y = solved.new_empty((plan.heads, plan.group_rows, plan.step))
@@ -208,17 +208,23 @@ class LucidMatrix:
         sizes, ratios = (keys.new_empty(blocks, dtype=torch.float32) for _ in range(2))
         return solved, sizes, ratios
 
-    def _supports_key_sums(self, y: Tensor) -> bool:
-        """Whether `update` computes key sums.
-
-        It does not in float32 and float16, which need factors of more bits, nor for packed
-        sequences and in PaTH's metric, for which there are too few registers or other keys.
-        """
+    def _supports_key_sums(self, parts: int) -> bool:
+        """Whether `update` computes key sums, if `parts` programs share the columns of a tile."""
         plan = self.plan
-        if self.borders is not None or self.prepared.segments is not None:
-            return False
-        has_all_channels = plan.chunks == 1 and plan.e == plan.step
-        return has_all_channels and plan.half and y.dtype == torch.bfloat16
+        has_wide_keys = plan.key_width > 128
+        declined = {
+            "no super-block is later": len(plan.super_blocks) == 1,
+            "a row in PaTH's metric has another key, and so other sums, at each border": (
+                self.borders is not None
+            ),
+            "g is a product of all channels, of which each program has a part": plan.chunks > 1,
+            "the sums of each part would be stored": parts > 1,
+            "spills 104 to 116 bytes in tiles of 16": has_wide_keys and not plan.half,
+            "spills 28 bytes on compute capability 9.0": (
+                has_wide_keys and self.prepared.segments is not None
+            ),
+        }
+        return not any(declined.values())
 
     def _parts(self, step: UpdateStep) -> tuple[int, int]:
         """How many programs share the columns of a tile of rows, and the columns of each."""

@@ -231,32 +231,75 @@ def test_several_programs_may_share_the_columns_of_a_tile(monkeypatch, processor
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("case", "dtype"),
     [
-        pytest.param("clustered", marks=pytest.mark.slow),
-        "equal",
-        "zero",
-        "padding",
-        "sizes",
+        pytest.param("clustered", torch.bfloat16, marks=pytest.mark.slow),
+        ("equal", torch.bfloat16),
+        ("zero", torch.float16),
+        ("zero", torch.float32),
+        ("given", torch.bfloat16),
+        ("padding", torch.bfloat16),
+        ("sizes", torch.bfloat16),
+        ("opposite", torch.bfloat16),
+        ("packed", torch.float16),
+        pytest.param("packed", torch.float32, marks=pytest.mark.slow),
     ],
 )
-def test_sums_of_keys_over_later_super_blocks(monkeypatch, case):
-    """`update` sums them in launches of a group of super-blocks, and in one within a group."""
+def test_sums_of_keys_over_later_super_blocks(monkeypatch, case, dtype):
+    """`update` sums them in launches of a group of super-blocks, and in one within a group.
+
+    Equal keys hide faults of the sums: the norm takes most of the gradient away. Zeros show them.
+    """
     monkeypatch.setattr(solve, "processors", lambda _: 1)
-    t = 197 if case == "clustered" else 67
-    keys = case if case in ("equal", "zero") else "clustered"
-    options = {"lengths": (44,)} if case == "padding" else {}
-    leaf, x, d_y, frame = problem(t, b=1, n=1, dtype=torch.bfloat16, keys=keys, **options)
+    t, d, e, n, b, options = 67, 8, 16, 1, 1, {}
+    if case == "clustered":
+        t = 197
+    if case == "padding":
+        options = {"lengths": (44,)}
+    if case == "given":
+        options = {"normalize": "given"}
+    if case == "zero":
+        d, e, n = 12, 20, 2
+    if case == "packed":
+        b = 2
+    keys = case if case in ("equal", "zero") else "zero" if case == "packed" else "clustered"
+    leaf, x, d_y, frame = problem(t, d, e, n, b, dtype, keys, **options)
+    size = torch.where(torch.arange(e) % 2 == 0, 1e-6, 1e6)
     if case == "sizes":
-        x["v"] *= torch.where(torch.arange(16) % 2 == 0, 1e-6, 1e6).bfloat16()
-        d_y *= torch.where(torch.arange(t) < 40, 1e-5, 1e5)[:, None, None].bfloat16()
+        x["v"] *= size.to(dtype)
+        d_y *= torch.where(torch.arange(t) < 40, 1e-5, 1e5)[:, None, None].to(dtype)
+    if case == "opposite":
+        x["v"] *= size.to(dtype)
+        d_y *= (1 / size).to(dtype)
+    if case == "packed":
+        # Segments that end within a super-block of 32 tokens, and that reach the next one.
+        ends = torch.tensor([[5, 50], [31, 40]])
+        ids = torch.searchsorted(ends, torch.arange(t).expand(2, t).contiguous(), right=True)
+        frame = Frame(frame.q_position, frame.k_position, None, None, ids, ids)
     with small_tiles():
         matrix = LucidMatrix(leaf, x, frame, backward=True)
         y = LucidSolveKernels().forward(leaf, x, frame)[0]
         sums = matrix.solve(d_y, torch.empty_like(d_y), None, y).keys
     assert sums is not None
     assert matrix.plan.super_block == (48 if case == "clustered" else 32)
-    check(leaf, x, d_y, frame, BOUNDS[torch.bfloat16])
+    check(leaf, x, d_y, frame, BOUNDS[dtype])
+
+
+@pytest.mark.parametrize(
+    ("d", "e", "dtype", "options", "is_supported"),
+    [
+        (12, 20, torch.float32, {}, True),
+        (136, 16, torch.float16, {}, True),
+        (136, 16, torch.float16, {"segments": True}, False),
+        (136, 16, torch.float32, {}, False),
+        (16, 136, torch.bfloat16, {}, False),
+    ],
+)
+def test_calls_whose_update_sums_keys(d, e, dtype, options, is_supported):
+    leaf, x, _, frame = problem(40, d, e, n=1, b=1, dtype=dtype, **options)
+    with small_tiles():
+        matrix = LucidMatrix(leaf, x, frame, backward=True)
+    assert matrix._supports_key_sums(parts=1) == is_supported
 
 
 @pytest.mark.thorough(but=("1-dtype0", "1-dtype1"))
