@@ -32,6 +32,7 @@ BIASED, SLOPING = "softmax[bias=true]", "softmax[distance=slopes]"
 
 CHOSEN: Shipped = (
     ("lucid_solve[beta=true]", (torch.bfloat16,), ((256, 256), (128, 128), (64, 64))),
+    ("lucid_solve[beta=true]", (torch.float16,), ((128, 128),)),
     ("lucid_solve", (torch.float32,), ((256, 256), (128, 128), (64, 64))),
     (
         "lucid_solve[metric=transported]",
@@ -174,9 +175,6 @@ PATH_STEP_SPILLS = 4
 8.0."""
 CHUNK_SPILLS = 96
 """The limit for the gradient of PaTH's chunks where factors have 32 bits and a chunk 32 tokens."""
-KEY_SUMS_SPILLS = 32
-"""The limit for `update` with key sums, outside its inner loop, in Triton 3.6; later versions spill
-nothing."""
 PRECONDITIONED_SPILLS = 24
 """The limit for the gradient of the keys that ATK preconditions, on compute capability 9.0."""
 OPTION_SPILLS = 32
@@ -236,8 +234,6 @@ def _variant(launch: TritonLaunch, mechanism: str, dtype: torch.dtype, d: int, e
         limit = max(limit, PATH_STEP_SPILLS)
     if launch.function.__name__ == "_chunk_gradient":
         limit = max(limit, CHUNK_SPILLS)
-    if launch.arguments.get("WITH_GRADIENT"):
-        limit = max(limit, KEY_SUMS_SPILLS)
     if named.startswith("preconditioned_key") and launch.function.__name__ == "d_inputs":
         limit = max(limit, PRECONDITIONED_SPILLS)
     if named.startswith(("differential(", "differential float16")):

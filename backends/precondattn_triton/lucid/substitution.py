@@ -23,8 +23,9 @@ Backward, `update` may also sum a part of the gradient of the keys of its rows (
 
     Σ_j Φ_ij g_ij k̂_j,    g_ij = dv_j · y_i,
 
-in the same loop. There, W = Φ g is a factor of 16 bits: rows of y are divided by powers of two, so
-that |g| < 2¹⁵ for every tile of a super-block of columns.
+in the same loop. In products of 16 bits, W = Φ g is a factor. So rows of y are multiplied by the
+powers of two of dv's channels, and divided by one of their own, for each super-block of columns:
+then |g| < 2¹⁵, and channels in which y is large and dv small keep their digits.
 
 `substitute` can not divide the rows of a head between programs, since each needs those before it.
 Grid: one program per block of channels and head, each for all rows of J. They read the same Φ_JJ,
