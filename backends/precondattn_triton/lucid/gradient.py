@@ -65,6 +65,7 @@ def key_gradient(
     d_v,
     key_sums,
     d_k,
+    parts,
     s,
     heads,
     tokens,
@@ -97,7 +98,7 @@ def key_gradient(
 ):
     """A tile of dk (b, s, n, d); y and dv (b, s, n, e) are 0 for invalid tokens.
 
-    With SUPER > 0, `key_sums` (m, T, KEY_WIDTH) has the sums over later super-blocks.
+    With SUPER > 0, `key_sums` (parts, m, T, KEY_WIDTH) has parts of sums over later super-blocks.
     """
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
@@ -119,7 +120,11 @@ def key_gradient(
     if SUPER > 0:
         end_of_block = (a_start // SUPER + 1) * SUPER
         if end_of_block < tokens:
-            total += load_rows(key_sums, head, tokens, a_start, ROWS, KEY_WIDTH, 0, KEY_WIDTH)
+            for part in range(parts):
+                total += load_rows(
+                    key_sums, part * tl.num_programs(1) + head, tokens, a_start, ROWS, KEY_WIDTH, 0,
+                    KEY_WIDTH,
+                )  # fmt: skip
         end = tl.minimum(end, end_of_block)
     for b_start in range(first, a_start + ROWS, COLUMNS):
         g = products(

@@ -42,6 +42,13 @@ from precondattn_triton.tiles import masks_of
 FEWEST_NEW_TOKENS = 16
 """New tokens from which on a step copies the cache to its workspace; fewer read the cache once."""
 
+TOKENS_OF_A_PART = 2048
+"""Tokens for each program that shares the columns of a tile, from which on `update` sums keys.
+
+Of width 128 in 16 bits, pairs with the T / 2 later tokens of a row save 512 FLOPs each, and a part
+writes and reads 2 KB for each row: at half of an H100's rates they take the same time at T = 1,200.
+"""
+
 
 class SolveWorkspace(NamedTuple):
     """The workspace from which the forward and the backward solve start."""
@@ -62,8 +69,8 @@ class SolveSums(NamedTuple):
     beta: Tensor | None
     """dβ (b, s, n)"""
     keys: Tensor | None
-    """Σ_b Φ_ab g_ab k̂_b over the tokens b of all later super-blocks (m, T, key_width); not written
-    for the last super-block. None if `key_gradient` computes them."""
+    """Parts of Σ_b Φ_ab g_ab k̂_b over the tokens b of all later super-blocks (parts, m, T,
+    key_width); not written for the last super-block. None if `key_gradient` computes them."""
 
 
 class LucidMatrix:
@@ -148,6 +155,10 @@ class LucidMatrix:
         steps = list(update_steps(plan.tokens, size, backward=backward, known=self.known))
         shared = [self._parts(step) for step in steps]
         most = max(parts for parts, _ in shared)
+        has_key_sums = y is not None and self._supports_key_sums(most)
+        if has_key_sums:
+            # A row has as many sums in each launch; `key_gradient` adds them all.
+            shared = [self._parts(step, most) for step in steps]
         solved, sizes, ratios = self._operands()
         matrix = inverse.new_empty((plan.heads, size, size))
         sums = factor.new_empty((most, plan.heads, plan.group_rows, plan.step))
@@ -156,10 +167,10 @@ class LucidMatrix:
         d_factor, key_sums, y_units, scaled_y = None, None, None, None
         if backward and rho is not None:
             d_factor = factor.new_empty((solvers, plan.heads, plan.tokens))
-        if y is not None and self._supports_key_sums(most):
-            key_sums = factor.new_empty((plan.heads, plan.tokens, plan.key_width))
-            y_units = factor.new_empty((plan.heads, plan.group_rows))
-            scaled_y = solved.new_empty((plan.heads, plan.group_rows, plan.step))
+        if has_key_sums:
+            key_sums = factor.new_empty((most, plan.heads, plan.tokens, plan.key_width))
+            y_units = factor.new_empty((most, plan.heads, plan.group_rows))
+            scaled_y = solved.new_empty((most, plan.heads, plan.group_rows, plan.step))
         rows, columns, warps, stages = plan.update if key_sums is None else plan.joint
         parts_of_group = 0
         for step, (parts, per_part) in zip(steps, shared, strict=True):
@@ -218,7 +229,9 @@ class LucidMatrix:
                 self.borders is not None
             ),
             "g is a product of all channels, of which each program has a part": plan.chunks > 1,
-            "the sums of each part would be stored": parts > 1,
+            "storing the sums of each part takes longer than products of so few pairs": (
+                parts > 1 and plan.tokens < TOKENS_OF_A_PART * parts
+            ),
             "spills 104 to 116 bytes in tiles of 16": has_wide_keys and not plan.half,
             "spills 28 bytes on compute capability 9.0": (
                 has_wide_keys and self.prepared.segments is not None
@@ -226,15 +239,19 @@ class LucidMatrix:
         }
         return not any(declined.values())
 
-    def _parts(self, step: UpdateStep) -> tuple[int, int]:
-        """How many programs share the columns of a tile of rows, and the columns of each."""
-        plan, (rows, columns) = self.plan, self.plan.update[:2]
+    def _parts(self, step: UpdateStep, wanted: int | None = None) -> tuple[int, int]:
+        """How many programs share the columns of a tile of rows, and the columns of each.
+
+        `wanted` programs, the last perhaps without columns, or as many as the GPU has room for.
+        """
+        plan = self.plan
+        rows, columns = (plan.update if wanted is None else plan.joint)[:2]
         if len(step.columns) == 0:
             return 0, columns
         tiles = len(step.rows) // rows * plan.heads * plan.chunks
-        wanted = max(processors(self.x["k"]) // tiles, 1)
-        per_part = cdiv(cdiv(len(step.columns), columns), wanted) * columns
-        return cdiv(len(step.columns), per_part), per_part
+        shared_by = wanted or max(processors(self.x["k"]) // tiles, 1)
+        per_part = cdiv(cdiv(len(step.columns), columns), shared_by) * columns
+        return wanted or cdiv(len(step.columns), per_part), per_part
 
     def metric_gradient(self, y: Tensor, d_v: Tensor, key_sums: Tensor | None) -> dict[str, Tensor]:
         """The gradients of the metric's inputs: of the keys, and in PaTH's metric of w and β."""
@@ -261,6 +278,7 @@ class LucidMatrix:
         launch(
             lucid_gradient.key_gradient, (plan.tokens // rows, plan.heads),
             keys, reciprocal, segments, y, d_v, key_sums, d_k,
+            0 if key_sums is None else key_sums.shape[0],
             plan.s, plan.n, plan.tokens, plan.d, plan.e, *plan.score_factors, plan.scale,
             *y.stride(), *d_v.stride(), *d_k.stride(),
             NORMALIZE=self.leaf.normalize == "keys", HAS_SEGMENTS=segments is not None,

@@ -241,6 +241,7 @@ def test_several_programs_may_share_the_columns_of_a_tile(monkeypatch, processor
         ("padding", torch.bfloat16),
         ("sizes", torch.bfloat16),
         ("opposite", torch.bfloat16),
+        ("parts", torch.bfloat16),
         ("packed", torch.float16),
         pytest.param("packed", torch.float32, marks=pytest.mark.slow),
     ],
@@ -250,10 +251,11 @@ def test_sums_of_keys_over_later_super_blocks(monkeypatch, case, dtype):
 
     Equal keys hide faults of the sums: the norm takes most of the gradient away. Zeros show them.
     """
-    monkeypatch.setattr(solve, "processors", lambda _: 1)
+    monkeypatch.setattr(solve, "processors", lambda _: 6 if case == "parts" else 1)
+    monkeypatch.setattr(solve, "TOKENS_OF_A_PART", 16)
     t, d, e, n, b, options = 67, 8, 16, 1, 1, {}
-    if case == "clustered":
-        t = 197
+    if case in ("clustered", "parts"):
+        t = 197 if case == "clustered" else 100
     if case == "padding":
         options = {"lengths": (44,)}
     if case == "given":
@@ -262,7 +264,9 @@ def test_sums_of_keys_over_later_super_blocks(monkeypatch, case, dtype):
         d, e, n = 12, 20, 2
     if case == "packed":
         b = 2
-    keys = case if case in ("equal", "zero") else "zero" if case == "packed" else "clustered"
+    keys = case if case in ("equal", "zero") else "clustered"
+    if case in ("packed", "parts"):
+        keys = "zero"
     leaf, x, d_y, frame = problem(t, d, e, n, b, dtype, keys, **options)
     size = torch.where(torch.arange(e) % 2 == 0, 1e-6, 1e6)
     if case == "sizes":
@@ -279,8 +283,11 @@ def test_sums_of_keys_over_later_super_blocks(monkeypatch, case, dtype):
     with small_tiles():
         matrix = LucidMatrix(leaf, x, frame, backward=True)
         y = LucidSolveKernels().forward(leaf, x, frame)[0]
+        y = torch.nn.functional.pad(y, (0, 3), value=torch.nan)[..., :e]
         sums = matrix.solve(d_y, torch.empty_like(d_y), None, y).keys
     assert sums is not None
+    assert sums[:, :, :32].isfinite().all()
+    assert sums.shape[0] == (2 if case == "parts" else 1)
     assert matrix.plan.super_block == (48 if case == "clustered" else 32)
     check(leaf, x, d_y, frame, BOUNDS[dtype])
 
@@ -300,6 +307,7 @@ def test_calls_whose_update_sums_keys(d, e, dtype, options, is_supported):
     with small_tiles():
         matrix = LucidMatrix(leaf, x, frame, backward=True)
     assert matrix._supports_key_sums(parts=1) == is_supported
+    assert not matrix._supports_key_sums(parts=2)
 
 
 @pytest.mark.thorough(but=("1-dtype0", "1-dtype1"))
