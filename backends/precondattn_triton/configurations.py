@@ -480,7 +480,12 @@ declare(
 
 # A wgmma on Hopper multiplies 64 rows by the columns that the tile leaves to a group of four
 # warps: with 16 columns, loading the rows takes longer than the product.
-declare("lucid_gradient", half={128: Configuration(128, 64, 8, 2)}, full={}, architecture="sm_90")
+declare(
+    "lucid_gradient",
+    half={128: Configuration(128, 64, 8, 2)},
+    full={64: Configuration(32, 16, 4, 2)},
+    architecture="sm_90",
+)
 declare("lucid_update", half={128: Configuration(128, 64, 8, 2)}, full={}, architecture="sm_90")
 # Two sums of 128 rows leave too few registers for 64 columns.
 declare(
