@@ -27,7 +27,7 @@ from precondattn_triton.softmax.score_options import options_of
 from precondattn_triton.softmax.score_tiles import row_products
 from precondattn_triton.softmax.softmax_backward import softmax_backward
 from precondattn_triton.softmax.softmax_forward import SoftmaxArrays, softmax_forward
-from precondattn_triton.softmax.widths import refuses_widths
+from precondattn_triton.softmax.widths import WIDEST_VALUE, refuses_widths
 from precondattn_triton.tiles import masks_of
 
 Tensors = Mapping[str, torch.Tensor]
@@ -53,7 +53,14 @@ class SoftmaxKernels:
         shapes = dict(request.shapes)
         if 0 in shapes["q"] + shapes["k"] + shapes["v"]:
             return "its kernels for softmax support no empty arrays"
-        return refuses_widths("softmax", request.dtype, shapes["k"][3], shapes["v"][3])
+        key, value, widest = shapes["k"][3], shapes["v"][3], WIDEST_VALUE["float32"]
+        # In float16 the factors of gradients have 32 bits.
+        if request.dtype == "float16" and value > widest:
+            return (
+                f"has kernels for softmax in float16 with values of width {widest} at most; "
+                f"found {value}"
+            )
+        return refuses_widths("softmax", request.dtype, key, value)
 
     def forward(
         self, leaf: Softmax, x: Tensors, frame: Frame

@@ -244,11 +244,11 @@ def with_nan(array, is_masked):
 # --------------------------------------------------------------------------------- refusals
 
 
-def refusal(expression, *, verb="vjp", d=64, e=64, t=8):
+def refusal(expression, *, verb="vjp", d=64, e=64, t=8, dtype="bfloat16"):
     leaf = pa.parse(expression)
     sizes = {"b": 1, "t": t, "s": 8, "h": 2, "n": 1, "d": d, "e": e}
     shapes = tuple((name, p.shape(sizes)) for name, p in leaf.inputs.items())
-    return Triton().supports(leaf, Request(verb, "torch", "cpu", "bfloat16", shapes, frozenset()))
+    return Triton().supports(leaf, Request(verb, "torch", "cpu", dtype, shapes, frozenset()))
 
 
 def test_supported_calls_are_accepted():
@@ -268,6 +268,11 @@ def test_supported_calls_are_accepted():
         ("softmax[window=3]", {"verb": "extend"}, "no step"),
         ("softmax[window=3]", {"d": 264}, "keys of width 256 at most; found 264"),
         ("softmax[window=3]", {"e": 520}, "values of width 512 at most; found 520"),
+        (
+            "softmax[window=3]",
+            {"e": 260, "dtype": "float16"},
+            "values of width 256 at most; found 260",
+        ),
         ("softmax[window=3]", {"t": 0}, "empty"),
     ],
 )
