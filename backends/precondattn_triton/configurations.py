@@ -72,11 +72,7 @@ declare(
         128: Configuration(64, 64, 8, 2),
         256: Configuration(64, 32, 8, 2),
     },
-    full={
-        64: Configuration(32, 32, 4, 1),
-        128: Configuration(16, 32, 8, 1),
-        256: Configuration(16, 16, 8, 1),
-    },
+    full={64: Configuration(32, 32, 4, 1), 256: Configuration(16, 32, 8, 1)},
 )
 declare(
     "lucid_gradient",

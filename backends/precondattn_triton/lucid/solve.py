@@ -163,7 +163,8 @@ class LucidMatrix:
         matrix = inverse.new_empty((plan.heads, size, size))
         sums = factor.new_empty((most, plan.heads, plan.group_rows, plan.step))
         tile_exponents = factor.new_empty((plan.heads, size // tile, plan.step))
-        solvers = cdiv(plan.e, plan.solver)
+        # Sums of keys have products of all channels, for which padding has to be written too.
+        solvers = cdiv(plan.step if has_key_sums else plan.e, plan.solver)
         d_factor, key_sums, y_units, scaled_y = None, None, None, None
         if backward and rho is not None:
             d_factor = factor.new_empty((solvers, plan.heads, plan.tokens))
