@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 from torch import Tensor
 
 from precondattn.limits import KEPT
-from precondattn_triton.replay.program import Program, Result
+from precondattn_triton.replay.program import LaunchProgram, Result
 from precondattn_triton.replay.recorder import Recorder
 from precondattn_triton.replay.signature import Argument, Signature, signature_of
 
@@ -30,10 +29,10 @@ class ReplayedMethod:
         launching: Callable[[tuple[Argument, ...]], AbstractContextManager[object]],
     ) -> None:
         self._method, self._launching = method, launching
-        self._programs: dict[Signature, Program] = {}
+        self._programs: dict[Signature, LaunchProgram] = {}
         self._seen: set[Signature] = set()
 
-    def __call__(self, *arguments: Any) -> Result:
+    def __call__(self, *arguments: Argument) -> Result:
         found = signature_of(arguments)
         with self._launching(arguments):
             if found is None:
@@ -58,5 +57,5 @@ class ReplayedMethod:
             result = self._method(*arguments)
         if len(self._programs) >= KEPT:
             self._programs.clear()
-        self._programs[signature] = Program(recorder, result)
+        self._programs[signature] = LaunchProgram(recorder, result)
         return result

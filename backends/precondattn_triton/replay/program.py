@@ -16,7 +16,7 @@ from triton.runtime import driver
 
 from precondattn_triton.launching import HeldKernel
 from precondattn_triton.replay.recorder import (
-    Made,
+    MadeArray,
     Place,
     RecordedLaunch,
     RecordedOperator,
@@ -33,7 +33,7 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """The size, strides and dtype of an array."""
 
 
-class Arrays:
+class ArraysOfRun:
     """The arrays of one run, by number: inputs, then what the call has made."""
 
     __slots__ = ("addresses", "stream", "tensors")
@@ -63,7 +63,7 @@ class Launch(NamedTuple):
     filled: tuple[tuple[int, int, int], ...]
     """For each array its position among the arguments, its number, and its offset in bytes."""
 
-    def run(self, arrays: Arrays) -> None:
+    def run(self, arrays: ArraysOfRun) -> None:
         arguments, addresses = self.template.copy(), arrays.addresses
         for position, number, offset in self.filled:
             arguments[position] = addresses[number] + offset
@@ -78,7 +78,7 @@ class InterpretedLaunch(NamedTuple):
 
     recorded: RecordedLaunch
 
-    def run(self, arrays: Arrays) -> None:
+    def run(self, arrays: ArraysOfRun) -> None:
         kernel, _, grid, arguments, constants = self.recorded
         kernel[grid](*_filled(arguments, arrays.at), **constants)
 
@@ -90,7 +90,7 @@ class Operation(NamedTuple):
     filled: tuple[int, ...]
     """The positions of arguments that are arrays, if no others have arrays in them; or none."""
 
-    def run(self, arrays: Arrays) -> None:
+    def run(self, arrays: ArraysOfRun) -> None:
         operator, given, keywords, results = self.recorded
         if self.filled:
             arguments = list(given)
@@ -105,7 +105,7 @@ class Operation(NamedTuple):
                 arrays.tensors[number], arrays.addresses[number] = each, each.data_ptr()
 
 
-class Program:
+class LaunchProgram:
     """The launches of a call. Its methods do not depend on the entries of arrays."""
 
     def __init__(self, recorder: Recorder, result: Result) -> None:
@@ -142,7 +142,7 @@ class Program:
         ]
         self._dropped = _last_uses(recorder, own - kept, self._inputs)
 
-    def _geometry(self, number: int, made: Made, *, is_operand: bool) -> Geometry:
+    def _geometry(self, number: int, made: MadeArray, *, is_operand: bool) -> Geometry:
         """How an array is allocated: as the result has it, if that is all of its memory."""
         places = {place for place in _places_in(self._result) if place.array == number}
         if len(places) == 1 and not is_operand:
@@ -169,7 +169,7 @@ class Program:
             array = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             tensors[number], addresses[number] = array, array.data_ptr()
         stream = _current_stream() if self._is_launched else 0
-        arrays = Arrays(tensors, addresses, stream)
+        arrays = ArraysOfRun(tensors, addresses, stream)
         for step, dropped in zip(self._steps, self._dropped, strict=True):
             step.run(arrays)
             for number in dropped:

@@ -55,7 +55,7 @@ class Place(NamedTuple):
     dtype: torch.dtype
 
 
-class Made(NamedTuple):
+class MadeArray(NamedTuple):
     """An allocation or an operator's result. The inputs are numbered before them."""
 
     size: tuple[int, ...]
@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.device = inputs[0].device
-        self.made: list[Made] = []
+        self.made: list[MadeArray] = []
         self.steps: list[Step] = []
         self.obstacle = ""
         """Why the call can not be repeated; empty if it can."""
@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: Value) -> None:
         launching.observer.found = None
         super().__exit__(*error)
 
@@ -183,7 +183,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         storage, number = array.untyped_storage(), len(self._inputs) + len(self.made)
         self._of_storage[storage._cdata] = number, array.data_ptr()
         of_array = tuple(array.shape), array.stride(), array.dtype
-        self.made.append(Made(*of_array, storage.nbytes(), is_result))
+        self.made.append(MadeArray(*of_array, storage.nbytes(), is_result))
         return number
 
     def _placed(self, value: Value) -> Value:

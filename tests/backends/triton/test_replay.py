@@ -16,7 +16,7 @@ from precondattn_triton.backend import Triton, _interpreted
 from precondattn_triton.configurations import forced
 from precondattn_triton.launching import launch
 from precondattn_triton.replay.method import ReplayedMethod
-from precondattn_triton.replay.program import Program
+from precondattn_triton.replay.program import LaunchProgram
 from precondattn_triton.replay.signature import signature_of
 from precondattn_triton.replay.workspace import ALIGNMENT, Lifetime, offsets_of
 from tests.backends.triton import pieces
@@ -49,13 +49,13 @@ class Replaying(Triton):
 @pytest.fixture
 def runs(monkeypatch):
     """The programs that are run, in order."""
-    found, run = [], Program.run
+    found, run = [], LaunchProgram.run
 
     def counted(self, inputs):
         found.append(self)
         return run(self, inputs)
 
-    monkeypatch.setattr(Program, "run", counted)
+    monkeypatch.setattr(LaunchProgram, "run", counted)
     return found
 
 
