@@ -277,7 +277,7 @@ declare(
 # Wider values of differential attention are computed in parts of 256 channels.
 declare(
     "differential_forward",
-    half={128: Configuration(64, 64, 8, 2), 256: Configuration(32, 32, 8, 1)},
+    half={128: Configuration(64, 32, 8, 2), 256: Configuration(32, 32, 8, 1)},
     full={
         64: Configuration(32, 32, 8, 1),
         128: Configuration(16, 32, 8, 1),
@@ -332,7 +332,7 @@ declare(
 )
 declare(
     "softmax_bias_gradient",
-    half={128: Configuration(64, 32, 8, 1), 512: Configuration(32, 16, 8, 1)},
+    half={128: Configuration(32, 32, 8, 1), 512: Configuration(32, 16, 8, 1)},
     full={64: Configuration(32, 32, 8, 1), 256: Configuration(16, 16, 8, 1)},
 )
 # A tile is not larger than a window.
@@ -513,6 +513,12 @@ declare(
     architecture="sm_90",
 )
 declare("softmax_forward", half={128: Configuration(128, 64, 8, 3)}, full={}, architecture="sm_90")
+declare(
+    "differential_forward",
+    half={128: Configuration(64, 64, 8, 2)},
+    full={},
+    architecture="sm_90",
+)
 declare(
     "softmax_query_gradient",
     half={128: Configuration(128, 64, 8, 2)},
