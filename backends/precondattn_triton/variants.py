@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import triton
 
 import precondattn as pa
 from precondattn.algebra.group import Group, group_of
@@ -180,6 +181,16 @@ PRECONDITIONED_SPILLS = 24
 OPTION_SPILLS = 32
 """The limit for differential attention with a bias or in float16, at widths up to 128."""
 
+SPILLING_IN_TRITON_3_6 = (
+    ("windowed", "_table_gradient"),
+    ("preconditioned_key", "d_inputs"),
+    ("laser bfloat16 128 packed", "_key_gradient"),
+    ("lucid by 15 tokens float32", "read_past"),
+)
+"""Names of variants begin with the first, and those of their kernels are the second."""
+SPILLS_IN_TRITON_3_6 = 64
+"""The limit for these; later versions spill less."""
+
 
 def variants(target: str) -> Iterator[Variant]:
     """Every kernel in every configuration: one variant for widths up to 128, one for wider rows."""
@@ -238,6 +249,12 @@ def _variant(launch: TritonLaunch, mechanism: str, dtype: torch.dtype, d: int, e
         limit = max(limit, PRECONDITIONED_SPILLS)
     if named.startswith(("differential(", "differential float16")):
         limit = max(limit, OPTION_SPILLS)
+    is_spilling = any(
+        named.startswith(start) and function == launch.function.__name__
+        for start, function in SPILLING_IN_TRITON_3_6
+    )
+    if is_spilling and triton.__version__.startswith("3.6."):
+        limit = max(limit, SPILLS_IN_TRITON_3_6)
     return launch.variant(named)._replace(spill_limit=limit)
 
 

@@ -102,6 +102,7 @@ def _query_gradient(
     begin, low, high, end = keys_in_reach(
         tile * ROWS, ROWS, batch, t, s, k_valid, segment, window, CAUSAL, COLUMNS
     )
+    has_first: tl.constexpr = window is not None or segment is not None
     first_keys, last_keys = keys_of(rows[:, None], batch, t, s, segment, window, CAUSAL)
     # In float32 two loops do not fit the registers: all tiles are masked.
     IS_ONE_LOOP: tl.constexpr = EXACT or k_valid is not None
@@ -135,7 +136,7 @@ def _query_gradient(
                 logs2[:, None],
             )  # fmt: skip
             if phase == 1:
-                mask = is_within(columns[None, :], first_keys, last_keys)
+                mask = is_within(columns[None, :], first_keys, last_keys, has_first)
                 if k_valid is not None:
                     mask &= is_key[None, :]
                 s1 = tl.where(mask, s1, float("-inf"))
@@ -209,6 +210,7 @@ def _key_gradient(
     for phase in tl.static_range(1 if IS_ONE_LOOP else 0, 2):
         begins, ends = visits(begin, low, high, end, phase)
         if phase == 1:
+            has_first: tl.constexpr = CAUSAL or window is not None or segment is not None
             first_queries, last_queries = queries_of(
                 keys[:, None], batch, t, s, segment, window, CAUSAL
             )  # fmt: skip
@@ -246,7 +248,7 @@ def _key_gradient(
                     logs2[None, :],
                 )  # fmt: skip
                 if phase == 1:
-                    mask = is_within(queries[None, :], first_queries, last_queries)
+                    mask = is_within(queries[None, :], first_queries, last_queries, has_first)
                     s1 = tl.where(mask, s1, float("-inf"))
                     s2 = tl.where(mask, s2, float("-inf"))
                 a1 = tl.exp2(s1)

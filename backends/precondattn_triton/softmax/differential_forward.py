@@ -117,6 +117,7 @@ def _forward(
     begin, low, high, end = keys_in_reach(
         tile * ROWS, ROWS, batch, t, s, k_valid, segment, window, CAUSAL, COLUMNS
     )
+    has_first: tl.constexpr = window is not None or segment is not None
     first_keys, last_keys = keys_of(rows[:, None], batch, t, s, segment, window, CAUSAL)
     for phase in tl.static_range(0 if k_valid is None else 1, 2):
         begins, ends = visits(begin, low, high, end, phase)
@@ -140,7 +141,7 @@ def _forward(
                 softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
             )  # fmt: skip
             if phase == 1:
-                mask = is_within(columns[None, :], first_keys, last_keys)
+                mask = is_within(columns[None, :], first_keys, last_keys, has_first)
                 if k_valid is not None:
                     mask &= is_key[None, :]
                 s1 = tl.where(mask, s1, float("-inf"))

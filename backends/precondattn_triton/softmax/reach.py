@@ -24,11 +24,12 @@ import triton.language as tl
 
 @triton.jit
 def keys_of(query, batch, t, s, segment, window, CAUSAL: tl.constexpr):
-    """The first key that a query attends to, None for the first of all, and the last + 1.
+    """The first key that a query attends to, and the last + 1.
 
-    They have the shape of `query`.
+    They have the shape of `query`, but for a first key of 0, without window and segments.
     """
-    low, high = None, s
+    # Triton 3.6 can not return None in its place.
+    low, high = 0, s
     position = query + (s - t)
     if CAUSAL:
         high = position + 1
@@ -39,8 +40,7 @@ def keys_of(query, batch, t, s, segment, window, CAUSAL: tl.constexpr):
     if segment is not None:
         begins = segment + batch * 2 * s
         present = tl.minimum(tl.maximum(position, 0), s - 1)
-        begin = tl.load(begins + present)
-        low = begin if low is None else tl.maximum(low, begin)
+        low = tl.maximum(low, tl.load(begins + present))
         end = tl.load(begins + s + present)
         high = tl.minimum(high, tl.where(position >= 0, end, 0))
     return low, high
@@ -48,11 +48,11 @@ def keys_of(query, batch, t, s, segment, window, CAUSAL: tl.constexpr):
 
 @triton.jit
 def queries_of(key, batch, t, s, segment, window, CAUSAL: tl.constexpr):
-    """The first query that attends to a key, None for the first of all, and the last + 1.
+    """The first query that attends to a key, and the last + 1.
 
-    They have the shape of `key`.
+    They have the shape of `key`, but for a first query of 0 or a last of t.
     """
-    low, high = None, t
+    low, high = 0, t
     query = key - (s - t)
     if CAUSAL:
         low = tl.maximum(query, 0)
@@ -63,17 +63,16 @@ def queries_of(key, batch, t, s, segment, window, CAUSAL: tl.constexpr):
     if segment is not None:
         begins = segment + batch * 2 * s
         present = tl.minimum(key, s - 1)
-        begin = tl.load(begins + present) - (s - t)
-        low = begin if low is None else tl.maximum(low, begin)
+        low = tl.maximum(low, tl.load(begins + present) - (s - t))
         high = tl.minimum(high, tl.load(begins + s + present) - (s - t))
     return low, high
 
 
 @triton.jit
-def is_within(token, low, high):
-    """Whether low ≤ token < high; without a comparison for a `low` of None."""
+def is_within(token, low, high, HAS_LOW: tl.constexpr):
+    """Whether low ≤ token < high; the first comparison only with HAS_LOW."""
     mask = token < high
-    if low is not None:
+    if HAS_LOW:
         mask = mask & (token >= low)
     return mask
 
@@ -84,14 +83,13 @@ def may_attend_within(
 ):  # fmt: skip
     """The attention mask: query `row` of t may attend to key `column` of s. Shapes broadcast."""
     low, high = keys_of(row, batch, t, s, segment, window, CAUSAL)
-    return is_within(column, low, high) & is_key
+    has_first: tl.constexpr = window is not None or segment is not None
+    return is_within(column, low, high, has_first) & is_key
 
 
 @triton.jit
 def _of_whole_tiles(low, open_low, open_high, high, SIZE: tl.constexpr):
     """The start, the open range and the end, of which all but the end are multiples of SIZE."""
-    if low is None:
-        low, open_low = 0, 0
     low, open_low = tl.maximum(low, 0), tl.maximum(open_low, 0)
     begin = low // SIZE * SIZE
     open_low = tl.cdiv(open_low, SIZE) * SIZE

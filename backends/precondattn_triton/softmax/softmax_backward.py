@@ -84,6 +84,7 @@ def _query_gradient(
     begin, low, high, end = keys_in_reach(
         tile * ROWS, ROWS, batch, t, s, k_valid, segment, window, CAUSAL, COLUMNS
     )
+    has_first: tl.constexpr = window is not None or segment is not None
     first_keys, last_keys = keys_of(rows[:, None], batch, t, s, segment, window, CAUSAL)
     # Two loops over wide rows in float32 spill more registers than one.
     IS_WIDE: tl.constexpr = EXACT and PADDED_D + PADDED_E > 256
@@ -106,7 +107,7 @@ def _query_gradient(
                 row_logs[:, None],
             )  # fmt: skip
             if phase == 1:
-                mask = is_within(columns[None, :], first_keys, last_keys)
+                mask = is_within(columns[None, :], first_keys, last_keys, has_first)
                 if k_valid is not None:
                     mask &= is_key[None, :]
                 scores = tl.where(mask, scores, float("-inf"))
@@ -169,6 +170,7 @@ def _key_gradient(
     for phase in tl.static_range(1 if IS_ONE_LOOP else 0, 2):
         first, last = visits(begin, low, high, end, phase)
         if phase == 1:
+            has_first: tl.constexpr = CAUSAL or window is not None or segment is not None
             first_queries, last_queries = queries_of(
                 keys[:, None], batch, t, s, segment, window, CAUSAL
             )  # fmt: skip
@@ -197,7 +199,7 @@ def _key_gradient(
                     row_logs[None, :],
                 )  # fmt: skip
                 if phase == 1:
-                    mask = is_within(queries[None, :], first_queries, last_queries)
+                    mask = is_within(queries[None, :], first_queries, last_queries, has_first)
                     scores = tl.where(mask, scores, float("-inf"))
                 a = tl.exp2(scores)
                 value_acc = add_product(a, d_o, value_acc, PRECISION, TWO_PARTS)

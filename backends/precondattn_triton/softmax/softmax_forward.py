@@ -127,6 +127,7 @@ def _forward(
     begin, low, high, end = keys_in_reach(
         tile * ROWS, ROWS, batch, t, s, k_valid, segment, window, CAUSAL, COLUMNS
     )
+    has_first: tl.constexpr = window is not None or segment is not None
     first_keys, last_keys = keys_of(rows[:, None], batch, t, s, segment, window, CAUSAL)
     # Two loops over wide rows in float32 spill more registers than one.
     IS_WIDE: tl.constexpr = EXACT and PADDED_D + PADDED_E > 256
@@ -147,7 +148,7 @@ def _forward(
                 softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
             )  # fmt: skip
             if phase == 1:
-                mask = is_within(columns[None, :], first_keys, last_keys)
+                mask = is_within(columns[None, :], first_keys, last_keys, has_first)
                 if k_valid is not None:
                     mask &= is_key[None, :]
                 scores = tl.where(mask, scores, float("-inf"))
