@@ -35,9 +35,13 @@ def main() -> None:
     assert len(many) > 400, len(many)
     # LUCID's update sums keys only with as many programs as there are multiprocessors: the calls of
     # the headlines launch it.
-    tiles = REGISTRY.find("lucid_update_with_sums", 128, True, architecture="sm_90")
-    summing = str(tiles.rows), str(tiles.columns)
-    missing = {each for each in many - few if not (each[0] == "update" and each[1:3] == summing)}
+    found = [
+        REGISTRY.find("lucid_update_with_sums", width, half, architecture="sm_90")
+        for width in (64, 128, 256)
+        for half in (True, False)
+    ]
+    summing = {(str(tiles.rows), str(tiles.columns)) for tiles in found}
+    missing = {each for each in many - few if not (each[0] == "update" and each[1:3] in summing)}
     print("missing:", sorted(missing))
 
 

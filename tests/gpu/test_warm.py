@@ -22,7 +22,7 @@ def test_what_is_compiled_for_a_call_is_what_the_call_launches():
         env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "32 kernels, different: []"
+    assert done.stdout.splitlines()[-1] == "37 kernels, different: []"
 
 
 def test_every_shipped_call_and_every_headline_is_compiled_in_the_order_of_the_first_run():

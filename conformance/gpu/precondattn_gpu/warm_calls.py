@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from unittest.mock import patch
 
 import precondattn as pa
+from precondattn.cache.known_lengths import remembered
 from precondattn.execution import preparation
-from precondattn.execution.cache_checks import keeps_tokens
 from precondattn_gpu import call as of_gpu
 from precondattn_gpu import shipped
 from precondattn_gpu.alive_parts import is_first, turn
@@ -105,18 +105,21 @@ def _call(work: WarmCall) -> None:
 
 
 def _steps(work: WarmCall) -> None:
-    """Extend a cache of zeros by one token. A cache of meta tensors would have another layout."""
+    """Fill a cache in parts, and extend it by one token, as `CacheDecoder` does.
+
+    A cache of meta tensors would have another layout.
+    """
     import torch
 
     mechanism = pa.parse(work.mechanism)
     token = _inputs(work, 1, "cpu")
     for tokens in {work.layout.t, min(work.layout.t, BRIEF)}:
-        # The kernels of longer extensions are those of states.
-        counts = [] if keeps_tokens(mechanism) else [min(PREFILL, tokens - 1), tokens - 1]
-        extensions = [_inputs(work, (count - 1) % PREFILL + 1, "cpu") for count in counts]
-        for new in (*extensions, token):
+        context = tokens - 1
+        parts = [(at, min(PREFILL, context - at)) for at in range(0, context, PREFILL)]
+        for at, count in dict.fromkeys((*parts[:2], *parts[-1:], (context, 1))):
+            new = _inputs(work, count, "cpu")
             cache = mechanism.init_cache(**token, capacity=tokens)
-            cache = cache._replace(length=torch.full_like(cache.length, tokens - 1))
+            cache = cache._replace(length=remembered(torch.full_like(cache.length, at), at))
             # Mesa reads whether its query is solved from memory that no kernel has written.
             with torch.no_grad(), suppress(pa.NotSolvedError):
                 mechanism.extend(cache, **new, backend=work.backends, donate=True)
