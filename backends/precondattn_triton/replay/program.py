@@ -84,7 +84,7 @@ class InterpretedLaunch(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One of PyTorch's operators."""
+    """A call of one of PyTorch's operators."""
 
     recorded: RecordedOperator
     filled: tuple[int, ...]

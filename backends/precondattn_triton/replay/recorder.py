@@ -77,7 +77,7 @@ class RecordedLaunch(NamedTuple):
 
 
 class RecordedOperator(NamedTuple):
-    """One of PyTorch's operators, with places instead of arrays."""
+    """A call of one of PyTorch's operators, with places instead of arrays."""
 
     operator: Operator
     arguments: tuple[Value, ...]

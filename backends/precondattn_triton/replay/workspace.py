@@ -1,4 +1,4 @@
-"""Where the arrays of a recorded call lie in one workspace.
+"""The places of a recorded call's arrays in one workspace.
 
 An array has its bytes from the first to the last step that uses it; afterwards others may have
 them. The largest are placed first, each at the lowest address that is free while it is used.
@@ -19,7 +19,7 @@ class Lifetime(NamedTuple):
     first: int
     last: int
     size: int
-    """In bytes."""
+    """The number of bytes."""
 
 
 def offsets_of(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
