@@ -46,7 +46,7 @@ class ReplayedMethod:
     def _first(
         self, signature: Signature, inputs: list[Tensor], arguments: tuple[Argument, ...]
     ) -> Result:
-        """Run the method for the first or the second call with a signature; the second is recorded."""
+        """Run the first or the second call with a signature; the second is recorded."""
         if signature not in self._seen:
             if len(self._seen) >= KEPT:
                 self._seen.clear()
