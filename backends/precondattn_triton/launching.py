@@ -64,7 +64,7 @@ _compiled: dict[Hashable, HeldKernel] = {}
 
 
 class _Observer(threading.local):
-    """What is told of every launch in this thread, after it."""
+    """The function that gets every launch of this thread, after it; None if nothing observes."""
 
     found: Callable[..., None] | None = None
 

@@ -7,7 +7,7 @@ Allocations that only launches use are parts of one workspace.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from precondattn_triton.replay.recorder import (
     RecordedOperator,
     Recorder,
     Value,
+    found_in,
 )
 from precondattn_triton.replay.workspace import Lifetime, offsets_of
 
@@ -117,12 +118,12 @@ class LaunchProgram:
         self._inputs = len(recorder._inputs)
         self._count = self._inputs + len(recorder.made)
         self._steps = [_step(each) for each in recorder.steps]
-        kept = {place.array for place in _places_in(self._result)}
+        kept = {place.array for place in found_in(self._result, Place)}
         operands = set[int]().union(*map(_used_by_operator, recorder.steps))
         own = kept | operands
         lifetimes: dict[int, Lifetime] = {}
         for at, each in enumerate(recorder.steps):
-            for place in _places_in(each):
+            for place in found_in(each, Place):
                 number = place.array
                 if number >= self._inputs and number not in own:
                     size = recorder.made[number - self._inputs].bytes
@@ -144,7 +145,7 @@ class LaunchProgram:
 
     def _geometry(self, number: int, made: MadeArray, *, is_operand: bool) -> Geometry:
         """How an array is allocated: as the result has it, if that is all of its memory."""
-        places = {place for place in _places_in(self._result) if place.array == number}
+        places = {place for place in found_in(self._result, Place) if place.array == number}
         if len(places) == 1 and not is_operand:
             (place,) = places
             if place.offset == 0 and math.prod(place.size) * place.dtype.itemsize == made.bytes:
@@ -193,7 +194,7 @@ def _step(recorded: RecordedLaunch | RecordedOperator) -> Launch | InterpretedLa
         given = recorded.arguments
         arrays = tuple(i for i, each in enumerate(given) if isinstance(each, Place))
         others = [each for each in given if not isinstance(each, Place)], recorded.keywords
-        return Operation(recorded, () if any(_places_in(others)) else arrays)
+        return Operation(recorded, () if any(found_in(others, Place)) else arrays)
     held = recorded.held
     if held is None:
         return InterpretedLaunch(recorded)
@@ -238,29 +239,19 @@ def _tuple_like(value: tuple[Value, ...], entries: list[Value]) -> Value:
     return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
 
 
-def _places_in(value: Value) -> Iterator[Place]:
-    if isinstance(value, Place):
-        yield value
-    elif isinstance(value, dict):
-        yield from _places_in(tuple(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _places_in(each)
-
-
 def _used_by_operator(step: RecordedLaunch | RecordedOperator) -> set[int]:
     """The numbers of the arrays that one of PyTorch's operators uses, which are tensors."""
     if isinstance(step, RecordedLaunch):
         return set()
     made = {number for number in step.results if number is not None}
-    return made | {place.array for place in _places_in(step)}
+    return made | {place.array for place in found_in(step, Place)}
 
 
 def _last_uses(recorder: Recorder, numbers: set[int], inputs: int) -> list[list[int]]:
     """For each step, the arrays that no later step uses."""
     last = {}
     for at, step in enumerate(recorder.steps):
-        for number in {place.array for place in _places_in(step)} | _used_by_operator(step):
+        for number in {place.array for place in found_in(step, Place)} | _used_by_operator(step):
             if number in numbers and number >= inputs:
                 last[number] = at
     return [[n for n, found in last.items() if found == at] for at in range(len(recorder.steps))]

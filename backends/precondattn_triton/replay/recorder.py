@@ -11,7 +11,7 @@ PyTorch's operators. A call is not repeated if it
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ DEPENDS_ON_ENTRIES = frozenset(
     }
 )
 
+Found = TypeVar("Found")
 Value = Any
 """An argument or result of an operator or a launch."""
 Operator = Any
@@ -157,7 +158,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def _observe(
         self, func: Operator, args: tuple[Value, ...], kwargs: dict[str, Value], result: Value
     ) -> None:
-        given, results = list(_arrays_in((args, kwargs))), _listed(result)
+        given, results = list(found_in((args, kwargs), Tensor)), _listed(result)
         if not all(isinstance(r, Tensor) for r in results) or DEPENDS_ON_ENTRIES & set(func.tags):
             self.obstacle = f"{func} depends on entries"
         elif any(a.device != self.device for a in (*given, *results)):
@@ -219,14 +220,15 @@ def _listed(result: Value) -> list[Value]:
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
-def _arrays_in(value: Value) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
+def found_in(value: Value, kind: type[Found]) -> Iterator[Found]:
+    """All objects of a type in a structure of tuples, lists and dictionaries."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, dict):
-        yield from _arrays_in(tuple(value.values()))
+        yield from found_in(tuple(value.values()), kind)
     elif isinstance(value, (tuple, list)):
         for each in value:
-            yield from _arrays_in(each)
+            yield from found_in(each, kind)
 
 
 def _is_view(func: Operator, given: list[Tensor], results: list[Tensor]) -> bool:

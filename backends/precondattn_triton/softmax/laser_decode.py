@@ -190,7 +190,7 @@ def finish(
         exponent, total = with_sums(exponent + (largest - base)[:, None], total, term, 1.0)
         largest = higher
 
-    is_row = weight != 0  # Also true for NaN, which a NaN in a key gives.
+    is_row = weight != 0  # A NaN in a key makes it NaN, which is not 0.
     if is_token is not None:
         of_row = is_token + b * token_b + row // group
         is_row = is_row & (tl.load(of_row, mask=row < group * t, other=0) != 0)

@@ -263,7 +263,7 @@ def _close(
     total = row_sums(total)
     rows = tokens_again(tile, ROWS)
     is_row = is_token(q_valid, batch, rows, t)
-    has_keys = is_row & (total != 0)  # Also true for NaN, which a NaN in a key gives.
+    has_keys = is_row & (total != 0)  # A NaN in a key makes it NaN, which is not 0.
     channels = tl.arange(0, PADDED_E)
     at = (batch * n + kv) * E + channels
     nu = tl.load(shift + at, mask=channels < E, other=0.0)

@@ -169,7 +169,7 @@ def _wide_close(
         w_tile = _load(w, columns, columns < s, E, 1, part * PART, E, PART)
         largest, total, acc = with_tile(largest, total, acc, scores, w_tile, PRECISION)
 
-    has_keys = is_row & (total != 0)  # Also true for NaN, which a NaN in a key gives.
+    has_keys = is_row & (total != 0)  # A NaN in a key makes it NaN, which is not 0.
     channels = part * PART + tl.arange(0, PART)
     at = (batch * n + kv) * E + channels
     nu = tl.load(shift + at, mask=channels < E, other=0.0)

@@ -108,7 +108,7 @@ def keys_in_reach(
     first, count, batch, t, s, k_valid, segment, window,
     CAUSAL: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """For `count` queries from `first` on: the first key, the open range, and the end."""
+    """The first key of `count` queries from `first` on, the open range of keys, and their end."""
     last = tl.minimum(first + count, t) - 1
     low, open_high = keys_of(first, batch, t, s, segment, window, CAUSAL)
     open_low, high = keys_of(last, batch, t, s, segment, window, CAUSAL)
@@ -121,7 +121,7 @@ def keys_in_reach(
 def queries_in_reach(
     first, count, batch, t, s, segment, window, CAUSAL: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """For `count` keys from `first` on: the first query, the open range, and the end.
+    """The first query of `count` keys from `first` on, the open range of queries, and their end.
 
     Masks of single keys or queries are not considered.
     """
