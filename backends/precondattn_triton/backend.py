@@ -81,6 +81,7 @@ KERNELS: KernelTable = {
     pa.Path: "precondattn_triton.path.leaf:PathKernels",
     pa.Windowed: "precondattn_triton.windowed.leaf:WindowedKernels",
     (pa.LucidSolve, pa.Softmax): "precondattn_triton.lucid.step:LucidStep",
+    (pa.LucidSolve, pa.Path): "precondattn_triton.lucid.path_step:LucidPathStep",
     (
         pa.Softmax,
         pa.Softmax,

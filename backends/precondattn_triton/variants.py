@@ -133,6 +133,9 @@ EXTENSIONS: Shipped = (
     ("path[flush=64]", (torch.bfloat16,), ((128, 512), (128, 128), (64, 64))),
     ("path[flush=64]", (torch.float32,), ((128, 256), (128, 128), (64, 64))),
     ("path[flush=64]", (torch.float16,), ((128, 128),)),
+    ("lucid_solve[metric=transported]", (torch.bfloat16,), ((128, 128), (64, 64))),
+    ("lucid_solve[metric=transported]", (torch.float32,), ((128, 128), (64, 64))),
+    ("lucid_solve[metric=transported]", (torch.float16,), ((128, 128),)),
 )
 """Extensions of a cache by many tokens."""
 
@@ -226,6 +229,8 @@ def variants(target: str) -> Iterator[Variant]:
                         *(function, dtype, _first_dtype(launch), constants, tuned, is_wide),
                         *(_is_packed(launch), *(_has(launch, name) for name in OPTIONAL)),
                         _is_of_blocks(launch),
+                        # Of the new tokens after a cache, LUCID's right sides are float32.
+                        _dtype_of(launch, "v"),
                     )
                     if identity not in yielded:
                         yielded.add(identity)
@@ -264,6 +269,11 @@ def _first_dtype(launch: TritonLaunch) -> torch.dtype:
     """The dtype of the first array: operands may be in the call's dtype or in another."""
     arrays = (a for a in launch.arguments.values() if isinstance(a, torch.Tensor))
     return next(arrays).dtype
+
+
+def _dtype_of(launch: TritonLaunch, name: str) -> torch.dtype | None:
+    array = launch.arguments.get(name)
+    return array.dtype if isinstance(array, torch.Tensor) else None
 
 
 def _has(launch: TritonLaunch, name: str) -> bool:

@@ -59,6 +59,8 @@ class LucidBorders(NamedTuple):
     """z (levels, m, T, D)"""
     products: list[Tensor]
     """P of the complete blocks (m, blocks, D, D) of every level but the last, in the dtype of z"""
+    rows: Tensor
+    """κ and x at the borders of the last level (2, m, T, D), float32, or x at the first token"""
 
     def level(self, half: int) -> int:
         """The level whose blocks have `half` tokens."""
@@ -72,8 +74,12 @@ def borders_of(
     masks: KernelMasks,
     *,
     with_inverse: bool,
+    to_start: bool = False,
 ) -> LucidBorders:
-    """Borders of a call: k̂ (m, T, D), 0 for invalid tokens and padding; w and β (b, s, n, …)."""
+    """Borders of a call: k̂ (m, T, D), 0 for invalid tokens and padding; w and β (b, s, n, …).
+
+    `to_start` carries all rows x back to the first token.
+    """
     by_token = unit.view(plan.b, plan.n, plan.tokens, plan.key_width).transpose(1, 2)
     k = by_token[:, : plan.s, :, : plan.d]
     chunking = plan.reflections._replace(rows=plan.path_chunk)
@@ -95,12 +101,12 @@ def borders_of(
         launch(
             lucid_crossing.cross, (plan.tokens // plan.reflections.rows, plan.heads),
             rows, products[level], keys[level], plan.tokens, half,
-            0 if is_last else plan.tokens // half, **_crossing(plan),
+            0 if is_last and not to_start else plan.tokens // half, **_crossing(plan),
         )  # fmt: skip
         if not is_last:
             first, second = _halves(products[level])
             products.append(second @ first)
-    return LucidBorders(k, x["beta"], chunks, chunk_scores, keys, products)
+    return LucidBorders(k, x["beta"], chunks, chunk_scores, keys, products, rows)
 
 
 class BorderGradients(NamedTuple):

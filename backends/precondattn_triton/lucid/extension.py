@@ -17,6 +17,7 @@ time, with the query heads of a key/value head as further rows: only a mask of t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,57 +35,71 @@ QUERIES = 512
 """New tokens in one call of PyTorch's attention."""
 
 
+class KnownTokens(NamedTuple):
+    """The tokens of a cache that are the first columns of the matrix."""
+
+    k: Tensor
+    """(b, c, n, d)"""
+    solved: Tensor
+    """y (b, c, n, e)"""
+    valid: Tensor | None
+    """(b, c), boolean"""
+
+
 class ExtendedMatrix(LucidMatrix):
     """The matrix of cached and new tokens, with y of the cached ones."""
 
     def __init__(
-        self, leaf: LucidSolve, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
+        self,
+        leaf: LucidSolve,
+        past: KnownTokens,
+        x: Mapping[str, Tensor],
+        new_valid: Tensor | None,
     ) -> None:
-        keys, k = past["key"], x["k"]
-        t, capacity = k.shape[1], keys.shape[1]
-        count = capacity if frame.held is None else frame.held
-        if frame.held is None and frame.longest is not None:
-            count = min(frame.longest, capacity)
-        plan = plan_of(leaf, k[:, :1].expand(-1, count + t, -1, -1), x["v"])
+        """`new_valid` (b, t) are the valid ones of the new tokens `x`."""
+        k, count = x["k"], past.k.shape[1]
+        self.past, self.new = past, x
+        plan = plan_of(leaf, k[:, :1].expand(-1, count + k.shape[1], -1, -1), x["v"])
         self.known = -(-count // plan.super_block) * plan.super_block
-        self.plan = plan._replace(
-            s=self.known + t, tokens=self.known + -(-t // plan.unit) * plan.unit
-        )
-        all_keys = k.new_empty((k.shape[0], self.plan.s, *k.shape[2:]))
-        all_keys[:, :count] = keys[:, :count]
-        all_keys[:, self.known :] = k
+        new_tokens = -(-k.shape[1] // plan.unit) * plan.unit
+        self.plan = plan._replace(s=self.known + k.shape[1], tokens=self.known + new_tokens)
         self.leaf, self.backward, self.borders = leaf, False, None
-        beta = {
-            name: functional.pad(x[name], (0, 0, self.known, 0))
-            for name in x
-            if name == "lucid_beta"
-        }
-        self.x = {**x, "k": all_keys, **beta}
-        self.valid = self._validity(frame, count, capacity)
+        self.valid = self._validity(new_valid)
         self.masks = KernelMasks(None, self.valid.to(torch.uint8), None)
-        self.past_solved = past["solved"][:, :count]
+        beta = {name: self.after_known(x[name]) for name in x if name == "lucid_beta"}
+        self.x = {**x, "k": self.after_known(k, past.k), **beta}
         self.prepared = self._prepare()
 
-    def _validity(self, frame: Frame, count: int, capacity: int) -> Tensor:
+    def after_known(self, new: Tensor, old: Tensor | None = None) -> Tensor:
+        """An array (b, s, n, …) of known and new tokens; without `old`, those are 0."""
+        shape = new.shape[0], self.plan.s, *new.shape[2:]
+        array = new.new_zeros(shape) if old is None else new.new_empty(shape)
+        if old is not None:
+            array[:, : old.shape[1]] = old
+        array[:, self.known :] = new
+        return array
+
+    def _validity(self, new_valid: Tensor | None) -> Tensor:
         """Which tokens are valid (b, s)."""
-        b, known, s = self.plan.b, self.known, self.plan.s
-        valid = torch.ones((b, s), dtype=torch.bool, device=self.x["k"].device)
-        valid[:, count:known] = False
-        if frame.held is None:
-            assert frame.k_valid is not None  # An extension always has the validity of slots.
-            valid[:, :count] = frame.k_valid[:, :count]
-            valid[:, known:] = frame.k_valid[:, capacity:]
-        return valid
+        plan, count, valid = self.plan, self.past.k.shape[1], self.past.valid
+        all_valid = torch.ones((plan.b, plan.s), dtype=torch.bool, device=self.past.k.device)
+        all_valid[:, count : self.known] = False
+        if valid is not None:
+            all_valid[:, :count] = valid
+        if new_valid is not None:
+            all_valid[:, self.known :] = new_valid
+        return all_valid
 
     def _operands(self) -> tuple[Tensor, Tensor, Tensor]:
         solved, sizes, ratios = super()._operands()
-        plan, (b, count, n, e) = self.plan, self.past_solved.shape
+        plan, past = self.plan, self.past.solved
+        b, count, n, e = past.shape
         if self.known == 0:
             return solved, sizes, ratios
         is_valid = self.valid[:, :count, None, None]
         by_head = solved.view(b, n, plan.tokens, plan.step)[:, :, : self.known]
-        y = self.past_solved.new_zeros(by_head.shape)
-        y[:, :, :count, :e] = torch.where(is_valid, self.past_solved, 0.0).transpose(1, 2)
+        y = past.new_zeros(by_head.shape)
+        y[:, :, :count, :e] = torch.where(is_valid, past, 0.0).transpose(1, 2)
         if not plan.half:
             by_head.copy_(y)
             return solved, sizes, ratios
@@ -100,26 +115,39 @@ class ExtendedMatrix(LucidMatrix):
         by_head.copy_(scaled.view(by_head.shape))
         return solved, sizes, ratios
 
+    def new_rows(self, right: Tensor) -> tuple[Tensor, Tensor | None]:
+        """y (b, t, n, e) of the new tokens for the right side of theirs, and rms(k) (b, t, n)."""
+        plan, v = self.plan, self.new["v"]
+        y = torch.empty_like(v, memory_format=torch.contiguous_format)
+        self.solve(right, y, torch.empty_like(y) if self.leaf.beta else None)
+        if self.leaf.normalize != "keys":
+            return y, None
+        reciprocal = self.prepared.reciprocal.view(plan.b, plan.n, plan.tokens)
+        return y, 1.0 / reciprocal[:, :, self.known : plan.s].transpose(1, 2)
+
+
+def extended_matrix(
+    leaf: LucidSolve, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
+) -> ExtendedMatrix:
+    """The matrix with all tokens of a cache; `past` is by slot."""
+    keys, solved = past["key"], past["solved"]
+    capacity = keys.shape[1]
+    if frame.held is not None:
+        known = KnownTokens(keys[:, : frame.held], solved[:, : frame.held], None)
+        return ExtendedMatrix(leaf, known, x, None)
+    count = capacity if frame.longest is None else min(frame.longest, capacity)
+    assert frame.k_valid is not None  # An extension always has the validity of slots.
+    known = KnownTokens(keys[:, :count], solved[:, :count], frame.k_valid[:, :count])
+    return ExtendedMatrix(leaf, known, x, frame.k_valid[:, capacity:])
+
 
 def extend(
     leaf: LucidSolve, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
 ) -> tuple[Tensor, Updates]:
     """y of the new tokens (b, t, n, e), and the updates of the buffers; `past` is by slot."""
-    matrix = ExtendedMatrix(leaf, past, x, frame)
-    return _solved(matrix)
-
-
-def _solved(matrix: ExtendedMatrix) -> tuple[Tensor, Updates]:
-    leaf, plan, v = matrix.leaf, matrix.plan, matrix.x["v"]
-    k = matrix.x["k"][:, matrix.known :]
-    y = torch.empty_like(v, memory_format=torch.contiguous_format)
-    rho = torch.empty_like(y) if leaf.beta else None
-    matrix.solve(v, y, rho)
-    updates: Updates = {"key": Append(k), "solved": Append(y)}
-    if leaf.normalize == "keys":
-        reciprocal = matrix.prepared.reciprocal.view(plan.b, plan.n, plan.tokens)
-        updates["rms"] = Append(1.0 / reciprocal[:, :, matrix.known : plan.s].transpose(1, 2))
-    return y, updates
+    y, rms = extended_matrix(leaf, past, x, frame).new_rows(x["v"])
+    updates: Updates = {"key": Append(x["k"]), "solved": Append(y)}
+    return y, updates if rms is None else {**updates, "rms": Append(rms)}
 
 
 def extend_and_attend(
@@ -128,14 +156,14 @@ def extend_and_attend(
     past: Mapping[str, Tensor],
     x: Mapping[str, Tensor],
     frame: Frame,
-) -> tuple[Tensor, Tensor, Updates]:
-    """The output (b, t, h, e) of softmax attention to y, y, and the updates of `extend`."""
-    matrix = ExtendedMatrix(leaf, past, x, frame)
-    y, updates = _solved(matrix)
-    count, known, t = matrix.past_solved.shape[1], matrix.known, y.shape[1]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The output (b, t, h, e) of softmax attention to y, y, and rms(k) if it is cached."""
+    matrix = extended_matrix(leaf, past, x, frame)
+    y, rms = matrix.new_rows(x["v"])
+    count, known, t = matrix.past.k.shape[1], matrix.known, y.shape[1]
     valid = torch.cat((matrix.valid[:, :count], matrix.valid[:, known:]), 1)
-    keys = torch.cat((past["key"][:, :count], x["k"]), 1)
-    values = torch.cat((matrix.past_solved, y), 1)
+    keys = torch.cat((matrix.past.k, x["k"]), 1)
+    values = torch.cat((matrix.past.solved, y), 1)
     if frame.held is None:
         # Masked slots may contain NaN.
         keys, values = (torch.where(valid[..., None, None], a, 0.0) for a in (keys, values))
@@ -149,7 +177,7 @@ def extend_and_attend(
         )
     if frame.q_valid is not None:
         out = torch.where(frame.q_valid[..., None, None], out, 0.0)
-    return out, y, updates
+    return out, y, rms
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, scale: float) -> Tensor:

@@ -34,6 +34,7 @@ from precondattn_triton.lucid import prepare as lucid_prepare
 from precondattn_triton.lucid import substitution as lucid_substitution
 from precondattn_triton.lucid.borders import LucidBorders, borders_gradient, borders_of
 from precondattn_triton.lucid.plan import UpdateStep, plan_of, update_steps
+from precondattn_triton.path.blocks import WIDEST
 from precondattn_triton.path.chunk_gradient import tokens_of
 from precondattn_triton.precision import exact
 from precondattn_triton.target import processors
@@ -309,20 +310,24 @@ class LucidSolveKernels:
         return self._refuses_extension(leaf, request) if request.verb == "extend" else None
 
     def _refuses_extension(self, leaf: LucidSolve, request: Request) -> str | None:
-        t = dict(request.shapes)["k"][1]
-        if leaf.metric != DOT:
-            return f"its step of the solve is that of the dot product; found {leaf.metric.name}"
+        _, t, _, d = dict(request.shapes)["k"]
         if "segment_ids" in request.masks:
             return "its step of the solve supports no packed sequences"
-        if t < FEWEST_NEW_TOKENS:
+        if leaf.metric != DOT and d > WIDEST:
+            return f"its step of the solve in PaTH's metric supports d ≤ {WIDEST}; found d={d}"
+        if leaf.metric == DOT and t < FEWEST_NEW_TOKENS:
             return f"its step of the solve supports {FEWEST_NEW_TOKENS} or more tokens; found t={t}"
         return None
 
     def step(
         self, leaf: LucidSolve, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, Updates]:
-        """y of many new tokens (b, t, n, e), and the updates of the cache's buffers."""
-        from precondattn_triton.lucid.extension import extend
+        """y of new tokens (b, t, n, e), and the updates of the cache's buffers."""
+        # Both modules import this one.
+        if leaf.metric == DOT:
+            from precondattn_triton.lucid.extension import extend
+        else:
+            from precondattn_triton.lucid.transported_extension import extend
 
         keys = leaf.program.slot_keys[0]
         y, updates = extend(leaf, {slot: past[key] for slot, key in keys.items()}, x, frame)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from precondattn.algebra.piece import Piece
 from precondattn.backend import Request
-from precondattn.cache import Append, Updates
+from precondattn.cache import Updates
 from precondattn.dispatch.recognition import is_lucid
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import MOST_HEADS, NARROWEST, padded_width
@@ -118,9 +118,5 @@ class LucidStep(LucidStepKernels):
     ) -> tuple[Tensor, Updates]:
         solve, softmax = leaves_of(group)
         slots = {slot: past[key] for slot, key in group.program.slot_keys[0].items()}
-        out, y, updates = extend_and_attend(
-            solve, softmax.scale_for(x["q"].shape[3]), slots, x, frame
-        )
-        rms = updates.get("rms")
-        assert rms is None or isinstance(rms, Append)
-        return out, self.updates(group, x["k"], y, None if rms is None else rms.tokens)
+        out, y, rms = extend_and_attend(solve, softmax.scale_for(x["q"].shape[3]), slots, x, frame)
+        return out, self.updates(group, x["k"], y, rms)

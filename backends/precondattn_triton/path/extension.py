@@ -62,15 +62,17 @@ def path_extend(
     leaf: Path, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
 ) -> tuple[Tensor, Updates]:
     """The output (b, t, h, e), and the updates by slot."""
-    recent = _recent(leaf, past, x, frame)
+    recent = recent_tokens(leaf.flush, past, x, frame)
     updates: Updates = {"value": Append(x["v"])}
-    return _read(leaf, past, x, frame, recent), updates | _advanced(leaf, past, x, frame, recent)
+    updates |= advanced(leaf.flush, past, frame, recent)
+    return _read(leaf, past, x, frame, recent), updates
 
 
-def _recent(
-    leaf: Path, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
+def recent_tokens(
+    flush: int, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
 ) -> RecentTokens:
-    keys, flush, (b, t) = past["key"], leaf.flush, x["k"].shape[:2]
+    """The tokens of an extension that are not flushed before it."""
+    keys, (b, t) = past["key"], x["k"].shape[:2]
     capacity = keys.shape[1]
     lengths = frame.q_position[:, 0].expand(b).contiguous()
     pending = min(flush - 1, capacity) if frame.held is None else frame.held % flush
@@ -152,15 +154,10 @@ def _read(
     return out
 
 
-def _advanced(
-    leaf: Path,
-    past: Mapping[str, Tensor],
-    x: Mapping[str, Tensor],
-    frame: Frame,
-    recent: RecentTokens,
-) -> Updates:
+def advanced(flush: int, past: Mapping[str, Tensor], frame: Frame, recent: RecentTokens) -> Updates:
     """The updates of keys and pending reflections."""
-    flush, pending, t = leaf.flush, recent.pending, x["k"].shape[1]
+    pending = recent.pending
+    t = recent.k.shape[1] - pending
     # How many of the recent tokens the new last flush has passed: of each sequence, or of all.
     if frame.held is not None:
         passed = (pending + t) // flush * flush
