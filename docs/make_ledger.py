@@ -67,20 +67,39 @@ Measured = Mapping[str, Mapping[str, float]]
 CALLS = """\
 ## What a call asks of the host and of memory
 
-Counted and timed without a GPU ([how](kernels.md#the-hosts-time-of-a-call)), of Triton's kernels
-and of the operators of PyTorch around them, without PyTorch's own attention: b = 1, h = n = 16,
-d = e = 128, bfloat16. An array counts once a launch, and whole. So the bytes of `lucid`, whose
-launches read parts of arrays, are those of its kernels above. In a cell with an arrow, the first
-value is that before kernels had fewer launches and were held by the signature of their arguments.
-The host is one core of an {processor}. Steps waited for the device before.
+A call is causal, on one sequence of 16 heads, with keys and values of width 128, in bfloat16. The
+number in its name is that of its tokens. A step adds one token to a cache that has room for so
+many and is half full.
 
-FLOPs are those of products of tiles, masked pairs included, and three for one in float32's accuracy
-([how](kernels.md#the-flops-of-a-call)). GLA's scores are computed by halving chunks: more products
-replace 16 steps in sequence. Those of `lucid` are computed from the model of its kernels, which
-agrees with the count of its forward call at 8,192 tokens. `path` forward and backward, and steps,
-were not counted before.
+* **Counted** [without a GPU](kernels.md#the-hosts-time-of-a-call): launches of Triton's kernels,
+  and operators of PyTorch that launch kernels, without its attention. **Bytes** of both: an array
+  counts once a launch, and whole, a cache too. **FLOPs** of products of tiles, masked pairs and
+  padded rows included; a product in float32's accuracy is three.
+* **Computed** for full calls of `lucid`, from the model of its kernels (`work.py`): FLOPs, which
+  agree with the count of the forward call at 8,192 tokens, and the bytes of `update` and
+  `substitute`, whose launches read parts of arrays. Other FLOPs are in part from counts at fewer
+  tokens, in which they are quadratic ([which](kernels.md#the-flops-of-a-call)).
+* **Measured**: the host's time, in which PyTorch's operators and Triton's kernels do nothing, on
+  one core of an {processor}.
+* Nothing is guessed.
 
-| call | launches | operators of PyTorch | FLOPs | bytes of kernels | bytes of operators | host |
+In a cell with an arrow, the first value is that of the version before calls were repeated. Arrows
+in the tables above begin at an earlier one. What the columns do not say:
+
+* **Steps before**: the host did not know how many tokens a cache on a GPU had. So a step read all
+  of its slots, and the host waited for the device as often as the cell says. The time is without
+  what a wait takes.
+* **Steps**: that of `gated_delta` computes sums in place of products of tiles. That of `path`
+  rewrites the cached keys each time, unless `flush` is above 1.
+* **`path`** stores a matrix for each block of chunks, by which a query passes the block in one
+  product, not in one for each chunk: forward, more bytes and fewer FLOPs. Before, 0.7 % of the
+  FLOPs forward and backward are products of PyTorch.
+* **`lucid`** has more launches for smaller super-blocks. Sums for the gradient of the keys take
+  more bytes and fewer FLOPs.
+* **`gla`** computes scores by halving chunks: more products replace 16 steps in sequence.
+* **`differential`** sums the weights of each row by a product with 16 columns, forward.
+
+| call | launches | operators | FLOPs | bytes of launches | bytes of operators | host's time |
 |---|---|---|---|---|---|---|
 """
 
@@ -161,25 +180,35 @@ def counted() -> str:
     )
     lines = []
     for name, row in now.items():
-        earlier = before.get(name)
+        earlier = before[name]
         cells = [
             f"`{name.split()[0]}` {name.partition(' ')[2]}",
             _change(earlier, row, "launches", str),
             _change(earlier, row, "operators", str),
-            _change(flops_before.get(name), flops[name], "flops", "{:.3g}".format)
-            if name in flops
-            else "–",
-            "–" if name.startswith("lucid") else _change(earlier, row, "launched_bytes", _bytes),
+            _change(flops_before[name], flops[name], "flops", _flops),
+            _change(earlier, row, "launched_bytes", _bytes),
             _change(earlier, row, "bytes", _bytes),
-            _change(earlier, row, "microseconds", "{:.0f} µs".format),
+            _host(earlier) + " → " + _host(row),
         ]
         lines.append(_row(*cells))
     processor = content["now"]["processor"]
     return CALLS.format(processor=processor) + "\n".join(lines) + "\n\n"
 
 
+def _flops(number: int) -> str:
+    return f"{number:.3g}".replace("e+0", "e").replace("e+", "e") if number else "none"
+
+
 def _bytes(number: int) -> str:
-    return f"{number / 1e9:.2f} GB"
+    if number >= 1e8:
+        return f"{number / 1e9:.2f} GB"
+    return f"{number / 1e6:.1f} MB" if number >= 1e5 else f"{number / 1e3:.0f} kB"
+
+
+def _host(row: dict[str, Any]) -> str:
+    waits = row.get("waits", 0)
+    more = f" and {waits} wait{'s' if waits > 1 else ''}" if waits else ""
+    return f"{row['microseconds']:.0f} µs{more}"
 
 
 def _kernels(

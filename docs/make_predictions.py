@@ -14,10 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from precondattn_gpu.lucid_parts import configuration, lucid_work
 from precondattn_kernel_tools.roof import H100, H200, LAUNCH_GAP, KernelWork, Size, prediction
 from precondattn_triton import work
-from precondattn_triton.configurations import REGISTRY, Configuration
-from precondattn_triton.lucid.plan import NARROWEST_SOLVER, super_block_of
 from precondattn_triton.path.backward import REFLECTION_ELEMENTS
 from precondattn_triton.path.blocks import block_size
 
@@ -137,17 +136,10 @@ for PaTH all that is within chunks, and the matrices of blocks."""
 WITHOUT_FLASH = ("gated_delta", "gla")
 """Recurrences, which are not compared with flash attention."""
 
-UNIT = 128
-"""Tokens of the largest tile of LUCID's kernels."""
-
 
 def size_of(call: str, tokens: int, width: int) -> Size:
     heads = HEADS * (BATCH if call == "gated_delta" else 1)
     return Size(heads, tokens, width, width)
-
-
-def configuration(name: str, width: int) -> Configuration:
-    return REGISTRY.find(name, width, True, architecture="sm_90")
 
 
 def work_of(call: str, name: str, size: Size) -> KernelWork:
@@ -184,16 +176,7 @@ def work_of(call: str, name: str, size: Size) -> KernelWork:
     if call == "path":
         return path_work_of(name, size)
     if call == "lucid_solve":
-        tile, least = configuration("lucid_inverse", size.d)[:2]
-        block = super_block_of(size.tokens, least, UNIT)
-        if name == "substitute":
-            return work.substitute(size, tile, block, NARROWEST_SOLVER)
-        if name == "key_gradient":
-            return work.key_gradient(size, configuration("lucid_gradient", size.d), block)
-        if name == "update":
-            return work.update(size, configuration("lucid_update", size.d), block, tile)
-        tiles = configuration("lucid_update_with_sums", size.d)
-        return work.update(size, tiles, block, tile, key_sums=True)
+        return lucid_work(name, size)
     function, tiles = at[call, name]
     return function(size, configuration(tiles, size.d))
 

@@ -13,6 +13,8 @@ pytest.importorskip("triton")
 
 from precondattn_gpu.headline_calls import CALLS, STEP
 
+RECORDS = Path(__file__).parents[2] / "docs" / "measurements" / "host"
+
 
 @pytest.fixture(scope="module")
 def found():
@@ -25,6 +27,15 @@ def found():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_ledger_has_every_call_of_the_headlines_before_and_now():
+    host, flops = (
+        json.loads((RECORDS / f"{n}.json").read_text()) for n in ("host_time", "products")
+    )
+    names = [call.name for call in CALLS]
+    for column in ("before", "now"):
+        assert [*host[column]["calls"]] == [*flops[column]] == names
 
 
 @pytest.mark.slow

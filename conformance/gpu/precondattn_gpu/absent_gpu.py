@@ -7,6 +7,7 @@ no kernel there, and is replaced by an allocation of its result.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,22 +24,31 @@ Foreign = Any
 
 
 class Launches:
-    """How many kernels were launched, in place of a compiled kernel."""
-
-    function, packed_metadata = 0, ()
+    """How many kernels were launched."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.bytes: int | None = None
-        """The bytes of the arrays of all launches, each once a launch; None if not counted."""
+        self.bytes: Counter[str] | None = None
+        """The bytes of the arrays of all launches, each once a launch, by kernel; None if not
+        counted."""
+
+
+class CountedKernel:
+    """What counts the launches of a kernel, in place of the compiled one."""
+
+    function, packed_metadata = 0, ()
+
+    def __init__(self, name: str, launches: Launches) -> None:
+        self.name, self.launches = name, launches
 
     def launch_metadata(self, *_: object) -> None:
         """Nothing: no profiler looks at the launch."""
 
     def run(self, *arguments: object) -> None:
-        self.count += 1
-        if self.bytes is not None:
-            self.bytes += _bytes_of(arguments)
+        launches = self.launches
+        launches.count += 1
+        if launches.bytes is not None:
+            launches.bytes[self.name] += _bytes_of(arguments)
 
 
 class DriverOfAbsentGpu:
@@ -67,9 +77,10 @@ def absent_gpu() -> Iterator[tuple[torch.device, Launches]]:
 
     launches, device = Launches(), install()
 
-    def compiled(self: Foreign, key: object, _: object, index: int, *__: object) -> Launches:
-        self.device_caches[index][0][key] = launches
-        return launches
+    def compiled(self: Foreign, key: object, _: object, index: int, *__: object) -> CountedKernel:
+        kernel = CountedKernel(self.__name__, launches)
+        self.device_caches[index][0][key] = kernel
+        return kernel
 
     driver.set_active(DriverOfAbsentGpu())
     functional = torch.nn.functional

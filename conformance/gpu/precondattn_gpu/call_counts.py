@@ -5,7 +5,8 @@
 
 Triton's launches, and PyTorch's operators that launch a kernel themselves, with the bytes of their
 arguments and results. Views and allocations are none. PyTorch's own attention is not counted. An
-array counts once a launch, and whole, also if the kernel reads a part of it, or reads it twice.
+array counts once a launch, and whole, also if the kernel reads a part of it, or reads it twice. Of
+LUCID's solve, whose launches read parts of arrays, only the parts count (`lucid_parts.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from precondattn_gpu.headline_calls import HeadlineCall, ready
+from precondattn_gpu.lucid_parts import bytes_of_parts
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +33,7 @@ class CallCounts(NamedTuple):
     bytes: int
     """The bytes of the arguments and results of these operators."""
     launched_bytes: int
-    """The bytes of the arrays of Triton's launches."""
+    """The bytes of the arrays of Triton's launches, of LUCID's the parts that are read."""
 
     @property
     def operator_count(self) -> int:
@@ -51,14 +53,17 @@ def counts_of(call: HeadlineCall, device: torch.device, launches: Launches) -> C
 
     run, recorded = ready(call, device), torch.ops.absent.operators
     run()
-    before, launches.bytes = launches.count, 0
+    before, launches.bytes = launches.count, (by_kernel := Counter[str]())
     recorded(True)
     try:
         run()
     finally:
         lines = [line.split() for line in recorded(False).splitlines()]
-        launched, launches.bytes = launches.bytes, None
+        launches.bytes = None
     names = Counter(name.partition("::")[2] for name, _ in lines)
     total = sum(int(count) for _, count in lines)
     count = launches.count - before
+    parts = bytes_of_parts(call)
+    assert parts.keys() <= by_kernel.keys()
+    launched = sum({**by_kernel, **parts}.values())
     return CallCounts(count, dict(sorted(names.items())), total, launched)

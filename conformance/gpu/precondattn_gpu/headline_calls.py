@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 BACKENDS = ("triton", "torch")
-HEADS = 16
+HEADS, WIDTH = 16, 128
 FORWARD, BOTH, STEP = "forward", "forward and backward", "step"
 
 
@@ -86,7 +86,7 @@ def inputs_of(
     import torch
 
     heads = dict.fromkeys(("h", "n", "u"), HEADS)
-    sizes = {"b": 1, "t": tokens, "s": tokens, **heads, "d": 128, "e": 128}
+    sizes = {"b": 1, "t": tokens, "s": tokens, **heads, "d": WIDTH, "e": WIDTH}
     options = {"dtype": torch.bfloat16, "device": device, "requires_grad": requires_grad}
     patterns = pa.parse(call.mechanism).inputs
     return {name: torch.zeros(p.shape(sizes), **options) for name, p in patterns.items()}
