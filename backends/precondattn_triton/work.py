@@ -114,7 +114,7 @@ def key_gradient(size: Size, tiles: Configuration, block: int | None = None) -> 
         half=m * pairs * 2 * (2 * d + e),
         tf32=0,
         exponentials=m * pairs,
-        bytes=m * (own + t * d * HALF),
+        bytes=m * own,
         requested=m * (own + pairs // rows * (d + e) * HALF),
     )
 
