@@ -62,8 +62,9 @@ OUR_BACKENDS = ("cupy", "jax", "pallas", "portable", "torch", "triton")
 def only_the_reference(monkeypatch):
     """The reference alone, as a new process without our backends finds it.
 
-    What a test registers is forgotten.
+    What a test registers is forgotten, also by the plans that are kept for each number of changes.
     """
+    discovery._changes += 1
     monkeypatch.setattr(discovery, "_registered", {})
     monkeypatch.setattr(discovery, "_plug_ins", PlugIns(discovery.GROUP))
     monkeypatch.setattr(discovery, "_discovered", None)
@@ -76,6 +77,8 @@ def only_the_reference(monkeypatch):
         return [entry for entry in installed(**chosen) if entry.name not in OUR_BACKENDS]
 
     monkeypatch.setattr(metadata, "entry_points", of_others)
+    yield
+    discovery._changes += 1
 
 
 @pytest.fixture
