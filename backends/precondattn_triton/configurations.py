@@ -483,10 +483,9 @@ declare(
     architecture="sm_90",
 )
 declare("lucid_update", half={128: Configuration(128, 64, 8, 2)}, full={}, architecture="sm_90")
-# Two sums of 128 rows leave too few registers for 64 columns.
 declare(
     "lucid_update_with_sums",
-    half={128: Configuration(128, 32, 8, 2)},
+    half={128: Configuration(128, 64, 8, 2)},
     full={},
     architecture="sm_90",
 )

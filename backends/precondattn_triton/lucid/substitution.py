@@ -202,16 +202,17 @@ def scaled_sums_and_gradient(
         size = tl.load(sizes + block * STEP)
         next_unit = tl.max(size, axis=0)
         # Every thread has read rows and units of the block before.
-        units_before = tl.load(own_y_units)
+        units_before = tl.load(own_y_units, mask=index > 0, other=0.0)
         tl.debug_barrier()
         store_in_units(
             y, size * (1.0 / next_unit), y_units, scaled_y + row * STEP,
             count, width, y_s, y_e, ROWS, WIDTH, STEP,
         )  # fmt: skip
         tl.debug_barrier()
-        if index > 0:
-            total *= tl.load(ratios + block * STEP)[None, :]
-            gradient *= (units_before / tl.load(own_y_units) * (unit / next_unit))[:, None]
+        # Sums are scaled before the first block too, where they are 0: ptxas runs all products of a
+        # kernel one after another if an accumulator is scaled behind a branch.
+        total *= tl.load(ratios + block * STEP)[None, :]
+        gradient *= (units_before / tl.load(own_y_units) * (unit / next_unit))[:, None]
         unit = next_unit
         # An operand that is loaded stays in shared memory, not in registers.
         operand = load_rows(scaled_y, 0, 0, row, ROWS, WIDTH, 0, STEP)

@@ -51,12 +51,14 @@ def weights(
     HAS_SEGMENTS: tl.constexpr,
 ):
     """Φ of a tile, from ⟨k̂_i, k̂_j⟩; scale and shift are s and s d, times log₂ e."""
-    phi_tile = tl.exp2(scores * scale - shift)
+    exponents = scores * scale - shift
     if HAS_SEGMENTS:
         i_segments = tl.load(segments + i_start + tl.arange(0, scores.shape[0]))
         j_segments = tl.load(segments + j_start + tl.arange(0, scores.shape[1]))
-        phi_tile = tl.where(i_segments[:, None] == j_segments[None, :], phi_tile, 0.0)
-    return phi_tile
+        # Weights that are selected after they are rounded to 16 bits would take twice the registers.
+        same = i_segments[:, None] == j_segments[None, :]
+        exponents = tl.where(same, exponents, -float("inf"))
+    return tl.exp2(exponents)
 
 
 @triton.jit
