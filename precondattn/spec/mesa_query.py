@@ -73,7 +73,8 @@ class MesaQuery(Stateful):
 
         ‖r‖ ≤ τ ‖q‖ + 4 ε (tr H + max λ) ‖q*‖,    ε the distance from 1 to the next number.
 
-    Where it is not reached they raise a `NotSolvedError`, or, under JAX, the query is NaN.
+    Where it is not reached they raise a `NotSolvedError`, or, under JAX and while a CUDA graph
+    captures Triton's kernels, the query is NaN.
 
     Parameters
     ----------

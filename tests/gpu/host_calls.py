@@ -11,9 +11,10 @@ import torch
 import precondattn as pa
 from precondattn_gpu.absent_gpu import absent_gpu, captured
 from precondattn_gpu.call_counts import counts_of
-from precondattn_gpu.headline_calls import CALLS, STEP, HeadlineCall, inputs_of
+from precondattn_gpu.headline_calls import BOTH, CALLS, STEP, HeadlineCall, inputs_of
 
 STEPS = [HeadlineCall(name, STEP) for name in ("laser", "differential", "gla", "ccq(gated_delta)")]
+MESA = [HeadlineCall("mesa", BOTH, 256)]  # It reads whether it has solved, unless it is captured.
 
 
 def main() -> None:
@@ -21,7 +22,7 @@ def main() -> None:
     with absent_gpu() as (device, launches):
         for place, context in (("eager", nullcontext), ("captured", captured)):
             with context():
-                calls = [*CALLS, *(STEPS if place == "captured" else [])]
+                calls = [*CALLS, *([*STEPS, *MESA] if place == "captured" else [])]
                 found[place] = {c.name: counts_of(c, device, launches)[:2] for c in calls}
         found["masked"] = masked(device)
         found["refused"] = refused(device)

@@ -5,8 +5,9 @@ with it. The gradient is one more solve, and that of the linear attention
 (`chunkwise_gradient.py`).
 
 All products have float32's accuracy, also for inputs of 16 bits and where PyTorch may use tf32: the
-residual is checked to a few roundings. Whether every query was solved is known on the GPU, and an
-error is raised on the CPU: a call waits for its solve.
+residual is checked to a few roundings. A query that is not solved is NaN. Whether there is one is
+known on the GPU, and an error is raised on the CPU: a call waits for its solve, and is not repeated
+by `replay`. A call that a CUDA graph captures does not wait, and raises no error.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from precondattn.arrays import is_traced
 from precondattn.backend import Request
 from precondattn.frame import Frame
 from precondattn.kernel_backend.stateful import StatefulKernels, decays
@@ -61,7 +63,8 @@ class SolvingChunkwise(Chunkwise):
             rounding=ROUNDINGS * torch.finfo(torch.float32).eps,
             most=most,
         )
-        if not residuals.is_meta and (residual := float(residuals.max())) > 0:
+        # The one number of a call of kernels that the host reads: the error needs it at once.
+        if not is_traced(residuals) and (residual := float(residuals.max())) > 0:
             raise leaf.not_solved(residual, most, tolerance)
         return o.transpose(1, 2), final
 

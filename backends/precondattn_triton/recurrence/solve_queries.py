@@ -160,8 +160,8 @@ def solve(
 
     `ridge` (m, r, d) is λ, and `directions` (m r, T, WIDTH) the workspace. `residuals` (m r,
     programs) gets the largest residual of a query, as a share of its length, that is not as small
-    as `tolerance` and `rounding` allow; 0 if there is none. The first `missing` chunks have no
-    query.
+    as `tolerance` and `rounding` allow; 0 if there is none. The solution of such a query is NaN.
+    The first `missing` chunks have no query.
     """
     query = tl.program_id(1).to(tl.int64)
     head, row = query // queries, query % queries
@@ -269,6 +269,7 @@ def solve(
         is_over = left > wanted + rounding * norm * length(x)
         over = tl.where(is_over, ratio(left * tolerance, wanted), 0.0)
         is_open = tl.where(used < most, is_any(is_over), 0)
+    x = tl.where((over > 0.0)[:, None], float("nan"), x)
     residual = residuals + query * tl.num_programs(0) + tl.program_id(0)
     tl.store(residual, tl.max(over, axis=0))
     o += ((head // heads * t * heads + head % heads) * queries + row) * d

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
+from precondattn.arrays import is_captured
 from precondattn.limits import KEPT
 from precondattn_triton.replay.program import LaunchProgram, Result
 from precondattn_triton.replay.recorder import Recorder
@@ -20,7 +21,7 @@ class ReplayedMethod:
     """A method that is recorded at the second call with a signature, and then repeated.
 
     The first call is not recorded: signatures that change with each token of a cache would be
-    recorded in vain.
+    recorded in vain. Nor is a call that a CUDA graph captures.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class ReplayedMethod:
         self, signature: Signature, inputs: list[Tensor], arguments: tuple[Argument, ...]
     ) -> Result:
         """Run the first or the second call with a signature; the second is recorded."""
+        if is_captured(inputs[0]):  # A check that is left out then would be missing in the program.
+            return self._method(*arguments)
         if signature not in self._seen:
             if len(self._seen) >= KEPT:
                 self._seen.clear()

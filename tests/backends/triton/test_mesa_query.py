@@ -94,6 +94,16 @@ def test_a_query_that_is_not_solved_is_an_error_with_its_residual():
         leaf(**inputs(leaf, 40), backend=BACKENDS)
 
 
+def test_a_query_that_is_not_solved_is_nan_while_a_cuda_graph_captures(monkeypatch):
+    monkeypatch.setattr(mesa_query, "is_traced", lambda residuals: True)
+    leaf, x = pa.MesaQuery(decay="head", beta=True, iterations=2), inputs(LEAF, 20, heads=(1, 1))
+    x["k"][:, :9] = 0.0  # Diagonal systems are solved at once.
+    with small_tiles():
+        out = leaf(**x, backend=BACKENDS)
+    torch.testing.assert_close(out[:, :9], x["q"][:, :9] / x["lam_mesa"])
+    assert out[:, 9:].isnan().all()
+
+
 @pytest.mark.thorough
 def test_a_residual_that_has_drifted_from_that_of_the_recurrence_is_solved_for(monkeypatch):
     leaf = pa.MesaQuery(tolerance=2e-6)
