@@ -27,12 +27,12 @@ from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.configurations import configuration
 from precondattn_triton.launching import Constant, cdiv, launch
 from precondattn_triton.precision import product_precision
-from precondattn_triton.softmax.inner_tiles import is_visited, visited, visits
 from precondattn_triton.softmax.online_softmax import mean_and_log_with_sink, with_scores
 from precondattn_triton.softmax.reach import is_within, keys_in_reach, keys_of
 from precondattn_triton.softmax.row_sums import no_sums
 from precondattn_triton.softmax.score_options import ScoreOptions, scores_in_units
 from precondattn_triton.softmax.value_parts import WIDEST_PART, load_part, part_width, store_part
+from precondattn_triton.softmax.visits import is_visited, visited, visits
 from precondattn_triton.tiles import (
     KernelMasks,
     factor_dtype,
@@ -115,10 +115,12 @@ def _forward(
     acc1 = tl.zeros((ROWS, CHANNELS), tl.float32)
     acc2 = tl.zeros((ROWS, CHANNELS), tl.float32)
     begin, low, high, end = keys_in_reach(
-        tile * ROWS, ROWS, batch, t, s, k_valid, segment, window, CAUSAL, COLUMNS
+        tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
     )
     has_first: tl.constexpr = window is not None or segment is not None
     first_keys, last_keys = keys_of(rows[:, None], batch, t, s, segment, window, CAUSAL)
+    if k_valid is not None:  # One loop masks all tiles.
+        low, high = begin, begin
     for phase in tl.static_range(0 if k_valid is None else 1, 2):
         begins, ends = visits(begin, low, high, end, phase)
         for visit in range(begins, ends, COLUMNS):

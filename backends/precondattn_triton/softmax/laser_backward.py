@@ -25,7 +25,7 @@ Kernels, in order, and their grids:
 
 A program of a key gradient loops over the query heads of its group. No two programs add to the same
 element, so the result is deterministic. It visits the inner tiles of all heads before those at a
-border (`inner_tiles.py`). A query gradient sums |i − j| dS_ij over its tile, and stores dS as dbias
+border (`visits.py`). A query gradient sums |i − j| dS_ij over its tile, and stores dS as dbias
 if no other head or sequence has the same bias. FLOPs per close head, half of them if causal: dq
 2 t s (2 d + e), dk and dv 2 t s (2 d + 2 e).
 """
@@ -39,22 +39,15 @@ import triton.language as tl
 from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.precision import product_precision
-from precondattn_triton.softmax.inner_tiles import (
-    load_visited,
-    tiles_of_keys,
-    tiles_of_queries,
-    tokens_again,
-    visited,
-    visits,
-)
 from precondattn_triton.softmax.laser_bias import bias_gradient
 from precondattn_triton.softmax.laser_call import LaserCall
 from precondattn_triton.softmax.laser_exact import exact_backward, slope_sums
 from precondattn_triton.softmax.laser_forward import ValueSpread, weights
 from precondattn_triton.softmax.laser_wide import wide_backward
-from precondattn_triton.softmax.reach import may_attend_within
+from precondattn_triton.softmax.reach import keys_in_reach, may_attend_within, queries_in_reach
 from precondattn_triton.softmax.score_options import distances, scores_and_slopes
 from precondattn_triton.softmax.tile_order import longest_first
+from precondattn_triton.softmax.visits import load_visited, tokens_again, visited, visits
 from precondattn_triton.tiles import (
     LOG2_E,
     KernelMasks,
@@ -135,7 +128,7 @@ def _query_gradient(
 
     acc = tl.zeros((ROWS, PADDED_D), tl.float32)
     d_slope = tl.zeros((ROWS,), tl.float32)
-    begin, low, high, end = tiles_of_keys(
+    begin, low, high, end = keys_in_reach(
         tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
     )
     IS_PLAIN: tl.constexpr = (softcap is None and bias is None) and slopes is None
@@ -209,7 +202,7 @@ def _key_gradient(
 
     key_acc = tl.zeros((ROWS, PADDED_D), tl.float32)
     weight_acc = tl.zeros((ROWS, PADDED_E), tl.float32)
-    begin, low, high, end = tiles_of_queries(
+    begin, low, high, end = queries_in_reach(
         tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
     )
     # Two loops over wide rows in float32 spill more registers than one.

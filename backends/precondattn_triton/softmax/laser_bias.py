@@ -17,7 +17,6 @@ import triton.language as tl
 
 from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.precision import product_precision
-from precondattn_triton.softmax.inner_tiles import tiles_of_keys
 from precondattn_triton.softmax.laser_call import LaserCall
 from precondattn_triton.softmax.laser_exact import (
     exact_channels,
@@ -26,6 +25,7 @@ from precondattn_triton.softmax.laser_exact import (
     score_gradient_of_key,
 )
 from precondattn_triton.softmax.laser_wide import gradient_of_pairs
+from precondattn_triton.softmax.reach import keys_in_reach
 from precondattn_triton.softmax.score_tiles import load_logs
 from precondattn_triton.tiles import is_token, load_tile, tile_of_program
 
@@ -86,7 +86,7 @@ def _bias_gradient(
     for number in range(0, batches * heads):
         batch, head = first_batch + number // heads, first_head + number % heads
         kv = head // (h // n)
-        begin, _low, _high, end = tiles_of_keys(
+        begin, _low, _high, end = keys_in_reach(
             tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
         )
         if (start >= begin) & (start < end):

@@ -28,9 +28,8 @@ import triton.language as tl
 
 from precondattn_triton.configurations import Configuration, configuration
 from precondattn_triton.launching import cdiv, launch
-from precondattn_triton.softmax.inner_tiles import tiles_of_keys, tiles_of_queries
 from precondattn_triton.softmax.laser_call import LaserCall
-from precondattn_triton.softmax.reach import may_attend_within
+from precondattn_triton.softmax.reach import keys_in_reach, may_attend_within, queries_in_reach
 from precondattn_triton.softmax.score_options import distances, scores_and_slopes
 from precondattn_triton.softmax.tile_order import longest_first
 from precondattn_triton.tiles import (
@@ -104,7 +103,7 @@ def _exact(
     total = tl.zeros((ROWS, 1), tl.float32)
     highest = tl.full((ROWS, CHANNELS), float("-inf"), tl.float32)
     acc = tl.zeros((ROWS, CHANNELS), tl.float32)
-    begin, _low, _high, end = tiles_of_keys(
+    begin, _low, _high, end = keys_in_reach(
         tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, 1
     )
     for j in range(begin, end):
@@ -219,7 +218,7 @@ def _exact_query_gradient(
 
     acc = tl.zeros((ROWS, PADDED_D), tl.float32)
     d_slope = tl.zeros((ROWS, 1), tl.float32)
-    begin, _low, _high, end = tiles_of_keys(
+    begin, _low, _high, end = keys_in_reach(
         tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, 1
     )
     # Each block of channels adds its part of ds.
@@ -269,7 +268,7 @@ def _exact_key_gradient(
     v += batch * v_batch + kv * v_head
 
     key_acc = tl.zeros((ROWS, PADDED_D), tl.float32)
-    begin, _low, _high, end = tiles_of_queries(
+    begin, _low, _high, end = queries_in_reach(
         tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, 1
     )
     group = h // n

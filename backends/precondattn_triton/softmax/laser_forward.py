@@ -25,7 +25,7 @@ Kernels, in order, and their grids:
                                                  and head
 
 `is_close` is computed and stored on the device; a program of the other kind returns at once.
-Only tiles at a border are masked (`inner_tiles.py`), and the longest programs begin first
+Only tiles at a border are masked (`visits.py`), and the longest programs begin first
 (`tile_order.py`). Keys and values that are wider than a tile are in `laser_wide.py`.
 Close: 2 t s (d + e) FLOPs per head, half of them if causal; q, k and W are read from memory, k and
 W once per tile of queries. Exact: t s e exponentials per head.
@@ -45,20 +45,14 @@ from precondattn.kernel_backend.limits import padded_width
 from precondattn.spec.laser import RANGE
 from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.precision import product_precision
-from precondattn_triton.softmax.inner_tiles import (
-    load_visited,
-    tiles_of_keys,
-    tokens_again,
-    visited,
-    visits,
-)
 from precondattn_triton.softmax.laser_call import LaserCall
 from precondattn_triton.softmax.laser_exact import exact_forward
 from precondattn_triton.softmax.laser_wide import wide_forward
-from precondattn_triton.softmax.reach import may_attend_within
+from precondattn_triton.softmax.reach import keys_in_reach, may_attend_within
 from precondattn_triton.softmax.row_sums import no_sums, row_sums, with_row_sums
 from precondattn_triton.softmax.score_options import scores_and_slopes
 from precondattn_triton.softmax.tile_order import longest_first
+from precondattn_triton.softmax.visits import load_visited, tokens_again, visited, visits
 from precondattn_triton.tiles import (
     LOG2_E,
     KernelMasks,
@@ -217,7 +211,7 @@ def _close(
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = no_sums(w, ROWS)
     acc = tl.zeros((ROWS, PADDED_E), tl.float32)
-    begin, low, high, end = tiles_of_keys(
+    begin, low, high, end = keys_in_reach(
         tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
     )
     IS_PLAIN: tl.constexpr = (softcap is None and bias is None) and slopes is None

@@ -28,10 +28,9 @@ import triton.language as tl
 from precondattn_triton.configurations import Configuration, configuration
 from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.precision import product_precision
-from precondattn_triton.softmax.inner_tiles import tiles_of_keys, tiles_of_queries
 from precondattn_triton.softmax.laser_call import LaserCall
 from precondattn_triton.softmax.laser_exact import slope_sums
-from precondattn_triton.softmax.reach import may_attend_within
+from precondattn_triton.softmax.reach import keys_in_reach, may_attend_within, queries_in_reach
 from precondattn_triton.softmax.score_options import distances, scores_and_slopes
 from precondattn_triton.softmax.score_tiles import load_logs, with_tile
 from precondattn_triton.softmax.tile_order import longest_first
@@ -147,7 +146,7 @@ def _wide_close(
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, PART), tl.float32)
-    begin, _low, _high, end = tiles_of_keys(
+    begin, _low, _high, end = keys_in_reach(
         tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
     )
     for start in range(begin, end, COLUMNS):
@@ -215,7 +214,7 @@ def _wide_query_gradient(
 
     acc = tl.zeros((ROWS, PART), tl.float32)
     d_slope = tl.zeros((ROWS,), tl.float32)
-    begin, _low, _high, end = tiles_of_keys(
+    begin, _low, _high, end = keys_in_reach(
         tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
     )
     for start in range(begin, end, COLUMNS):
@@ -269,7 +268,7 @@ def _wide_key_gradient(
 
     key_acc = tl.zeros((ROWS, PART), tl.float32)
     weight_acc = tl.zeros((ROWS, PART), tl.float32)
-    begin, _low, _high, end = tiles_of_queries(
+    begin, _low, _high, end = queries_in_reach(
         tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
     )
     group = h // n

@@ -1,4 +1,4 @@
-"""The interval of keys that a query attends to, and the tiles of keys that need no mask.
+"""The interval of keys that a query attends to, and the inner tiles, all of whose pairs may attend.
 
 A query at position i of the keys attends to the keys j of its segment with
 
@@ -8,12 +8,13 @@ These are an interval, low ≤ j < high, and so are the queries that attend to a
 computed once for each row, before the loop, and a mask is two comparisons for each pair.
 
 Neither end falls from one row to the next. So the ends of the first and the last row of a tile say
-which keys any of its rows meets, and which keys all of them attend to, the open range:
+which keys any of its rows meets, and which keys all of them attend to, the inner range:
 
     first low   |   last low … first high   |   last high
 
-Tiles within the open range are computed without a mask. The other tiles, its edges, are those
-before and after. If keys are masked one by one, the open range is empty.
+Tiles within the inner range need no mask. The other tiles, at a border, are those before and after.
+Keys and queries that are not valid are a matter of the caller: a query gradient masks invalid keys
+in every tile, and a key gradient in its result. `visits.py` has the loops over the tiles.
 """
 
 from __future__ import annotations
@@ -88,44 +89,38 @@ def may_attend_within(
 
 
 @triton.jit
-def _of_whole_tiles(low, open_low, open_high, high, SIZE: tl.constexpr):
-    """The start, the open range and the end, of which all but the end are multiples of SIZE."""
-    low, open_low = tl.maximum(low, 0), tl.maximum(open_low, 0)
+def _of_whole_tiles(low, inner_low, inner_high, high, SIZE: tl.constexpr):
+    """The start, the inner range and the end, of which all but the end are multiples of SIZE."""
+    low, inner_low = tl.maximum(low, 0), tl.maximum(inner_low, 0)
     begin = low // SIZE * SIZE
-    open_low = tl.cdiv(open_low, SIZE) * SIZE
-    open_high = tl.maximum(open_high, 0) // SIZE * SIZE
-    is_open = open_low < open_high
+    inner_low = tl.cdiv(inner_low, SIZE) * SIZE
+    inner_high = tl.maximum(inner_high, 0) // SIZE * SIZE
+    has_inner = inner_low < inner_high
     return (
         begin,
-        tl.where(is_open, open_low, begin),
-        tl.where(is_open, open_high, begin),
+        tl.where(has_inner, inner_low, begin),
+        tl.where(has_inner, inner_high, begin),
         tl.maximum(high, begin),
     )
 
 
 @triton.jit
 def keys_in_reach(
-    first, count, batch, t, s, k_valid, segment, window,
-    CAUSAL: tl.constexpr, SIZE: tl.constexpr,
+    first, count, batch, t, s, segment, window, CAUSAL: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """The first key of `count` queries from `first` on, the open range of keys, and their end."""
+    """The first key of `count` queries from `first` on, the inner range of keys, their end."""
     last = tl.minimum(first + count, t) - 1
-    low, open_high = keys_of(first, batch, t, s, segment, window, CAUSAL)
-    open_low, high = keys_of(last, batch, t, s, segment, window, CAUSAL)
-    if k_valid is not None:
-        open_high = 0
-    return _of_whole_tiles(low, open_low, open_high, high, SIZE)
+    low, inner_high = keys_of(first, batch, t, s, segment, window, CAUSAL)
+    inner_low, high = keys_of(last, batch, t, s, segment, window, CAUSAL)
+    return _of_whole_tiles(low, inner_low, inner_high, high, SIZE)
 
 
 @triton.jit
 def queries_in_reach(
     first, count, batch, t, s, segment, window, CAUSAL: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """The first query of `count` keys from `first` on, the open range of queries, and their end.
-
-    Masks of single keys or queries are not considered.
-    """
+    """The first query of `count` keys from `first` on, the inner range of queries, their end."""
     last = tl.minimum(first + count, s) - 1
-    low, open_high = queries_of(first, batch, t, s, segment, window, CAUSAL)
-    open_low, high = queries_of(last, batch, t, s, segment, window, CAUSAL)
-    return _of_whole_tiles(low, open_low, open_high, high, SIZE)
+    low, inner_high = queries_of(first, batch, t, s, segment, window, CAUSAL)
+    inner_low, high = queries_of(last, batch, t, s, segment, window, CAUSAL)
+    return _of_whole_tiles(low, inner_low, inner_high, high, SIZE)

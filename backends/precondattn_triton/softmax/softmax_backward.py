@@ -25,7 +25,6 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.launching import cdiv, launch
-from precondattn_triton.softmax.inner_tiles import is_visited, visited, visits
 from precondattn_triton.softmax.pair_products import row_products_of
 from precondattn_triton.softmax.reach import (
     is_within,
@@ -38,6 +37,7 @@ from precondattn_triton.softmax.reach import (
 from precondattn_triton.softmax.score_options import distances, scores_and_slopes
 from precondattn_triton.softmax.score_tiles import add_product, load_logs
 from precondattn_triton.softmax.softmax_forward import SoftmaxArrays
+from precondattn_triton.softmax.visits import is_visited, visited, visits
 from precondattn_triton.tiles import (
     LOG2_E,
     factor_dtype,
@@ -82,7 +82,7 @@ def _query_gradient(
     acc = tl.zeros((ROWS, PADDED_D), tl.float32)
     d_slope = tl.zeros((ROWS,), tl.float32)
     begin, low, high, end = keys_in_reach(
-        tile * ROWS, ROWS, batch, t, s, k_valid, segment, window, CAUSAL, COLUMNS
+        tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
     )
     has_first: tl.constexpr = window is not None or segment is not None
     first_keys, last_keys = keys_of(rows[:, None], batch, t, s, segment, window, CAUSAL)
@@ -239,7 +239,7 @@ def _bias_gradient(
         batch, head = first_batch + number // heads, first_head + number % heads
         kv = head // (h // n)
         begin, _low, _high, end = keys_in_reach(
-            tile * ROWS, ROWS, batch, t, s, k_valid, segment, window, CAUSAL, COLUMNS
+            tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
         )
         if (start >= begin) & (start < end):
             at = (batch * h + head) * t

@@ -22,11 +22,11 @@ from precondattn.kernel_backend.precise import is_precise
 from precondattn_triton.configurations import configuration
 from precondattn_triton.launching import Constant, cdiv, launch
 from precondattn_triton.precision import product_precision, splits_weights
-from precondattn_triton.softmax.inner_tiles import is_visited, visited, visits
 from precondattn_triton.softmax.online_softmax import mean_and_log_with_sink, with_scores
 from precondattn_triton.softmax.reach import is_within, keys_in_reach, keys_of
 from precondattn_triton.softmax.row_sums import no_sums
 from precondattn_triton.softmax.score_options import ScoreOptions, scores_in_units
+from precondattn_triton.softmax.visits import is_visited, visited, visits
 from precondattn_triton.tiles import (
     KernelMasks,
     is_token,
@@ -125,7 +125,7 @@ def _forward(
     total = no_sums(v, ROWS)
     acc = tl.zeros((ROWS, PADDED_E), tl.float32)
     begin, low, high, end = keys_in_reach(
-        tile * ROWS, ROWS, batch, t, s, k_valid, segment, window, CAUSAL, COLUMNS
+        tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
     )
     has_first: tl.constexpr = window is not None or segment is not None
     first_keys, last_keys = keys_of(rows[:, None], batch, t, s, segment, window, CAUSAL)
