@@ -12,8 +12,8 @@ A_m is recomputed from λ_m. dA is one product for both maps, and so is dv. Kern
     key gradient      dk₁, dk₂, dv            one program per tile of keys, kv head and sequence
     bias gradient     dbias                   one program per tile of pairs of a bias
 
-If values have more than 256 channels (`value_parts.py`), the key gradient is launched twice, for dk
-and for the parts of dv. The query gradient sums do vᵀ over parts, of 64 channels in float32. A
+If values have more than 256 channels (`channel_parts.py`), the key gradient is launched twice, for
+dk and for the parts of dv. The query gradient sums do vᵀ over parts, of 64 channels in float32. A
 program of the key gradient loops over the query heads of its group, and a program of the bias
 gradient over the heads and sequences that share a bias. No two programs add to the same element, so
 the result is deterministic. Products per head, half of them if causal: t s (4 d + e),
@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.launching import cdiv, launch
+from precondattn_triton.softmax.channel_parts import WIDEST_PART, load_part, store_part
 from precondattn_triton.softmax.differential_forward import DifferentialCall, Maps, row_weights
 from precondattn_triton.softmax.pair_products import row_products_of
 from precondattn_triton.softmax.reach import (
@@ -41,7 +42,6 @@ from precondattn_triton.softmax.reach import (
 )
 from precondattn_triton.softmax.score_options import distances, scores_and_slopes
 from precondattn_triton.softmax.score_tiles import load_logs
-from precondattn_triton.softmax.value_parts import WIDEST_PART, load_part, store_part
 from precondattn_triton.softmax.visits import is_visited, visited, visits
 from precondattn_triton.tiles import factor_dtype, is_token, load_tile, store_tile, tile_of_program
 

@@ -11,7 +11,7 @@ o₁ = acc₁ / l₁ and o₂ = acc₂ / l₂ are float32, and so is the differe
 the maps nearly agree.
 
 Grid: one program per part of the values' channels, tile of queries, head and sequence. There is one
-part up to 256 channels (`value_parts.py`). t s (2 d + 2 e) products per head, half of them if
+part up to 256 channels (`channel_parts.py`). t s (2 d + 2 e) products per head, half of them if
 causal, and with more parts 2 t s d for each. Both accumulators are in registers.
 """
 
@@ -27,11 +27,11 @@ from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.configurations import configuration
 from precondattn_triton.launching import Constant, cdiv, launch
 from precondattn_triton.precision import product_precision
+from precondattn_triton.softmax.channel_parts import WIDEST_PART, load_part, part_width, store_part
 from precondattn_triton.softmax.online_softmax import mean_and_log_with_sink, with_scores
 from precondattn_triton.softmax.reach import is_within, keys_in_reach, keys_of
 from precondattn_triton.softmax.row_sums import no_sums
 from precondattn_triton.softmax.score_options import ScoreOptions, scores_in_units
-from precondattn_triton.softmax.value_parts import WIDEST_PART, load_part, part_width, store_part
 from precondattn_triton.softmax.visits import is_visited, visited, visits
 from precondattn_triton.tiles import (
     KernelMasks,

@@ -45,16 +45,16 @@ def _exact_pairs(
     """dS of the keys from `start` to `end`, one key and block of channels at a time."""
     d_scores = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, E, CHANNELS):
-        channels = first + tl.arange(0, CHANNELS)
         o, d_o, sums = rows_of_exact_head(
-            full, d_out, rows, is_row, channels, h, o_token, o_channel, E
+            full, d_out, rows, is_row, first, h, o_token, o_channel, E, CHANNELS
         )
         for j in range(start, end):
             d_score, _slope, _k_row = score_gradient_of_key(
-                q_tile, k, v, o, d_o, sums, logs, j, rows, is_row, channels, batch, head,
+                q_tile, k, v, o, d_o, sums, logs, j, first, rows, is_row, batch, head,
                 k_valid, segment,
                 softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
-                scale, t, s, k_token, k_channel, v_token, v_channel, CAUSAL, D, E, PADDED_D,
+                scale, t, s, k_token, k_channel, v_token, v_channel,
+                CAUSAL, D, E, PADDED_D, CHANNELS,
             )  # fmt: skip
             is_column = (start + tl.arange(0, COLUMNS))[None, :] == j
             d_scores += tl.where(is_column, d_score, 0.0)

@@ -28,39 +28,62 @@ import triton.language as tl
 
 from precondattn_triton.configurations import Configuration, configuration
 from precondattn_triton.launching import cdiv, launch
+from precondattn_triton.softmax.channel_parts import load_part, store_part
 from precondattn_triton.softmax.laser_call import LaserCall
 from precondattn_triton.softmax.reach import keys_in_reach, may_attend_within, queries_in_reach
 from precondattn_triton.softmax.score_options import distances, scores_and_slopes
 from precondattn_triton.softmax.tile_order import longest_first
-from precondattn_triton.tiles import (
-    LOG2_E,
-    addresses,
-    is_token,
-    load_tile,
-    store_tile,
-    tile_of_program,
-)
+from precondattn_triton.tiles import LOG2_E, is_token, load_tile, store_tile, tile_of_program
 
 EXACT_CHANNELS = 64
 """The largest number of channels of a program."""
 
 
 @triton.jit
-def _natural_scores(
-    products, row, column, is_pair, batch, head, t, s, scale,
-    softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+def _log_weights(
+    products, row, column, is_row, is_key, logs, batch, head, segment,
+    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+    scale, t, s, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """S from ⟨q, k⟩ and the slopes of the cap, as `scores_and_slopes`, in natural logarithms."""
+    """S − λ of pairs from ⟨q, k⟩, −∞ where masked, and the slopes of the cap.
+
+    They are those of `scores_and_slopes`, in natural logarithms. `logs` is λ, or 0.
+    """
     slope = 1.0
     if (softcap is None and bias is None) and slopes is None:
         scores = products * scale
     else:
         scores, slope = scores_and_slopes(
-            products, row, column, is_pair, batch, head, t, s, scale,
+            products, row, column, is_row & is_key, batch, head, t, s, scale,
             softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, True,
         )  # fmt: skip
         scores = scores / LOG2_E
-    return scores, slope
+    mask = may_attend_within(row, column, is_key, batch, t, s, segment, window, CAUSAL)
+    return tl.where(mask, scores - logs, float("-inf")), slope
+
+
+@triton.jit
+def _log_weights_of_key(
+    q_tile, k, v, logs, j, first, rows, is_row, batch, head,
+    k_valid, segment,
+    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+    scale, t, s, k_token, k_channel, v_token, v_channel,
+    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    PADDED_D: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """S − λ and the slope of the cap (rows, 1) for key j; the key (1, d); its values from channel
+    `first` on (1, channels)."""
+    column = j + tl.arange(0, 1)
+    is_key = is_token(k_valid, batch, column, s)
+    k_row = load_tile(k, column, is_key, k_token, k_channel, D, PADDED_D).to(tl.float32)
+    v_row = load_part(v, column, is_key, v_token, v_channel, first, E, CHANNELS).to(tl.float32)
+    log_weights, slope = _log_weights(
+        tl.sum(q_tile * k_row, 1, keep_dims=True), rows[:, None], column[None, :],
+        is_row[:, None], is_key[None, :], logs, batch, head, segment,
+        softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+        scale, t, s, CAUSAL,
+    )  # fmt: skip
+    return log_weights, slope, k_row, v_row
 
 
 @triton.jit
@@ -96,7 +119,6 @@ def _exact(
     ).to(tl.float32)
     k += batch * k_batch + kv * k_head
     first = part * CHANNELS
-    channels = first + tl.arange(0, CHANNELS)
     v += batch * v_batch + kv * v_head
 
     highest_score = tl.full((ROWS, 1), float("-inf"), tl.float32)
@@ -106,83 +128,67 @@ def _exact(
     begin, _low, _high, end = keys_in_reach(
         tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, 1
     )
-    for j in range(begin, end):
-        column = j + tl.arange(0, 1)
-        is_key = is_token(k_valid, batch, column, s)
-        k_row = load_tile(k, column, is_key, k_token, k_channel, D, PADDED_D).to(tl.float32)
-        v_row = tl.load(
-            addresses(v, column, v_token, channels, v_channel),
-            mask=is_key[:, None] & (channels < E)[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        score, _slope = _natural_scores(
-            tl.sum(q_tile * k_row, 1, keep_dims=True), rows[:, None], column[None, :],
-            is_row[:, None] & is_key[None, :], batch, head, t, s, scale,
-            softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+    # The compiler does not know that end ≤ s, and would compare each j with s.
+    for j in range(begin, tl.minimum(end, s)):
+        score, _slope, _k_row, v_row = _log_weights_of_key(
+            q_tile, k, v, 0.0, j, first, rows, is_row, batch, head,
+            k_valid, segment,
+            softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+            scale, t, s, k_token, k_channel, v_token, v_channel,
+            CAUSAL, D, E, PADDED_D, CHANNELS,
         )  # fmt: skip
-        mask = may_attend_within(
-            rows[:, None], column[None, :], is_key[None, :], batch, t, s, segment, window, CAUSAL
-        )
-        score = tl.where(mask, score, float("-inf"))
         highest_score, total = _with_term(highest_score, total, score)
         highest, acc = _with_term(highest, acc, score + v_row)
 
     has_keys = is_row[:, None] & (total != 0)
     logs = tl.where(has_keys, highest_score + tl.log(tl.where(has_keys, total, 1.0)), float("inf"))
     o = tl.where(has_keys, highest + tl.log(tl.where(has_keys, acc, 1.0)) - logs, 0.0)
-    is_stored = (rows < t)[:, None]
     at = (batch * h + head) * t + rows[:, None]
-    tl.store(log_total + at, logs, mask=is_stored & (part == 0))
-    is_stored = is_stored & (channels < E)[None, :]
+    tl.store(log_total + at, logs, mask=(rows < t)[:, None] & (part == 0))
     start = (batch * t * h + head) * E
-    at = addresses(out + start, rows, h * E, channels, 1)
-    tl.store(at, o.to(out.dtype.element_ty), mask=is_stored)
+    store_part(out + start, rows, rows < t, h * E, first, o, E)
     if full is not None:
-        tl.store(addresses(full + start, rows, h * E, channels, 1), o, mask=is_stored)
+        store_part(full + start, rows, rows < t, h * E, first, o, E)
+
+
+@triton.jit
+def _gradients_of_pairs(log_a, v, o, d_o, sums):
+    """do ∘ w (pairs, channels), and its part of dS = Σ_c do_ic (w_ijc − a_ij) (pairs, 1)."""
+    weighted = d_o * tl.exp(log_a + (v - o))
+    return weighted, tl.sum(weighted, 1, keep_dims=True) - tl.exp(log_a) * sums
 
 
 @triton.jit
 def score_gradient_of_key(
-    q_tile, k, v, o, d_o, sums, logs, j, rows, is_row, channels, batch, head,
+    q_tile, k, v, o, d_o, sums, logs, j, first, rows, is_row, batch, head,
     k_valid, segment,
     softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
     scale, t, s, k_token, k_channel, v_token, v_channel,
-    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr,
+    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    PADDED_D: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """The part Σ_c do_ic (w_ijc − a_ij) of dS (rows, 1) for key j, over the channels of o and do;
-    the slope of the cap; and the key (1, d)."""
-    column = j + tl.arange(0, 1)
-    is_key = is_token(k_valid, batch, column, s)
-    k_row = load_tile(k, column, is_key, k_token, k_channel, D, PADDED_D).to(tl.float32)
-    v_row = tl.load(
-        addresses(v, column, v_token, channels, v_channel),
-        mask=is_key[:, None] & (channels < E)[None, :],
-        other=0.0,
-    ).to(tl.float32)
-    score, slope = _natural_scores(
-        tl.sum(q_tile * k_row, 1, keep_dims=True), rows[:, None], column[None, :],
-        is_row[:, None] & is_key[None, :], batch, head, t, s, scale,
-        softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+    """The part of dS (rows, 1) for key j that is a sum over the channels of o and do, which begin
+    at `first`; the slope of the cap; and the key (1, d)."""
+    log_a, slope, k_row, v_row = _log_weights_of_key(
+        q_tile, k, v, logs, j, first, rows, is_row, batch, head,
+        k_valid, segment,
+        softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+        scale, t, s, k_token, k_channel, v_token, v_channel,
+        CAUSAL, D, E, PADDED_D, CHANNELS,
     )  # fmt: skip
-    mask = may_attend_within(
-        rows[:, None], column[None, :], is_key[None, :], batch, t, s, segment, window, CAUSAL
-    )
-    log_a = tl.where(mask, score - logs, float("-inf"))
-    w = tl.exp(log_a + (v_row - o))
-    d_score = tl.sum(d_o * w, 1, keep_dims=True) - tl.exp(log_a) * sums
+    _weighted, d_score = _gradients_of_pairs(log_a, v_row, o, d_o, sums)
     return d_score, slope, k_row
 
 
 @triton.jit
 def rows_of_exact_head(
-    full, d_out, rows, is_row, channels, h, o_token, o_channel, E: tl.constexpr
+    full, d_out, rows, is_row, first, h, o_token, o_channel,
+    E: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """o and do (rows, channels) of a head in float32, 0 in rows that are not valid; rowsum(do)."""
-    is_element = is_row[:, None] & (channels < E)[None, :]
-    o = tl.load(addresses(full, rows, h * E, channels, 1), mask=is_element, other=0.0)
-    d_o = tl.load(
-        addresses(d_out, rows, o_token, channels, o_channel), mask=is_element, other=0.0
-    ).to(tl.float32)
+    """o and do of a head from channel `first` on (rows, channels), float32, 0 in rows that are not
+    valid; rowsum(do)."""
+    o = load_part(full, rows, is_row, h * E, 1, first, E, CHANNELS)
+    d_o = load_part(d_out, rows, is_row, o_token, o_channel, first, E, CHANNELS).to(tl.float32)
     return o, d_o, tl.sum(d_o, 1, keep_dims=True)
 
 
@@ -223,16 +229,16 @@ def _exact_query_gradient(
     )
     # Each block of channels adds its part of ds.
     for first in range(0, E, CHANNELS):
-        channels = first + tl.arange(0, CHANNELS)
         o, d_o, sums = rows_of_exact_head(
-            full, d_out, rows, is_row, channels, h, o_token, o_channel, E
+            full, d_out, rows, is_row, first, h, o_token, o_channel, E, CHANNELS
         )
-        for j in range(begin, end):
+        for j in range(begin, tl.minimum(end, s)):  # As above.
             d_score, slope, k_row = score_gradient_of_key(
-                q_tile, k, v, o, d_o, sums, logs, j, rows, is_row, channels, batch, head,
+                q_tile, k, v, o, d_o, sums, logs, j, first, rows, is_row, batch, head,
                 k_valid, segment,
                 softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
-                scale, t, s, k_token, k_channel, v_token, v_channel, CAUSAL, D, E, PADDED_D,
+                scale, t, s, k_token, k_channel, v_token, v_channel,
+                CAUSAL, D, E, PADDED_D, CHANNELS,
             )  # fmt: skip
             if slopes is not None:
                 d_slope += d_score * distances(rows[:, None], j, t, s)
@@ -274,11 +280,7 @@ def _exact_key_gradient(
     group = h // n
     head_start = batch * s * n + kv
     for first in range(0, E, CHANNELS):
-        channels = first + tl.arange(0, CHANNELS)
-        is_element = is_key[:, None] & (channels < E)[None, :]
-        v_tile = tl.load(
-            addresses(v, keys, v_token, channels, v_channel), mask=is_element, other=0.0
-        ).to(tl.float32)
+        v_tile = load_part(v, keys, is_key, v_token, v_channel, first, E, CHANNELS).to(tl.float32)
         value_acc = tl.zeros((ROWS, CHANNELS), tl.float32)
         for member in range(0, group):
             head = kv * group + member
@@ -293,31 +295,21 @@ def _exact_key_gradient(
                 )
                 at = (batch * h + head) * t + row[None, :]
                 logs = tl.load(log_total + at, mask=is_row[None, :], other=float("inf"))
-                is_part = is_row[:, None] & (channels < E)[None, :]
-                o = tl.load(addresses(o_start, row, h * E, channels, 1), mask=is_part, other=0.0)
-                d_o = tl.load(
-                    addresses(d_start, row, o_token, channels, o_channel), mask=is_part, other=0.0
-                ).to(tl.float32)
-                score, slope = _natural_scores(
+                o, d_o, sums = rows_of_exact_head(
+                    o_start, d_start, row, is_row, first, h, o_token, o_channel, E, CHANNELS
+                )
+                log_a, slope = _log_weights(
                     tl.sum(k_tile * q_row, 1, keep_dims=True), row[None, :], keys[:, None],
-                    is_row[None, :] & is_key[:, None], batch, head, t, s, scale,
-                    softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+                    is_row[None, :], is_key[:, None], logs, batch, head, segment,
+                    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+                    scale, t, s, CAUSAL,
                 )  # fmt: skip
-                mask = may_attend_within(
-                    row[None, :], keys[:, None], is_key[:, None], batch, t, s,
-                    segment, window, CAUSAL,
-                )  # fmt: skip
-                log_a = tl.where(mask, score - logs, float("-inf"))
-                weighted = d_o * tl.exp(log_a + (v_tile - o))
+                weighted, d_score = _gradients_of_pairs(log_a, v_tile, o, d_o, sums)
                 value_acc += weighted
-                share = tl.exp(log_a) * tl.sum(d_o, 1, keep_dims=True)
-                d_score = tl.sum(weighted, 1, keep_dims=True) - share
                 if softcap is not None:
                     d_score *= slope
                 key_acc += d_score * q_row
-        at = addresses(d_v + head_start * E, keys, n * E, channels, 1)
-        is_stored = (keys < s)[:, None] & (channels < E)[None, :]
-        tl.store(at, value_acc.to(d_v.dtype.element_ty), mask=is_stored)
+        store_part(d_v + head_start * E, keys, keys < s, n * E, first, value_acc, E)
     store_tile(d_k + head_start * D, keys, keys < s, n * D, key_acc * scale, D)
 
 

@@ -28,13 +28,14 @@ import triton.language as tl
 from precondattn_triton.configurations import Configuration, configuration
 from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.precision import product_precision
+from precondattn_triton.softmax.channel_parts import load_part, store_part
 from precondattn_triton.softmax.laser_call import LaserCall
 from precondattn_triton.softmax.laser_exact import slope_sums
 from precondattn_triton.softmax.reach import keys_in_reach, may_attend_within, queries_in_reach
 from precondattn_triton.softmax.score_options import distances, scores_and_slopes
 from precondattn_triton.softmax.score_tiles import load_logs, with_tile
 from precondattn_triton.softmax.tile_order import longest_first
-from precondattn_triton.tiles import LOG2_E, addresses, factor_dtype, is_token
+from precondattn_triton.tiles import LOG2_E, factor_dtype, is_token
 
 
 class ChannelParts(NamedTuple):
@@ -51,28 +52,6 @@ PARTS = {torch.bfloat16: ChannelParts(256, 128), torch.float32: ChannelParts(128
 
 
 @triton.jit
-def _load(
-    start, tokens, is_present, token_stride, channel_stride, first,
-    WIDTH: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    """COUNT channels of a tile from `first` on; 0 for absent tokens and from WIDTH on."""
-    channels = first + tl.arange(0, COUNT)
-    at = addresses(start, tokens, token_stride, channels, channel_stride)
-    return tl.load(at, mask=is_present[:, None] & (channels < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def _store(
-    start, tokens, is_present, token_stride, first, tile,
-    WIDTH: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    channels = first + tl.arange(0, COUNT)
-    at = addresses(start, tokens, token_stride, channels, 1)
-    mask = is_present[:, None] & (channels < WIDTH)[None, :]
-    tl.store(at, tile.to(start.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _products(
     left, rows, is_row, left_token, left_channel,
     right, columns, is_column, right_token, right_channel,
@@ -82,8 +61,8 @@ def _products(
     """⟨left_i, right_j⟩ of two tiles of tokens, a chunk of channels at a time."""
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, WIDTH, CHUNK):
-        i = _load(left, rows, is_row, left_token, left_channel, first, WIDTH, CHUNK)
-        j = _load(right, columns, is_column, right_token, right_channel, first, WIDTH, CHUNK)
+        i = load_part(left, rows, is_row, left_token, left_channel, first, WIDTH, CHUNK)
+        j = load_part(right, columns, is_column, right_token, right_channel, first, WIDTH, CHUNK)
         total = tl.dot(i, tl.trans(j), total, input_precision=PRECISION)
     return total
 
@@ -165,7 +144,7 @@ def _wide_close(
             rows[:, None], columns[None, :], is_key[None, :], batch, t, s, segment, window, CAUSAL
         )
         scores = tl.where(mask, scores, float("-inf"))
-        w_tile = _load(w, columns, columns < s, E, 1, part * PART, E, PART)
+        w_tile = load_part(w, columns, columns < s, E, 1, part * PART, E, PART)
         largest, total, acc = with_tile(largest, total, acc, scores, w_tile, PRECISION)
 
     has_keys = is_row & (total != 0)  # A NaN in a key makes it NaN, which is not 0.
@@ -180,9 +159,9 @@ def _wide_close(
     logs = tl.where(has_keys, logs, float("inf"))
     tl.store(log_total + (batch * h + head) * t + rows, logs, mask=(rows < t) & (part == 0))
     start = (batch * t * h + head) * E
-    _store(out + start, rows, rows < t, h * E, part * PART, o, E, PART)
+    store_part(out + start, rows, rows < t, h * E, part * PART, o, E)
     if full is not None:
-        _store(full + start, rows, rows < t, h * E, part * PART, o, E, PART)
+        store_part(full + start, rows, rows < t, h * E, part * PART, o, E)
 
 
 @triton.jit
@@ -237,10 +216,10 @@ def _wide_query_gradient(
         if softcap is not None:
             d_scores *= slope
         d_scores = d_scores.to(w.dtype.element_ty)
-        k_tile = _load(k, columns, is_key, k_token, k_channel, part * PART, D, PART)
+        k_tile = load_part(k, columns, is_key, k_token, k_channel, part * PART, D, PART)
         acc = tl.dot(d_scores, k_tile.to(w.dtype.element_ty), acc, input_precision=PRECISION)
     start = (batch * t * h + head) * D
-    _store(d_q + start, rows, rows < t, h * D, part * PART, acc * scale, D, PART)
+    store_part(d_q + start, rows, rows < t, h * D, part * PART, acc * scale, D)
     if slopes is not None:
         program = (batch * tiles + tile) * h + head
         tl.store(d_slopes + program, -tl.sum(d_slope, 0), mask=part == 0)
@@ -291,24 +270,24 @@ def _wide_key_gradient(
                 softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
                 scale, t, s, CAUSAL, D, E, CHUNK, ROWS, COLUMNS, PRECISION, EXACT,
             )  # fmt: skip
-            g_tile = _load(g_start, queries, is_query, h * E, 1, part * PART, E, PART)
+            g_tile = load_part(g_start, queries, is_query, h * E, 1, part * PART, E, PART)
             weight_acc = tl.dot(
                 a.to(w.dtype.element_ty), g_tile, weight_acc, input_precision=PRECISION
             )
             if softcap is not None:
                 d_scores *= slope
             d_scores = d_scores.to(w.dtype.element_ty)
-            q_tile = _load(q_start, queries, is_query, q_token, q_channel, part * PART, D, PART)
+            q_tile = load_part(q_start, queries, is_query, q_token, q_channel, part * PART, D, PART)
             key_acc = tl.dot(
                 d_scores, q_tile.to(w.dtype.element_ty), key_acc, input_precision=PRECISION
             )
     head_start = batch * s * n + kv
-    _store(d_k + head_start * D, keys, keys < s, n * D, part * PART, key_acc * scale, D, PART)
-    w_tile = _load(w, keys, keys < s, E, 1, part * PART, E, PART).to(tl.float32)
+    store_part(d_k + head_start * D, keys, keys < s, n * D, part * PART, key_acc * scale, D)
+    w_tile = load_part(w, keys, keys < s, E, 1, part * PART, E, PART).to(tl.float32)
     channels = part * PART + tl.arange(0, PART)
     u = tl.load(less + (batch * n + kv) * E + channels, mask=channels < E, other=0.0)
     d_values = weight_acc * (w_tile + u[None, :])
-    _store(d_v + head_start * E, keys, keys < s, n * E, part * PART, d_values, E, PART)
+    store_part(d_v + head_start * E, keys, keys < s, n * E, part * PART, d_values, E)
 
 
 # ------------------------------------------------------------------------------------- launch

@@ -1,7 +1,9 @@
-"""Values wider than 256 in parts of their channels, so that the sum of a tile fits the registers.
+"""Tiles of a part of the channels, so that a tile, or the sum of a product, fits the registers.
 
-A part of o or dv is the weights times a part of v or do, and needs all scores again. The product
-do vᵀ is a sum over parts, in one program.
+Differential attention computes values wider than 256 in parts. A part of o or dv is the weights
+times a part of v or do, and needs all scores again. The product do vᵀ is a sum over parts, in one
+program. LASER divides the channels of wide heads (`laser_wide.py`) and of exact heads
+(`laser_exact.py`).
 """
 
 from __future__ import annotations
