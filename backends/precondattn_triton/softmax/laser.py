@@ -1,6 +1,6 @@
 """LASER as a leaf of the backend: supported calls, and their launches.
 
-Residuals: λ (b, h, t), the range of the values (`laser_forward.Spread`), and, if the output is
+Residuals: λ (b, h, t), the range of the values (`laser_values.ValueSpread`), and, if the output is
 rounded to half precision, the output in float32 (b, t, h, e).
 """
 
@@ -19,7 +19,8 @@ from precondattn.spec.softmax import Softmax
 from precondattn_triton.softmax.laser_backward import laser_backward
 from precondattn_triton.softmax.laser_call import SUPPORTED, LaserCall
 from precondattn_triton.softmax.laser_decode import laser_step, refuses_laser_step
-from precondattn_triton.softmax.laser_forward import ValueSpread, laser_forward, spread
+from precondattn_triton.softmax.laser_forward import laser_forward
+from precondattn_triton.softmax.laser_values import ValueSpread, spread
 from precondattn_triton.softmax.score_options import options_of
 from precondattn_triton.softmax.widths import WIDEST_IN_PARTS
 from precondattn_triton.tiles import masks_of

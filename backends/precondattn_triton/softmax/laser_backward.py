@@ -5,7 +5,7 @@
     dq = scale F k,    dk = scale Fᵀ q,    F = dS ∘ (slope of the cap),
     dbias = dS,    dm = −Σ_ij |i − j| dS_ij.
 
-Weights are recomputed from λ. In close heads (see `laser_forward.py`) this is the gradient of flash
+Weights are recomputed from λ. In close heads (see `laser_values.py`) this is the gradient of flash
 attention with the values W = e^{v − ν} − u,
 
     G = do ∘ e^{ν − o},    dW = Aᵀ G,    dv = (W + u) ∘ dW,    dS = A ∘ (G Wᵀ − D'),
@@ -42,7 +42,7 @@ from precondattn_triton.precision import product_precision
 from precondattn_triton.softmax.laser_bias import bias_gradient
 from precondattn_triton.softmax.laser_call import LaserCall
 from precondattn_triton.softmax.laser_exact import exact_backward, slope_sums
-from precondattn_triton.softmax.laser_forward import ValueSpread, weights
+from precondattn_triton.softmax.laser_values import ValueSpread, shifts, weights
 from precondattn_triton.softmax.laser_wide import wide_backward
 from precondattn_triton.softmax.reach import keys_in_reach, may_attend_within, queries_in_reach
 from precondattn_triton.softmax.score_options import distances, scores_and_slopes
@@ -86,10 +86,7 @@ def _cotangent(
         d_out + batch * o_batch + head * o_head, rows, has_keys, o_token, o_channel, E, PADDED_E
     ).to(tl.float32)
     o = load_tile(full + start, rows, has_keys, h * E, 1, E, PADDED_E)
-    channels = tl.arange(0, PADDED_E)
-    at = (batch * n + kv) * E + channels
-    nu = tl.load(shift + at, mask=channels < E, other=0.0)
-    u = tl.load(less + at, mask=channels < E, other=0.0)
+    nu, u = shifts(shift, less, batch * n + kv, 0, E, PADDED_E)
     above = tl.where(has_keys[:, None], nu[None, :] - o, 0.0) * LOG2_E
     rounded = (d_o * tl.exp2(above)).to(g.dtype.element_ty)
     sums = tl.sum(rounded.to(tl.float32) * (tl.exp2(-above) - u[None, :]), 1)

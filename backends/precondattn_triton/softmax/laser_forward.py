@@ -1,25 +1,18 @@
 """LASER forward: o_ic = log Σ_j a_ij e^{v_jc},  a_ij = e^{S_ij − λ_i},  S = scale ⟨q_i, k_j⟩ + …
 
-A kv head of a sequence is *close* if the valid values of each channel differ by at most R. Then,
-with ν_c their maximum, no e^{v − ν} underflows, and LASER is flash attention with the values
-W = e^{v − ν} − u:
+A kv head of a sequence whose values are near each other is *close* (`laser_values.py`). There LASER
+is flash attention with the values W = e^{v − ν} − u:
 
     P = e^{S − m},    l ← l e^{m − m'} + rowsum(P),    acc ← acc e^{m − m'} + P W,
     o = ν + log(u + acc / l),    λ = m + log l,
 
 in tiles of ROWS queries and COLUMNS keys (`configurations.py`), with the running maximum m of each
-row; l sums P after its rounding for the product, so that acc / l is a weighted mean. Channels whose
-values differ by at most log 2 have u = 1, all others u = 0: this keeps the entries of W, and so
-their rounding errors, small. ν and u are computed from all valid keys; a key that a query may not
-attend to affects only the rounding of its output.
-
-All other heads are *exact*: they are computed one key at a time (`laser_exact.py`). S is that of
+row; l sums P after its rounding for the product, so that acc / l is a weighted mean. All other
+heads are *exact*: they are computed one key at a time (`laser_exact.py`). S is that of
 `score_options.py`.
 
-Kernels, in order, and their grids:
+Kernels after those of `laser_values.py`, in order, and their grids:
 
-    spread     largest and smallest values       one program per segment of tokens and kv head
-    weights    W (b, n, s, e), close heads       one program per tile of keys and kv head
     close      o and λ of the close heads        one program per tile of queries and head
     exact      o and λ of the other heads        one program per part of channels, tile of queries
                                                  and head
@@ -34,19 +27,17 @@ A row in which all keys are masked has o = 0 and λ = ∞, so that all its weigh
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from precondattn.kernel_backend.limits import padded_width
-from precondattn.spec.laser import RANGE
 from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.precision import product_precision
 from precondattn_triton.softmax.laser_call import LaserCall
 from precondattn_triton.softmax.laser_exact import exact_forward
+from precondattn_triton.softmax.laser_values import ValueSpread, log_mean_and_log, weights
 from precondattn_triton.softmax.laser_wide import wide_forward
 from precondattn_triton.softmax.reach import keys_in_reach, may_attend_within
 from precondattn_triton.softmax.row_sums import no_sums, row_sums, with_row_sums
@@ -55,30 +46,10 @@ from precondattn_triton.softmax.tile_order import longest_first
 from precondattn_triton.softmax.visits import load_visited, tokens_again, visited, visits
 from precondattn_triton.tiles import (
     LOG2_E,
-    KernelMasks,
-    factor_dtype,
     is_token,
     load_tile,
     store_tile,
-    tile_of_program,
 )
-
-SEGMENT = 256
-"""Tokens of a program of `spread`."""
-
-VALUE_ELEMENTS = 4096
-"""Elements in a tile of v in `spread` and `weights`."""
-
-
-class ValueSpread(NamedTuple):
-    """The range of the values of each kv head."""
-
-    shift: torch.Tensor
-    """ν (b, n, e), float32: the maximum of a channel"""
-    less: torch.Tensor
-    """u (b, n, e), float32: 1 if the values of a channel differ by at most log 2, else 0"""
-    is_close: torch.Tensor
-    """(b, n), int32: whether the values of every channel differ by at most R"""
 
 
 class LaserResults(NamedTuple):
@@ -90,97 +61,6 @@ class LaserResults(NamedTuple):
     """o in float32: `out` itself if that is float32"""
     log_total: torch.Tensor
     """λ (b, h, t), float32"""
-
-
-# -------------------------------------------------------------------------------------- values
-
-
-@triton.jit
-def _spread(
-    v, k_valid, largest, smallest,
-    s, n,
-    v_batch, v_token, v_head, v_channel,
-    E: tl.constexpr, PADDED_E: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    segments = tl.cdiv(s, SEGMENT)
-    segment, batch, head = tile_of_program(segments, n)
-    high = tl.full((PADDED_E,), float("-inf"), tl.float32)
-    low = tl.full((PADDED_E,), float("inf"), tl.float32)
-    for start in range(0, SEGMENT, ROWS):
-        tokens = segment * SEGMENT + start + tl.arange(0, ROWS)
-        is_key = is_token(k_valid, batch, tokens, s)
-        values = load_tile(
-            v + batch * v_batch + head * v_head, tokens, is_key, v_token, v_channel, E, PADDED_E
-        ).to(tl.float32)
-        high = tl.maximum(high, tl.max(tl.where(is_key[:, None], values, float("-inf")), 0))
-        low = tl.minimum(low, tl.min(tl.where(is_key[:, None], values, float("inf")), 0))
-    channels = tl.arange(0, PADDED_E)
-    at = ((batch * n + head) * segments + segment) * E + channels
-    tl.store(largest + at, high, mask=channels < E)
-    tl.store(smallest + at, low, mask=channels < E)
-
-
-@triton.jit
-def _weights(
-    v, k_valid, shift, less, is_close, w,
-    s, n,
-    v_batch, v_token, v_head, v_channel,
-    E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    tile, batch, head = tile_of_program(tl.cdiv(s, ROWS), n)
-    if tl.load(is_close + batch * n + head) == 0:
-        return
-    tokens = tile * ROWS + tl.arange(0, ROWS)
-    is_key = is_token(k_valid, batch, tokens, s)
-    channels = tl.arange(0, PADDED_E)
-    at = (batch * n + head) * E + channels
-    nu = tl.load(shift + at, mask=channels < E, other=0.0)
-    u = tl.load(less + at, mask=channels < E, other=0.0)
-    values = load_tile(
-        v + batch * v_batch + head * v_head, tokens, is_key, v_token, v_channel, E, PADDED_E
-    ).to(tl.float32)
-    result = tl.exp2((values - nu[None, :]) * LOG2_E) - u[None, :]
-    result = tl.where(is_key[:, None], result, 0.0)
-    store_tile(w + (batch * n + head) * s * E, tokens, tokens < s, E, result, E)
-
-
-def spread(v: torch.Tensor, masks: KernelMasks) -> ValueSpread:
-    """The range of the values of valid keys."""
-    b, s, n, e = v.shape
-    segments = cdiv(s, SEGMENT)
-    largest, smallest = v.new_empty((2, b, n, segments, e), dtype=torch.float32)
-    launch(
-        _spread, (segments * b * n,),
-        v, masks.k_valid, largest, smallest, s, n, *v.stride(),
-        E=e, PADDED_E=padded_width(e), SEGMENT=SEGMENT, ROWS=_value_rows(e),
-    )  # fmt: skip
-    shift = largest.amax(2)
-    apart = shift - smallest.amin(2)
-    is_close = (apart <= RANGE["float32"]).all(-1).to(torch.int32)
-    # Without a valid key the maximum is −∞; the shift is 0.
-    shift = shift.masked_fill(shift.isneginf(), 0.0)
-    return ValueSpread(shift, (apart <= math.log(2)).to(torch.float32), is_close)
-
-
-def weights(v: torch.Tensor, masks: KernelMasks, value_range: ValueSpread) -> torch.Tensor:
-    """W (b, n, s, e) of the close heads, 0 for invalid keys; not initialised in other heads."""
-    b, s, n, e = v.shape
-    w = v.new_empty((b, n, s, e), dtype=factor_dtype(v.dtype))
-    rows = _value_rows(e)
-    launch(
-        _weights, (cdiv(s, rows) * b * n,),
-        v, masks.k_valid, *value_range, w, s, n, *v.stride(),
-        E=e, PADDED_E=padded_width(e), ROWS=rows,
-    )  # fmt: skip
-    return w
-
-
-def _value_rows(e: int) -> int:
-    """Tokens in a tile of v."""
-    return min(VALUE_ELEMENTS // padded_width(e), SEGMENT)
-
-
-# --------------------------------------------------------------------------------- close heads
 
 
 @triton.jit
@@ -257,16 +137,9 @@ def _close(
     total = row_sums(total)
     rows = tokens_again(tile, ROWS)
     is_row = is_token(q_valid, batch, rows, t)
-    has_keys = is_row & (total != 0)  # A NaN in a key makes it NaN, which is not 0.
-    channels = tl.arange(0, PADDED_E)
-    at = (batch * n + kv) * E + channels
-    nu = tl.load(shift + at, mask=channels < E, other=0.0)
-    u = tl.load(less + at, mask=channels < E, other=0.0)
-    is_mean = has_keys[:, None] & (channels < E)[None, :]
-    mean = tl.where(is_mean, u[None, :] + acc / tl.where(has_keys, total, 1.0)[:, None], 1.0)
-    o = tl.where(is_mean, nu[None, :] + tl.log(mean), 0.0)
-    logs = largest / LOG2_E + tl.log(tl.where(has_keys, total, 1.0))
-    logs = tl.where(has_keys, logs, float("inf"))
+    o, logs = log_mean_and_log(
+        largest, total, acc, is_row, shift, less, batch * n + kv, 0, E, PADDED_E
+    )
     tl.store(log_total + (batch * h + head) * t + rows, logs, mask=rows < t)
     start = (batch * t * h + head) * E
     store_tile(out + start, rows, rows < t, h * E, o, E)

@@ -31,11 +31,12 @@ from precondattn_triton.precision import product_precision
 from precondattn_triton.softmax.channel_parts import load_part, store_part
 from precondattn_triton.softmax.laser_call import LaserCall
 from precondattn_triton.softmax.laser_exact import slope_sums
+from precondattn_triton.softmax.laser_values import log_mean_and_log
 from precondattn_triton.softmax.reach import keys_in_reach, may_attend_within, queries_in_reach
 from precondattn_triton.softmax.score_options import distances, scores_and_slopes
 from precondattn_triton.softmax.score_tiles import load_logs, with_tile
 from precondattn_triton.softmax.tile_order import longest_first
-from precondattn_triton.tiles import LOG2_E, factor_dtype, is_token
+from precondattn_triton.tiles import factor_dtype, is_token
 
 
 class ChannelParts(NamedTuple):
@@ -147,16 +148,9 @@ def _wide_close(
         w_tile = load_part(w, columns, columns < s, E, 1, part * PART, E, PART)
         largest, total, acc = with_tile(largest, total, acc, scores, w_tile, PRECISION)
 
-    has_keys = is_row & (total != 0)  # A NaN in a key makes it NaN, which is not 0.
-    channels = part * PART + tl.arange(0, PART)
-    at = (batch * n + kv) * E + channels
-    nu = tl.load(shift + at, mask=channels < E, other=0.0)
-    u = tl.load(less + at, mask=channels < E, other=0.0)
-    is_mean = has_keys[:, None] & (channels < E)[None, :]
-    mean = tl.where(is_mean, u[None, :] + acc / tl.where(has_keys, total, 1.0)[:, None], 1.0)
-    o = tl.where(is_mean, nu[None, :] + tl.log(mean), 0.0)
-    logs = largest / LOG2_E + tl.log(tl.where(has_keys, total, 1.0))
-    logs = tl.where(has_keys, logs, float("inf"))
+    o, logs = log_mean_and_log(
+        largest, total, acc, is_row, shift, less, batch * n + kv, part * PART, E, PART
+    )
     tl.store(log_total + (batch * h + head) * t + rows, logs, mask=(rows < t) & (part == 0))
     start = (batch * t * h + head) * E
     store_part(out + start, rows, rows < t, h * E, part * PART, o, E)
