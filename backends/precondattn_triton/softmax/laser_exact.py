@@ -128,8 +128,7 @@ def _exact(
     begin, _low, _high, end = keys_in_reach(
         tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, 1
     )
-    # The compiler does not know that end ≤ s, and would compare each j with s.
-    for j in range(begin, tl.minimum(end, s)):
+    for j in range(begin, end):
         score, _slope, _k_row, v_row = _log_weights_of_key(
             q_tile, k, v, 0.0, j, first, rows, is_row, batch, head,
             k_valid, segment,
@@ -232,7 +231,7 @@ def _exact_query_gradient(
         o, d_o, sums = rows_of_exact_head(
             full, d_out, rows, is_row, first, h, o_token, o_channel, E, CHANNELS
         )
-        for j in range(begin, tl.minimum(end, s)):  # As above.
+        for j in range(begin, end):
             d_score, slope, k_row = score_gradient_of_key(
                 q_tile, k, v, o, d_o, sums, logs, j, first, rows, is_row, batch, head,
                 k_valid, segment,

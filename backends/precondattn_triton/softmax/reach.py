@@ -90,18 +90,14 @@ def may_attend_within(
 
 @triton.jit
 def _of_whole_tiles(low, inner_low, inner_high, high, SIZE: tl.constexpr):
-    """The start, the inner range and the end, of which all but the end are multiples of SIZE."""
-    low, inner_low = tl.maximum(low, 0), tl.maximum(inner_low, 0)
-    begin = low // SIZE * SIZE
-    inner_low = tl.cdiv(inner_low, SIZE) * SIZE
+    """The start, the inner range and the end, of which all but the end are multiples of SIZE.
+
+    The inner range may be empty, and if no tile is met, the end may be before the start.
+    """
+    begin = tl.maximum(low, 0) // SIZE * SIZE
+    inner_low = tl.cdiv(tl.maximum(inner_low, 0), SIZE) * SIZE
     inner_high = tl.maximum(inner_high, 0) // SIZE * SIZE
-    has_inner = inner_low < inner_high
-    return (
-        begin,
-        tl.where(has_inner, inner_low, begin),
-        tl.where(has_inner, inner_high, begin),
-        tl.maximum(high, begin),
-    )
+    return begin, inner_low, tl.maximum(inner_high, inner_low), high
 
 
 @triton.jit
@@ -112,6 +108,8 @@ def keys_in_reach(
     last = tl.minimum(first + count, t) - 1
     low, inner_high = keys_of(first, batch, t, s, segment, window, CAUSAL)
     inner_low, high = keys_of(last, batch, t, s, segment, window, CAUSAL)
+    # The end is at most s. If the compiler knows it, a loop does not compare each key with s.
+    high = tl.minimum(high, s)
     return _of_whole_tiles(low, inner_low, inner_high, high, SIZE)
 
 
