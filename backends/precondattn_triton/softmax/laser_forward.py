@@ -39,13 +39,13 @@ from precondattn_triton.softmax.laser_call import LaserCall
 from precondattn_triton.softmax.laser_exact import exact_forward
 from precondattn_triton.softmax.laser_values import ValueSpread, log_mean_and_log, weights
 from precondattn_triton.softmax.laser_wide import wide_forward
+from precondattn_triton.softmax.online_softmax import with_scores
 from precondattn_triton.softmax.reach import keys_in_reach, may_attend_within
-from precondattn_triton.softmax.row_sums import no_sums, row_sums, with_row_sums
-from precondattn_triton.softmax.score_options import scores_and_slopes
+from precondattn_triton.softmax.row_sums import no_sums, row_sums
+from precondattn_triton.softmax.score_options import scores_in_units
 from precondattn_triton.softmax.tile_order import longest_first
 from precondattn_triton.softmax.visits import load_visited, tokens_again, visited, visits
 from precondattn_triton.tiles import (
-    LOG2_E,
     is_token,
     load_tile,
     store_tile,
@@ -94,7 +94,6 @@ def _close(
     begin, low, high, end = keys_in_reach(
         tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
     )
-    IS_PLAIN: tl.constexpr = (softcap is None and bias is None) and slopes is None
     # Two loops over wide rows spill more registers than one.
     WIDEST: tl.constexpr = 256 if w.dtype.element_ty == tl.float32 else 512
     IS_ONE_LOOP: tl.constexpr = PADDED_D + PADDED_E > WIDEST
@@ -107,32 +106,24 @@ def _close(
             k_tile = load_visited(
                 k, k_valid, batch, columns, s, k_token, k_channel, D, PADDED_D, phase == 0
             )
+            w_tile = load_visited(w, None, batch, columns, s, E, 1, E, PADDED_E, phase == 0)
             products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             is_key = is_token(k_valid, batch, columns, s)
-            scores, _slope = scores_and_slopes(
+            scores, unit = scores_in_units(
                 products, rows[:, None], columns[None, :], is_row[:, None] & is_key[None, :],
                 batch, head, t, s, scale,
                 softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
             )  # fmt: skip
-            if (phase == 0 and k_valid is None) and IS_PLAIN:
-                # The scale is positive: the largest score is that of the largest product.
-                highest = tl.max(products, 1) * (scale * LOG2_E)
-            else:
+            if phase == 1 or k_valid is not None:
                 mask = is_key[None, :]
                 if phase == 1:
                     mask = may_attend_within(
                         rows[:, None], columns[None, :], mask, batch, t, s, segment, window, CAUSAL
                     )
                 scores = tl.where(mask, scores, float("-inf"))
-                highest = tl.max(scores, 1)
-            higher = tl.maximum(largest, highest)
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            shrink = tl.exp2(largest - base)
-            p = tl.exp2(scores - base[:, None]).to(w.dtype.element_ty)
-            total = with_row_sums(total, shrink[:, None], p)
-            w_tile = load_visited(w, None, batch, columns, s, E, 1, E, PADDED_E, phase == 0)
-            acc = tl.dot(p, w_tile, acc * shrink[:, None], input_precision=PRECISION)
-            largest = higher
+            largest, total, acc = with_scores(
+                largest, total, acc, scores, unit, w_tile, PRECISION, False
+            )
 
     total = row_sums(total)
     rows = tokens_again(tile, ROWS)
