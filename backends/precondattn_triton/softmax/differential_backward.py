@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.launching import cdiv, launch
+from precondattn_triton.softmax.bias_tiles import bias_tile_of_program, store_pairs
 from precondattn_triton.softmax.channel_parts import WIDEST_PART, load_part, store_part
 from precondattn_triton.softmax.differential_forward import DifferentialCall, Maps, row_weights
 from precondattn_triton.softmax.pair_products import row_products_of
@@ -104,7 +105,7 @@ def _query_gradient(
     )
     has_first: tl.constexpr = window is not None or segment is not None
     first_keys, last_keys = keys_of(rows[:, None], batch, t, s, segment, window, CAUSAL)
-    # In float32 two loops do not fit the registers: all tiles are masked.
+    # Two loops do not fit the registers in float32: all tiles are masked.
     IS_ONE_LOOP: tl.constexpr = EXACT or k_valid is not None
     if IS_ONE_LOOP:
         low, high = begin, begin
@@ -203,7 +204,7 @@ def _key_gradient(
     begin, low, high, end = queries_in_reach(
         tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
     )
-    # In float32, or of wide values, two loops do not fit the registers: all tiles are masked.
+    # Two loops do not fit the registers in float32 or with wide values: all tiles are masked.
     IS_ONE_LOOP: tl.constexpr = EXACT or (WITH_KEYS and PARTS > 1)
     if IS_ONE_LOOP:
         low, high = begin, begin
@@ -233,8 +234,7 @@ def _key_gradient(
                 q2_tile = load_tile(
                     q2_start, queries, is_query, q2_token, q2_channel, D, PADDED_D
                 )  # fmt: skip
-                # All transposed: keys × queries. Other rows of A than those of its own key and
-                # valid queries do not reach the gradients that are stored.
+                # Tiles are transposed: keys × queries.
                 s1, slope1 = scores_and_slopes(
                     tl.dot(k1_tile, tl.trans(q1_tile), input_precision=PRECISION),
                     queries[None, :], keys[:, None], is_pair, batch, head, t, s, scale,
@@ -284,7 +284,7 @@ def _key_gradient(
                     acc2 = tl.dot(
                         d_s2.to(FACTOR), q2_tile.to(FACTOR), acc2, input_precision=PRECISION
                     )  # fmt: skip
-    is_kept = is_key[:, None]  # Invalid keys are not masked in the tiles without a mask.
+    is_kept = is_key[:, None]  # Invalid keys are not masked in the loops.
     start = batch * s * n + kv
     if WITH_KEYS:
         acc1 = tl.where(is_kept, acc1 * scale, 0.0)
@@ -312,9 +312,7 @@ def _bias_gradient(
     EXACT: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """`batches` sequences and `heads` heads share an entry of the bias."""
-    across = tl.cdiv(s, COLUMNS)
-    pair, first_batch, first_head = tile_of_program(tl.cdiv(t, ROWS) * across, h // heads)
-    tile, start = pair // across, pair % across * COLUMNS
+    tile, start, first_batch, first_head = bias_tile_of_program(t, s, h // heads, ROWS, COLUMNS)
     rows = tile * ROWS + tl.arange(0, ROWS)
     columns = start + tl.arange(0, COLUMNS)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -369,9 +367,7 @@ def _bias_gradient(
                     d_s *= -weight[:, None]
                 acc += d_s
     at = (first_batch * (h // heads) + first_head) * t
-    pairs = (at + rows[:, None]) * s + columns[None, :]
-    inside = (rows < t)[:, None] & (columns < s)[None, :]
-    tl.store(d_bias + pairs, acc.to(d_bias.dtype.element_ty), mask=inside)
+    store_pairs(d_bias, at, rows, columns, s, rows < t, columns < s, acc)
 
 
 def differential_backward(

@@ -39,6 +39,7 @@ import triton.language as tl
 from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.precision import product_precision
+from precondattn_triton.softmax.bias_tiles import store_pairs
 from precondattn_triton.softmax.laser_bias import bias_gradient
 from precondattn_triton.softmax.laser_call import LaserCall
 from precondattn_triton.softmax.laser_exact import exact_backward, slope_sums
@@ -161,9 +162,8 @@ def _query_gradient(
             if slopes is not None:
                 d_slope += tl.sum(d_scores * distances(rows[:, None], columns[None, :], t, s), 1)
             if d_bias is not None:
-                pairs = ((batch * h + head) * t + rows[:, None]) * s + columns[None, :]
-                inside = (rows < t)[:, None] & (columns < s)[None, :]
-                tl.store(d_bias + pairs, d_scores.to(d_bias.dtype.element_ty), mask=inside)
+                first_row = (batch * h + head) * t
+                store_pairs(d_bias, first_row, rows, columns, s, rows < t, columns < s, d_scores)
             if softcap is not None:
                 d_scores *= slope
             d_scores = d_scores.to(w.dtype.element_ty)
@@ -230,7 +230,7 @@ def _key_gradient(
                 else:
                     logs = tl.load(log_total + at, mask=queries < t, other=float("inf"))
                     sums = tl.load(d_sum + at, mask=queries < t, other=0.0)
-                # All transposed: keys × queries.
+                # Tiles are transposed: keys × queries.
                 is_query = is_token(q_valid, batch, queries, t)
                 scores, slope = scores_and_slopes(
                     tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION),

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.precision import product_precision
+from precondattn_triton.softmax.bias_tiles import bias_tile_of_program, store_pairs
 from precondattn_triton.softmax.laser_call import LaserCall
 from precondattn_triton.softmax.laser_exact import (
     exact_channels,
@@ -27,7 +28,7 @@ from precondattn_triton.softmax.laser_exact import (
 from precondattn_triton.softmax.laser_wide import gradient_of_pairs
 from precondattn_triton.softmax.reach import keys_in_reach
 from precondattn_triton.softmax.score_tiles import load_logs
-from precondattn_triton.tiles import is_token, load_tile, tile_of_program
+from precondattn_triton.tiles import is_token, load_tile
 
 CHUNK = 32
 """The channels that a product of close heads sums over."""
@@ -75,9 +76,7 @@ def _bias_gradient(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """`batches` sequences and `heads` heads share an entry of the bias."""
-    across = tl.cdiv(s, COLUMNS)
-    pair, first_batch, first_head = tile_of_program(tl.cdiv(t, ROWS) * across, h // heads)
-    tile, start = pair // across, pair % across * COLUMNS
+    tile, start, first_batch, first_head = bias_tile_of_program(t, s, h // heads, ROWS, COLUMNS)
     if (batches * heads == 1) & (tl.load(is_close + first_batch * n + first_head // (h // n)) != 0):
         return
     rows = tile * ROWS + tl.arange(0, ROWS)
@@ -123,9 +122,7 @@ def _bias_gradient(
                     CAUSAL, D, E, PADDED_D, CHANNELS, ROWS, COLUMNS,
                 )  # fmt: skip
     at = (first_batch * (h // heads) + first_head) * t
-    pairs = (at + rows[:, None]) * s + columns[None, :]
-    inside = (rows < t)[:, None] & (columns < s)[None, :]
-    tl.store(d_bias + pairs, acc.to(d_bias.dtype.element_ty), mask=inside)
+    store_pairs(d_bias, at, rows, columns, s, rows < t, columns < s, acc)
 
 
 def bias_gradient(

@@ -28,6 +28,7 @@ import triton.language as tl
 from precondattn_triton.configurations import Configuration, configuration
 from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.precision import product_precision
+from precondattn_triton.softmax.bias_tiles import store_pairs
 from precondattn_triton.softmax.channel_parts import load_part, store_part
 from precondattn_triton.softmax.laser_call import LaserCall
 from precondattn_triton.softmax.laser_exact import slope_sums
@@ -49,7 +50,7 @@ class ChannelParts(NamedTuple):
 
 
 PARTS = {torch.bfloat16: ChannelParts(256, 128), torch.float32: ChannelParts(128, 64)}
-"""By the dtype of the factors."""
+"""The parts for each dtype of the factors."""
 
 
 @triton.jit
@@ -204,9 +205,8 @@ def _wide_query_gradient(
         if slopes is not None:
             d_slope += tl.sum(d_scores * distances(rows[:, None], columns[None, :], t, s), 1)
         if d_bias is not None:
-            pairs = (at + rows[:, None]) * s + columns[None, :]
-            inside = ((rows < t) & (part == 0))[:, None] & (columns < s)[None, :]
-            tl.store(d_bias + pairs, d_scores.to(d_bias.dtype.element_ty), mask=inside)
+            is_stored = (rows < t) & (part == 0)
+            store_pairs(d_bias, at, rows, columns, s, is_stored, columns < s, d_scores)
         if softcap is not None:
             d_scores *= slope
         d_scores = d_scores.to(w.dtype.element_ty)
@@ -255,7 +255,7 @@ def _wide_key_gradient(
             is_query = is_token(q_valid, batch, queries, t)
             logs = load_logs(log_total, at, queries, is_query)
             sums = tl.load(d_sum + at + queries, mask=is_query, other=0.0)
-            # All transposed: keys × queries.
+            # Tiles are transposed: keys × queries.
             a, d_scores, slope = gradient_of_pairs(
                 k, w, keys, is_key, k_token, k_channel, E,
                 q_start, g_start, queries, is_query, q_token, q_channel, h * E,

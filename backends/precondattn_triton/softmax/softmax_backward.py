@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.launching import cdiv, launch
+from precondattn_triton.softmax.bias_tiles import bias_tile_of_program, store_pairs
 from precondattn_triton.softmax.pair_products import row_products_of
 from precondattn_triton.softmax.reach import (
     is_within,
@@ -115,10 +116,8 @@ def _query_gradient(
             if slopes is not None:
                 d_slope += tl.sum(d_s * distances(rows[:, None], columns[None, :], t, s), 1)
             if d_bias is not None:
-                pairs = (at + rows[:, None]) * s + columns[None, :]
                 is_column = is_visited(None, batch, columns, s, phase == 0)
-                inside = (rows < t)[:, None] & is_column[None, :]
-                tl.store(d_bias + pairs, d_s.to(d_bias.dtype.element_ty), mask=inside)
+                store_pairs(d_bias, at, rows, columns, s, rows < t, is_column, d_s)
             if softcap is not None:
                 d_s *= slope
             acc = add_product(d_s, k_tile.to(FACTOR), acc, PRECISION, TWO_PARTS)
@@ -188,8 +187,7 @@ def _key_gradient(
                 d_o = load_tile(
                     g_start, queries, is_query, g_token, g_channel, E, PADDED_E
                 ).to(FACTOR)  # fmt: skip
-                # All transposed: keys × queries. Other rows of A than those of its own key and
-                # valid queries do not reach the gradients that are stored.
+                # Tiles are transposed: keys × queries.
                 products = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
                 d_a = tl.dot(values, tl.trans(d_o), input_precision=PRECISION)
                 scores, slope = scores_and_slopes(
@@ -207,7 +205,7 @@ def _key_gradient(
                 if softcap is not None:
                     d_s *= slope
                 key_acc = add_product(d_s, q_tile.to(FACTOR), key_acc, PRECISION, TWO_PARTS)
-    is_kept = is_key[:, None]  # Invalid keys are not masked in the tiles without a mask.
+    is_kept = is_key[:, None]  # Invalid keys are not masked in the loops.
     start = batch * s * n + kv
     key_acc = tl.where(is_kept, key_acc * scale, 0.0)
     store_tile(d_k + start * D, keys, keys < s, n * D, key_acc, D)
@@ -229,9 +227,7 @@ def _bias_gradient(
     TWO_PARTS: tl.constexpr, EXACT: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """`batches` sequences and `heads` heads share an entry of the bias."""
-    across = tl.cdiv(s, COLUMNS)
-    pair, first_batch, first_head = tile_of_program(tl.cdiv(t, ROWS) * across, h // heads)
-    tile, start = pair // across, pair % across * COLUMNS
+    tile, start, first_batch, first_head = bias_tile_of_program(t, s, h // heads, ROWS, COLUMNS)
     rows = tile * ROWS + tl.arange(0, ROWS)
     columns = start + tl.arange(0, COLUMNS)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -270,9 +266,7 @@ def _bias_gradient(
             )  # fmt: skip
             acc += a * (d_a - sums[:, None])
     at = (first_batch * (h // heads) + first_head) * t
-    pairs = (at + rows[:, None]) * s + columns[None, :]
-    inside = (rows < t)[:, None] & (columns < s)[None, :]
-    tl.store(d_bias + pairs, acc.to(d_bias.dtype.element_ty), mask=inside)
+    store_pairs(d_bias, at, rows, columns, s, rows < t, columns < s, acc)
 
 
 def softmax_backward(
