@@ -51,7 +51,7 @@ class LucidStep(LucidStepKernels):
         if 0 in shapes["q"] + shapes["v"] or b * n > MOST_HEADS:
             return f"its step supports no empty arrays, and at most {MOST_HEADS} heads"
         width = padded_width(max(d, e))
-        # In float32 products have three parts, and more rows than 16 at 256 channels would spill.
+        # Products in float32 have three parts: more than 16 rows of 256 channels would spill.
         is_wide = request.dtype == "float32" and width > 128
         fits = self.fits(t * (h // n + 1), request.dtype, 2 * width if is_wide else width)
         if width > WIDEST or not fits:

@@ -54,7 +54,7 @@ class SoftmaxKernels:
         if 0 in shapes["q"] + shapes["k"] + shapes["v"]:
             return "its kernels for softmax support no empty arrays"
         key, value, widest = shapes["k"][3], shapes["v"][3], WIDEST_VALUE["float32"]
-        # In float16 the factors of gradients have 32 bits.
+        # The factors of gradients have 32 bits in float16.
         if request.dtype == "float16" and value > widest:
             return (
                 f"has kernels for softmax in float16 with values of width {widest} at most; "
