@@ -55,7 +55,7 @@ def weights(
     if HAS_SEGMENTS:
         i_segments = tl.load(segments + i_start + tl.arange(0, scores.shape[0]))
         j_segments = tl.load(segments + j_start + tl.arange(0, scores.shape[1]))
-        # Weights that are selected after they are rounded to 16 bits would take twice the registers.
+        # A select after the exponential would be of 16 bits, and take twice the registers.
         same = i_segments[:, None] == j_segments[None, :]
         exponents = tl.where(same, exponents, -float("inf"))
     return tl.exp2(exponents)
