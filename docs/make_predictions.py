@@ -47,7 +47,7 @@ GUESSES = (
     TritonGuess("lucid_solve", "substitute", 128, 0.50, 1,
           "64 programs, each a chain of products of 64 × 64 × 32 and 140 instructions each"),
     TritonGuess("lucid_solve", "update with key sums", 128, 0.45, 1,
-          "as `update`, with two more products in the registers of a tile of 128 × 32"),
+          "as `update`, with two more products in the registers of a tile of 128 × 64"),
     TritonGuess("lucid_solve", "update with key sums", 64, 0.40, 1,
           "as at 128; exponentials take as long as products"),
     TritonGuess("lucid_solve", "key_gradient", 128, 0.50, 1,
