@@ -15,6 +15,7 @@ from precondattn.frame import full_frame
 from precondattn_triton.backend import Triton, _interpreted
 from precondattn_triton.configurations import forced
 from precondattn_triton.launching import launch
+from precondattn_triton.replay import method as replay_method
 from precondattn_triton.replay.method import ReplayedMethod
 from precondattn_triton.replay.program import LaunchProgram
 from precondattn_triton.replay.signature import signature_of
@@ -223,6 +224,15 @@ def test_a_call_is_recorded_at_its_second_time():
     assert len(calls) == 2
     replayed(X.T)
     assert len(calls) == 3
+
+
+def test_a_call_that_a_cuda_graph_captures_is_not_recorded(monkeypatch, runs):
+    replayed = ReplayedMethod(lambda x: x + 1, lambda arrays: _interpreted())
+    monkeypatch.setattr(replay_method, "is_captured", lambda array: True)
+    for _ in range(3):
+        assert torch.equal(replayed(X), X + 1)
+    assert not replayed._programs
+    assert not runs
 
 
 @pytest.mark.parametrize(
