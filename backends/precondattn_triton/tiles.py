@@ -70,31 +70,6 @@ def segments_met(segment, batch, s, first, count):
 
 
 @triton.jit
-def keys_met(first, count, batch, t, s, segment, CAUSAL: tl.constexpr):
-    """The first key that any of `count` queries from `first` on may attend to, and the last + 1."""
-    low, high = 0, s
-    if CAUSAL:
-        high = tl.maximum(tl.minimum(s, first + count + (s - t)), 0)
-    if segment is not None:
-        low, end = segments_met(segment, batch, s, first + (s - t), count)
-        high = tl.minimum(high, end)
-    return low, high
-
-
-@triton.jit
-def queries_met(first, count, batch, t, s, segment, CAUSAL: tl.constexpr):
-    """The first query that may attend to any of `count` keys from `first` on, and the last + 1."""
-    low, high = 0, t
-    if CAUSAL:
-        low = tl.maximum(first - (s - t), 0)
-    if segment is not None:
-        begin, end = segments_met(segment, batch, s, first, count)
-        low = tl.maximum(low, begin - (s - t))
-        high = tl.minimum(high, end - (s - t))
-    return low, high
-
-
-@triton.jit
 def addresses(start, tokens, token_stride, channels, channel_stride):
     """Addresses (tokens, channels) of a head that begins at `start`."""
     rows = tokens.to(tl.int64)[:, None] * token_stride

@@ -13,7 +13,11 @@ from precondattn_gpu.absent_gpu import absent_gpu, captured
 from precondattn_gpu.call_counts import counts_of
 from precondattn_gpu.headline_calls import BOTH, CALLS, STEP, HeadlineCall, inputs_of
 
-STEPS = [HeadlineCall(name, STEP) for name in ("laser", "differential", "gla", "ccq(gated_delta)")]
+_OF_PATH = "lucid(path)", "lucid(path[flush=64])"
+STEPS = [
+    HeadlineCall(name, STEP)
+    for name in ("laser", "differential", "gla", "ccq(gated_delta)", *_OF_PATH)
+]
 MESA = [HeadlineCall("mesa", BOTH, 256)]  # It reads whether it has solved, unless it is captured.
 
 
