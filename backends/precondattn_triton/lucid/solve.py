@@ -234,7 +234,7 @@ class LucidMatrix:
             "storing the sums of each part takes longer than products of so few pairs": (
                 parts > 1 and plan.tokens < TOKENS_OF_A_PART * parts
             ),
-            "spills 104 to 116 bytes in tiles of 16": has_wide_keys and not plan.half,
+            "spills 72 to 148 bytes in tiles of 16": has_wide_keys and not plan.half,
             "spills 28 bytes on compute capability 9.0": (
                 has_wide_keys and self.prepared.segments is not None
             ),
