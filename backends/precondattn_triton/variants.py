@@ -189,7 +189,6 @@ SPILLING_IN_TRITON_3_6 = (
     ("preconditioned_key", "d_inputs"),
     ("laser bfloat16 128 packed", "_key_gradient"),
     ("lucid by 15 tokens float32", "read_past"),
-    ("laser(softmax[bias=true]) float16 128", "_bias_gradient"),
     ("differential float32 64", "_forward"),
 )
 """Names of variants begin with the first, and those of their kernels are the second."""

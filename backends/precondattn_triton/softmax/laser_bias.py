@@ -28,6 +28,7 @@ from precondattn_triton.softmax.laser_exact import (
 from precondattn_triton.softmax.laser_wide import gradient_of_pairs
 from precondattn_triton.softmax.reach import keys_in_reach
 from precondattn_triton.softmax.score_tiles import load_logs
+from precondattn_triton.softmax.visits import tokens_again
 from precondattn_triton.tiles import is_token, load_tile
 
 CHUNK = 32
@@ -121,6 +122,7 @@ def _bias_gradient(
                     scale, t, s, k_token, k_channel, v_token, v_channel, o_token, o_channel,
                     CAUSAL, D, E, PADDED_D, CHANNELS, ROWS, COLUMNS,
                 )  # fmt: skip
+    rows, columns = tokens_again(tile, ROWS), start + tl.arange(0, COLUMNS)
     at = (first_batch * (h // heads) + first_head) * t
     store_pairs(d_bias, at, rows, columns, s, rows < t, columns < s, acc)
 
