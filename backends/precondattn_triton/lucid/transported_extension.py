@@ -48,13 +48,13 @@ def solve_new_tokens(
     """y of the new tokens; `past` is by slot."""
     flush = flush_of(leaf)
     recent = recent_tokens(flush, {**past, "value": past["solved"]}, x, frame)
-    pending, dtype = recent.pending, x["k"].dtype
+    pending = recent.pending
     old = recent.valid if recent.valid is None else recent.valid[:, :pending]
     new = recent.valid if recent.valid is None else recent.valid[:, pending:]
-    known = KnownTokens(recent.k[:, :pending].to(dtype), recent.v[:, :pending], old)
+    known = KnownTokens(recent.k[:, :pending], recent.v[:, :pending], old)
     matrix = ExtendedMatrix(leaf, known, x, new)
     reflections = {
-        name: matrix.after_known(x[name], old_rows[:, :pending].to(dtype))
+        name: matrix.after_known(x[name], old_rows[:, :pending])
         for name, old_rows in (("w", recent.w), ("beta", recent.beta))
     }
     matrix.borders = borders_of(

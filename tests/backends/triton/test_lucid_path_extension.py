@@ -48,6 +48,18 @@ def test_half_precision(dtype, flush):
     check(pa.Lucid(pa.Path(flush=flush)), inputs(40, h=4, n=2, dtype=dtype), (19, 20, 40))
 
 
+def test_strengths_of_reflections_in_float32():
+    """Those of pending tokens are not rounded to the dtype of the keys."""
+    x = {name: a for name, a in inputs(40, d=32, dtype=torch.bfloat16).items() if name != "q"}
+    x["beta"] = inputs(40, d=32)["beta"]
+    rounded = {**x, "beta": x["beta"].clone()}
+    rounded["beta"][:, :39] = x["beta"][:, :39].bfloat16()
+    leaf = pa.LucidSolve(metric="transported/64")
+    ours, other = (extended(leaf, given, (39, 40), "triton")[0] for given in (x, rounded))
+    assert error(ours, extended(leaf, x, (39, 40), "reference")[0]) < 2e-2
+    assert not torch.equal(ours, other)
+
+
 def test_values_beyond_the_range_of_float16():
     """Scores of a cluster are near 1, so that its values nearly cancel."""
     x = inputs(40, dtype=torch.bfloat16)
