@@ -4,7 +4,7 @@ The hash includes the CUDA sources that these modules name, the headers that tho
 tuned configurations. Comments, docstrings and empty lines do not affect it.
 
 It does not include what calls the class: the backend's choice of kernels, and what repeats their
-launches (`precondattn_triton/replay/`). These run the same kernels with the same arguments, and are
+launches. These run the same kernels with the same arguments, and are
 tested without a GPU. So the hash says which kernels have run, and not how long the host took.
 """
 

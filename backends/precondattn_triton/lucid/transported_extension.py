@@ -31,7 +31,7 @@ from precondattn_triton.lucid.extension import ExtendedMatrix, KnownTokens
 from precondattn_triton.path.extension import RecentTokens, advanced, recent_tokens
 
 
-class Solved(NamedTuple):
+class SolvedTokens(NamedTuple):
     """The result of a step of the solve."""
 
     y: Tensor
@@ -44,7 +44,7 @@ class Solved(NamedTuple):
 
 def solve_new_tokens(
     leaf: LucidSolve, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
-) -> Solved:
+) -> SolvedTokens:
     """y of the new tokens; `past` is by slot."""
     flush = flush_of(leaf)
     recent = recent_tokens(flush, {**past, "value": past["solved"]}, x, frame)
@@ -62,7 +62,7 @@ def solve_new_tokens(
         with_inverse=False, to_start=True,
     )  # fmt: skip
     y, norms = matrix.new_rows(_right_sides(matrix, flush, past, frame, recent))
-    return Solved(y, norms, recent)
+    return SolvedTokens(y, norms, recent)
 
 
 def extend(
