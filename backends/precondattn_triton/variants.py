@@ -228,7 +228,7 @@ def variants(target: str) -> Iterator[Variant]:
                         *(function, dtype, _first_dtype(launch), constants, tuned, is_wide),
                         *(_is_packed(launch), *(_has(launch, name) for name in OPTIONAL)),
                         _is_of_blocks(launch),
-                        # Of the new tokens after a cache, LUCID's right sides are float32.
+                        # LUCID's right sides are float32 for new tokens after a cache.
                         _dtype_of(launch, "v"),
                     )
                     if identity not in yielded:

@@ -323,7 +323,7 @@ class LucidSolveKernels:
         self, leaf: LucidSolve, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, Updates]:
         """y of new tokens (b, t, n, e), and the updates of the cache's buffers."""
-        # Both modules import this one.
+        # The modules of extensions import this module.
         if leaf.metric == DOT:
             from precondattn_triton.lucid.extension import extend
         else:

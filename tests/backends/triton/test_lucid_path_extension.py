@@ -10,7 +10,7 @@ import precondattn as pa
 from precondattn.backend import Request
 from precondattn_triton.lucid.path_step import LucidPathStep
 from precondattn_triton.lucid.solve import LucidSolveKernels
-from tests.backends.triton.test_path_extension import check, extended
+from tests.backends.triton.test_path_extension import check, check_unequal, extended
 from tests.backends.triton.tiles import error
 
 
@@ -49,7 +49,7 @@ def test_half_precision(dtype, flush):
 
 
 def test_strengths_of_reflections_in_float32():
-    """Those of pending tokens are not rounded to the dtype of the keys."""
+    """β of a pending token is not rounded to the dtype of the keys."""
     x = {name: a for name, a in inputs(40, d=32, dtype=torch.bfloat16).items() if name != "q"}
     x["beta"] = inputs(40, d=32)["beta"]
     rounded = {**x, "beta": x["beta"].clone()}
@@ -74,19 +74,7 @@ def test_a_strength_of_each_token(flush):
 
 @pytest.mark.parametrize("flush", [1, 5])
 def test_sequences_of_unequal_lengths_and_numbers_of_new_tokens(flush):
-    """The second has no token at first; the third gets none, and is not flushed."""
-    x = inputs(39, b=3, h=2)
-    first = {name: array[:, :20] for name, array in x.items()}
-    new = {name: array[:, 20:] for name, array in x.items()}
-    m, results = pa.Lucid(pa.Path(flush=flush)), {}
-    for backend in ("triton", "reference"):
-        cache = m.init_cache(**x, capacity=60)
-        _, cache = m.extend(cache, **first, lengths=torch.tensor([20, 0, 9]), backend="reference")
-        out, cache = m.extend(cache, **new, lengths=torch.tensor([7, 19, 0]), backend=backend)
-        again, cache = m.extend(cache, **first, backend=backend)
-        results[backend] = [out, again, *(cache.store[key] for key in sorted(cache.store))]
-    for one, other in zip(*results.values(), strict=True):
-        assert error(one, other) < 2e-5
+    check_unequal(pa.Lucid(pa.Path(flush=flush)), inputs(39, b=3, h=2))
 
 
 @pytest.mark.parametrize("flush", [1, 8])
@@ -144,7 +132,7 @@ def test_many_cached_keys_are_read_in_parts(monkeypatch):
 
 @pytest.mark.parametrize("normalize", ["keys", "given"])
 def test_the_solve_alone_transports_its_keys(normalize):
-    """Of keys that were normalised before, the cache has no norms."""
+    """The cache has no norms of keys that were normalised before."""
     leaf = pa.LucidSolve(metric="transported/4", normalize=normalize)
     x = {name: a for name, a in inputs(33, n=2).items() if name != "q"}
     result, expected = (extended(leaf, x, (14, 33), name) for name in ("triton", "reference"))

@@ -52,6 +52,23 @@ def check(mechanism, x, borders, *, backend="triton", bound=None, **options):
         assert error(one, other) < (bound or BOUND[x["v"].dtype])
 
 
+def check_unequal(mechanism, x):
+    """The second sequence has no token at first; the third gets none, and is not flushed."""
+    first = {name: array[:, :20] for name, array in x.items()}
+    new = {name: array[:, 20:] for name, array in x.items()}
+    lengths, counts = torch.tensor([20, 0, 9]), torch.tensor([7, 19, 0])
+    results = {}
+    for backend in ("triton", "reference"):
+        cache = mechanism.init_cache(**x, capacity=60)
+        with torch.no_grad(), small_tiles():
+            _, cache = mechanism.extend(cache, **first, lengths=lengths, backend="reference")
+            out, cache = mechanism.extend(cache, **new, lengths=counts, backend=backend)
+            again, cache = mechanism.extend(cache, **first, backend=backend)
+        results[backend] = [out, again, *(cache.store[key] for key in sorted(cache.store))]
+    for one, other in zip(*results.values(), strict=True):
+        assert error(one, other) < 2e-5
+
+
 @pytest.mark.parametrize(
     ("flush", "borders"),
     [
@@ -101,23 +118,7 @@ def test_a_window_that_ends_among_new_and_among_cached_keys(window, lengths):
 
 @pytest.mark.parametrize("flush", [1, 5])
 def test_sequences_of_unequal_lengths_and_numbers_of_new_tokens(flush):
-    """The second has no token at first; the third gets none, and is not flushed."""
-    x = inputs(39, b=3, h=2)
-    first = {name: array[:, :20] for name, array in x.items()}
-    new = {name: array[:, 20:] for name, array in x.items()}
-    results = {}
-    for backend in ("triton", "reference"):
-        cache = pa.Path(flush=flush).init_cache(**x, capacity=60)
-        m = pa.Path(flush=flush)
-        with torch.no_grad(), small_tiles():
-            _, cache = m.extend(
-                cache, **first, lengths=torch.tensor([20, 0, 9]), backend="reference"
-            )
-            out, cache = m.extend(cache, **new, lengths=torch.tensor([7, 19, 0]), backend=backend)
-            again, cache = m.extend(cache, **first, backend=backend)
-        results[backend] = [out, again, *(cache.store[key] for key in sorted(cache.store))]
-    for one, other in zip(*results.values(), strict=True):
-        assert error(one, other) < 2e-5
+    check_unequal(pa.Path(flush=flush), inputs(39, b=3, h=2))
 
 
 @pytest.mark.parametrize("flush", [1, 8])
