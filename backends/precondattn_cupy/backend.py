@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from importlib.util import find_spec
 
 import precondattn as pa
 from precondattn.algebra.recurrence import Erase
 from precondattn.algebra.recurrences import Recurrences
 from precondattn.arrays import Array, library_of
 from precondattn.backend import Request
+from precondattn.installed import is_installed
 from precondattn.kernel_backend import KernelBackend
 from precondattn.kernel_backend.kernel_table import ByOption, Kernels, KernelTable
 from precondattn.spec.laser import LOG_MEAN_EXP
@@ -89,7 +89,7 @@ class Cupy(KernelBackend):
             return f"supports {', '.join(dtypes)}; found {request.dtype}"
         if is_simulated():
             return None
-        if find_spec("cupy") is None:
+        if not is_installed("cupy"):
             return "CuPy is not installed; install precondattn with its extra 'cupy'"
         capability = _capability()
         if capability is not None and capability < LEAST_CAPABILITY:

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import precondattn as pa
@@ -25,6 +24,7 @@ from precondattn.algebra.recurrences import Recurrences
 from precondattn.arrays import Tree
 from precondattn.backend import Request
 from precondattn.execution.jax.backend import JaxBackend, JaxRunner
+from precondattn.installed import is_installed
 from precondattn.kernel_backend import KernelBackend
 from precondattn.kernel_backend.kernel_table import ByOption, Kernels, KernelTable, kernels_in
 from precondattn.spec.laser import LOG_MEAN_EXP
@@ -169,7 +169,7 @@ class Pallas(JaxBackend, KernelBackend):
             _described.reset(token)
 
     def refuses_request(self, request: Request) -> str | None:
-        if find_spec("jax") is None:
+        if not is_installed("jax"):
             return "JAX is not installed; install precondattn with its extra 'jax'"
         kernels_for = target()
         device = "cpu" if is_interpreting() else kernels_for

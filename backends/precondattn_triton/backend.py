@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from importlib.util import find_spec
 from threading import RLock
 
 import precondattn as pa
@@ -22,6 +21,7 @@ from precondattn.algebra.recurrence import Gate
 from precondattn.algebra.recurrences import Recurrences
 from precondattn.arrays import Array, Tree
 from precondattn.backend import Request
+from precondattn.installed import is_installed
 from precondattn.kernel_backend import KernelBackend
 from precondattn.kernel_backend.kernel_table import ByOption, Kernels, KernelTable
 from precondattn.spec.laser import LOG_MEAN_EXP
@@ -124,7 +124,7 @@ class Triton(KernelBackend):
         return is_interpreting()
 
     def refuses_request(self, request: Request) -> str | None:
-        if not _is_installed():
+        if not _has_triton():
             return "Triton is not installed; install precondattn with its extra 'triton'"
         device, reason = "cuda", "needs a GPU:"
         if is_interpreting():
@@ -175,8 +175,8 @@ def _is_amd() -> bool:
 
 
 @cache
-def _is_installed() -> bool:
-    return find_spec("triton") is not None
+def _has_triton() -> bool:
+    return is_installed("triton")
 
 
 @cache

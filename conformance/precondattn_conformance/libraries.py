@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from precondattn.arrays import Array, Arrays
+from precondattn.installed import is_installed
 
 WIDE = ("float64", "float32")
 HALF = ("float16", "bfloat16")
@@ -46,7 +46,7 @@ class Library:
 
     @classmethod
     def is_installed(cls) -> bool:
-        return find_spec(cls.module) is not None
+        return is_installed(cls.module)
 
     def precision(self, dtype: str) -> AbstractContextManager[object]:
         """A context that enables this dtype."""

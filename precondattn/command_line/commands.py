@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from rich.console import Console
 
 import precondattn as pa
 from precondattn.command_line.errors import INTERRUPTED, reported
+from precondattn.installed import is_installed
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -84,7 +84,7 @@ def explain(
             return
         text = explained.text(others=others)
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-        if find_spec(library) is None:
+        if not is_installed(library):
             console.print(f"{library} is not installed here", markup=False, soft_wrap=True)
 
 

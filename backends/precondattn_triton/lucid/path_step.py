@@ -2,7 +2,8 @@
 
     y = lucid_solve(k, v, w, beta),    out = path(q, k, y, w, beta)
 
-Both transport the same cached keys past the same flushes. The group does it once.
+Both transport the same cached keys past the same flushes, and PaTH's values are the cached y. The
+group gathers the tokens since the last flush, and transports the keys, once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.path import Path
 from precondattn_triton.lucid.solve import LucidSolveKernels
 from precondattn_triton.lucid.transported_extension import solve_new_tokens
-from precondattn_triton.path.extension import path_extend
+from precondattn_triton.path.extension import extend_recent
 from precondattn_triton.path.leaf import PathKernels
 from precondattn_triton.path.step import path_step
 
@@ -44,9 +45,12 @@ class LucidPathStep:
         """The output for new tokens (b, t, h, e), and the updates of the cache's buffers."""
         solve, path = _leaves_of(group.program)
         of_solve, of_path = group.program.slot_keys
-        y, norms, _ = solve_new_tokens(solve, _by_slot(past, of_solve), x, frame)
-        extend = path_step if y.shape[1] == 1 else path_extend
-        out, updates = extend(path, _by_slot(past, of_path), {**x, "v": y}, frame)
+        y, norms, recent = solve_new_tokens(solve, _by_slot(past, of_solve), x, frame)
+        past, x = _by_slot(past, of_path), {**x, "v": y}
+        if y.shape[1] == 1:
+            out, updates = path_step(path, past, x, frame)
+        else:
+            out, updates = extend_recent(path, past, x, frame, recent.with_values(y))
         new = {of_path[slot]: update for slot, update in updates.items()}
         new[of_solve["solved"]] = Append(y)
         if norms is not None:

@@ -57,12 +57,26 @@ class RecentTokens(NamedTuple):
     lengths: Tensor
     """(b,): the cached tokens of each sequence"""
 
+    def with_values(self, new: Tensor) -> RecentTokens:
+        """These tokens with other values of the t new ones, (b, t, n, e)."""
+        return self._replace(v=torch.cat((self.v[:, : self.pending], new), 1))
+
 
 def path_extend(
     leaf: Path, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
 ) -> tuple[Tensor, Updates]:
     """The output (b, t, h, e), and the updates by slot."""
-    recent = recent_tokens(leaf.flush, past, x, frame)
+    return extend_recent(leaf, past, x, frame, recent_tokens(leaf.flush, past, x, frame))
+
+
+def extend_recent(
+    leaf: Path,
+    past: Mapping[str, Tensor],
+    x: Mapping[str, Tensor],
+    frame: Frame,
+    recent: RecentTokens,
+) -> tuple[Tensor, Updates]:
+    """As `path_extend`, where the tokens that are not flushed are at hand."""
     updates: Updates = {"value": Append(x["v"])}
     updates |= advanced(leaf.flush, past, frame, recent)
     return _read(leaf, past, x, frame, recent), updates

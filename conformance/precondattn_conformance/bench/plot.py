@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from precondattn.installed import is_installed
 from precondattn_conformance.bench.beside_plain import ratios_to_plain, tokens_of
 from precondattn_conformance.bench.record import BenchRecord, Row
 
@@ -59,7 +59,7 @@ def draw_curves(record: BenchRecord, path: Path) -> None:
 
 
 def _require_matplotlib() -> None:
-    if find_spec("matplotlib") is None:
+    if not is_installed("matplotlib"):
         raise ImportError(
             "figures need matplotlib, which is not installed; install precondattn with its "
             "extra 'bench'"

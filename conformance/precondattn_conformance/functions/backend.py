@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from typing import TypeVar
 
 import precondattn as pa
@@ -22,6 +21,7 @@ from precondattn.arrays import Array, Residuals, library_of, namespace
 from precondattn.cache import Updates
 from precondattn.dispatch.discovery import discover
 from precondattn.frame import Frame
+from precondattn.installed import is_installed
 from precondattn.native.autograd import DIFFERENTIATING
 from precondattn_conformance.functions.arrangement import Arrangement, width
 from precondattn_conformance.functions.declined import declined
@@ -209,7 +209,7 @@ class FunctionBackend(pa.Backend):
         errors: dict[str, str] = {}
         for sizes in PLAIN_SIZES:
             found = set()
-            for library in filter(find_spec, TRIED):
+            for library in filter(is_installed, TRIED):
                 request = plain_request(self.mechanism, library, device, *sizes)
                 errors[library] = self.tried(self.mechanism, request)
                 if not errors[library]:
