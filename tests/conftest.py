@@ -3,6 +3,7 @@
 Tests of a framework that is not installed are skipped.
 """
 
+import gc
 import os
 import sys
 from importlib import metadata
@@ -20,6 +21,8 @@ THIRD_PARTY = Path(__file__).parent / "third_party"
 
 collect_ignore = ["third_party", "core/earlier"]
 """Collecting the module would import it, and register its mechanism for every test."""
+
+gc.disable()  # Until all tests are imported.
 
 if find_spec("jax"):
     import jax
@@ -45,6 +48,21 @@ def pytest_collection_modifyitems(items):
     """Each test of this folder belongs to a tier."""
     here = Path(__file__).parent
     sort_into_tiers([item for item in items if item.path.is_relative_to(here)])
+
+
+def pytest_collection_finish():
+    """What was imported stays: no later search for garbage looks at it."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish():
+    """Pytest searches five times for objects whose end raises an error; the first finds all."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

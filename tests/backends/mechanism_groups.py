@@ -68,6 +68,11 @@ def thorough(groups):
         yield pytest.param(*group.values, id=group.id, marks=(*group.marks, pytest.mark.thorough))
 
 
+def by_mechanism(groups):
+    """The groups, those of one mechanism after each other: they share what the oracle computed."""
+    return sorted(groups, key=mechanism_of)
+
+
 def only(is_chosen, groups):
     """The groups whose mechanism `is_chosen`; others are left out."""
     return [group for group in groups if is_chosen(mechanism_of(group))]

@@ -1,10 +1,9 @@
-"""One of two processes that hold DTensors together: `python -m tests.core.dtensor_worker RANK DIR`.
+"""One of two processes that hold DTensors together (`tests/ranks.py`).
 
 It writes `result_RANK.json`: the names of its cases, and the error of each that failed.
 """
 
 import json
-import sys
 import traceback
 from pathlib import Path
 
@@ -276,11 +275,11 @@ def cases(mesh):
     yield from ((f"refused: {name}", case) for name, case in refusals(mesh).items())
 
 
-def main(rank, folder):
+def main(rank, world, folder):
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
-    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("devices",))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("devices",))
     results = {}
     for name, case in cases(mesh):
         try:
@@ -290,7 +289,3 @@ def main(rank, folder):
             results[name] = traceback.format_exc(limit=-4)
     Path(folder, f"result_{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])

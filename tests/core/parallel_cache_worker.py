@@ -1,10 +1,7 @@
-"""One of several processes that divide a cache: `python -m tests.core.parallel_cache_worker RANK
-WORLD DIR`.
+"""One of several processes that divide a cache (`tests/ranks.py`).
 
 As `parallel_worker.py`, it writes the names of its cases, and the error of each that failed.
 """
-
-import sys
 
 import pytest
 
@@ -639,5 +636,5 @@ def cases(mesh):
                 )
 
 
-if __name__ == "__main__":
-    run(cases, int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+def main(rank, world, folder):
+    run(cases, rank, world, folder)

@@ -1,12 +1,10 @@
-"""One of several processes that divide sequences: `python -m tests.core.parallel_worker RANK
-WORLD DIR`.
+"""One of several processes that divide sequences (`tests/ranks.py`).
 
 It writes `result_RANK.json`: the names of its cases, and the error of each that failed.
 """
 
 import json
 import math
-import sys
 import traceback
 from contextlib import contextmanager
 from datetime import timedelta
@@ -833,7 +831,3 @@ def started(rank, world, folder):
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30)
     )
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -5,9 +5,6 @@ nothing is communicated. The processes run all cases of `dtensor_worker.py` once
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -18,20 +15,13 @@ import torch
 if not torch.distributed.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
 
+from tests.ranks import run_ranks
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.core.dtensor_worker"]
-    workers = [
-        subprocess.Popen([*command, str(rank), str(folder)], env=environment) for rank in (0, 1)
-    ]
-    try:
-        assert [worker.wait(timeout=600) for worker in workers] == [0, 0]
-    finally:
-        for worker in workers:
-            worker.kill()
+    run_ranks("tests.core.dtensor_worker", 2, folder)
     return [json.loads((folder / f"result_{rank}.json").read_text()) for rank in (0, 1)]
 
 

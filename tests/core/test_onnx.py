@@ -125,8 +125,15 @@ def any_tokens(module, x):
         )
 
 
-@pytest.mark.parametrize("expression", ["lucid", "gated_delta", "bidirectional(gated_delta)"])
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *(pytest.param(text, marks=pytest.mark.slow) for text in ("lucid", "gated_delta")),
+        "bidirectional(gated_delta)",
+    ],
+)
 def test_onnxruntime_computes_a_layer(expression):
+    """Those of a decoder, which is exported below, are slow."""
     from tests.layers.torch_layers import hidden, made
 
     attn = made(expression, dtype=torch.float32).requires_grad_(False)

@@ -5,10 +5,7 @@ all cases of `parallel_worker.py` once.
 """
 
 import json
-import os
 import subprocess
-import sys
-from contextlib import contextmanager
 
 import pytest
 
@@ -16,27 +13,13 @@ pytest.importorskip("torch")
 
 import torch
 
+from tests.ranks import ranks, run_ranks
 from tests.representatives import SCANNED
+
+WORKER = "tests.core.parallel_worker"
 
 if not torch.distributed.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
-
-
-@contextmanager
-def processes(world, folder, *more, module="parallel_worker", **options):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", f"tests.core.{module}"]
-    workers = [
-        subprocess.Popen(
-            [*command, *map(str, (rank, world, folder, *more))], env=environment, **options
-        )
-        for rank in range(world)
-    ]
-    try:
-        yield workers
-    finally:
-        for worker in workers:
-            worker.kill()
 
 
 def require_good_results(world, count, folder):
@@ -48,8 +31,7 @@ def require_good_results(world, count, folder):
 
 
 def test_each_way_of_dividing_a_call_by_two_processes(tmp_path):
-    with processes(2, tmp_path, "few") as workers:
-        assert [worker.wait(timeout=600) for worker in workers] == [0, 0]
+    run_ranks(WORKER, 2, tmp_path, "few")
     require_good_results(2, 13, tmp_path)
 
 
@@ -65,14 +47,13 @@ def test_each_way_of_dividing_a_call_by_two_processes(tmp_path):
     ],
 )
 def test_sequences_divided_among_processes(world, count, tmp_path):
-    with processes(world, tmp_path) as workers:
-        assert [worker.wait(timeout=600) for worker in workers] == [0] * world
+    run_ranks(WORKER, world, tmp_path)
     require_good_results(world, count, tmp_path)
 
 
 @pytest.mark.thorough
 def test_a_process_that_ends_is_reported_to_the_others(tmp_path):
-    with processes(2, tmp_path, "ends", stderr=subprocess.PIPE, text=True) as workers:
-        (_, said), _ = (worker.communicate(timeout=90) for worker in workers)
-    assert workers[0].returncode != 0
+    with ranks(WORKER, 2, tmp_path, "ends", stderr=subprocess.PIPE, text=True) as process:
+        _, said = process.communicate(timeout=90)
+    assert process.returncode != 0
     assert "in agreed" in said  # The function in which it waited; PyTorch wrote the message.

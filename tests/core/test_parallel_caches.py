@@ -15,7 +15,7 @@ if not torch.distributed.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
 
 from tests.core.parallel_cache_worker import STATES
-from tests.core.test_parallel import processes
+from tests.ranks import run_ranks
 
 
 @pytest.mark.thorough
@@ -29,8 +29,7 @@ from tests.core.test_parallel import processes
     ],
 )
 def test_caches_divided_among_processes(world, count, tmp_path):
-    with processes(world, tmp_path, module="parallel_cache_worker") as workers:
-        assert [worker.wait(timeout=600) for worker in workers] == [0] * world
+    run_ranks("tests.core.parallel_cache_worker", world, tmp_path)
     for rank in range(world):
         results = json.loads((tmp_path / f"result_{rank}.json").read_text())
         failed = {name: error for name, error in results.items() if error}

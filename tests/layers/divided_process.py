@@ -1,9 +1,5 @@
-"""One of several processes that compute or train a model together.
+"""One of several processes that compute or train a model together (`tests/ranks.py`)."""
 
-`python -m tests.layers.divided_process RANK COUNT FOLDER`
-"""
-
-import sys
 from pathlib import Path
 
 import torch
@@ -15,13 +11,10 @@ CHECKS = {2: divided_layers.check, 4: divided_training.on_four, 8: divided_train
 
 
 def main(rank, count, folder):
+    folder = Path(folder)
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
     CHECKS[count](folder)
     distributed.destroy_process_group()
     (folder / f"done {rank}").touch()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

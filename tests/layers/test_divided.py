@@ -1,9 +1,5 @@
 """Models that are divided among processes, beside one process."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("torch")
@@ -11,21 +7,12 @@ pytest.importorskip("torch")
 import torch
 
 from precondattn.layers.torch import divide_tokens
+from tests.ranks import run_ranks
 
 
 def run_processes(count, folder):
     """Run the checks for so many processes (`divided_process.py`)."""
-    command = [sys.executable, "-m", "tests.layers.divided_process"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    workers = [
-        subprocess.Popen([*command, str(rank), str(count), str(folder)], env=environment)
-        for rank in range(count)
-    ]
-    try:
-        assert [worker.wait(timeout=600) for worker in workers] == [0] * count
-    finally:
-        for worker in workers:
-            worker.kill()
+    run_ranks("tests.layers.divided_process", count, folder)
     assert all((folder / f"done {rank}").exists() for rank in range(count))
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from precondattn_conformance.grid import SMOKE
 from tests.backends.mechanism_groups import (
+    by_mechanism,
     check,
     groups,
     groups_of,
@@ -27,18 +28,20 @@ BACKENDS = {
 # the first tier runs across small blocks.
 @pytest.mark.parametrize(
     "group",
-    [
-        *groups("smoke", "numpy", ("float64", "float32")),
-        *groups("smoke", "array_api_strict", ("float64",)),
-        *groups_of("array_api_strict", "float32", {"caching": SMOKE[1:2]}),
-        *thorough(
-            slow_unless(
-                is_declared_alone,
-                groups("smoke", "torch", ("float64", "float32", "float16", "bfloat16")),
-            )
-        ),
-        *groups("smoke", "jax", ("float32",), ("outputs",)),  # `test_jax_backend` has the rest.
-    ],
+    by_mechanism(
+        [
+            *groups("smoke", "numpy", ("float64", "float32")),
+            *groups("smoke", "array_api_strict", ("float64",)),
+            *groups_of("array_api_strict", "float32", {"caching": SMOKE[1:2]}),
+            *thorough(
+                slow_unless(
+                    is_declared_alone,
+                    groups("smoke", "torch", ("float64", "float32", "float16", "bfloat16")),
+                )
+            ),
+            *groups("smoke", "jax", ("float32",), ("outputs",)),  # `test_jax_backend` has the rest.
+        ]
+    ),
 )
 def test_the_blocked_backends_conform(group):
     check(group, BACKENDS[group.library])
@@ -49,11 +52,13 @@ def test_the_blocked_backends_conform(group):
 # Thorough: all of NumPy at full.
 @pytest.mark.parametrize(
     "group",
-    [
-        *thorough(slow_unless(is_plain, groups("full", "numpy", ("float64",)))),
-        *only(has_options_alone, groups("smoke", "numpy", ("float64",))),
-        *slow_unless(is_plain, groups("smoke", "torch", ("float64",))),
-    ],
+    by_mechanism(
+        [
+            *thorough(slow_unless(is_plain, groups("full", "numpy", ("float64",)))),
+            *only(has_options_alone, groups("smoke", "numpy", ("float64",))),
+            *slow_unless(is_plain, groups("smoke", "torch", ("float64",))),
+        ]
+    ),
 )
 def test_the_blocked_backends_conform_across_small_blocks(group, small_blocks):
     check(group, BACKENDS[group.library])

@@ -4,6 +4,7 @@ import pytest
 
 from precondattn_conformance.grid import SMOKE
 from tests.backends.mechanism_groups import (
+    by_mechanism,
     check,
     groups,
     groups_of,
@@ -30,19 +31,22 @@ MORE_OF_JAX = {"outputs": SMOKE[:3], "states": SMOKE[1:2]}
 
 @pytest.mark.parametrize(
     "group",
-    [
-        *thorough(slow_unless(is_declared_alone, groups("full", "numpy", ("float64",)))),
-        *thorough(
-            slow_unless(
-                is_plain, groups("smoke", "torch", ("float64", "float32", "float16", "bfloat16"))
-            )
-        ),
-        *groups("smoke", "array_api_strict", ("float64",)),
-        *groups_of("array_api_strict", "float32", CACHES),
-        *thorough(slow_unless(is_plain, groups_of("jax", "float64", OF_JAX))),
-        *slow_unless(is_never, groups_of("jax", "float64", MORE_OF_JAX)),
-        *thorough(slow_unless(is_plain, groups_of("jax", "bfloat16", {"outputs": SMOKE[:1]}))),
-    ],
+    by_mechanism(
+        [
+            *thorough(slow_unless(is_declared_alone, groups("full", "numpy", ("float64",)))),
+            *thorough(
+                slow_unless(
+                    is_plain,
+                    groups("smoke", "torch", ("float64", "float32", "float16", "bfloat16")),
+                )
+            ),
+            *groups("smoke", "array_api_strict", ("float64",)),
+            *groups_of("array_api_strict", "float32", CACHES),
+            *thorough(slow_unless(is_plain, groups_of("jax", "float64", OF_JAX))),
+            *slow_unless(is_never, groups_of("jax", "float64", MORE_OF_JAX)),
+            *thorough(slow_unless(is_plain, groups_of("jax", "bfloat16", {"outputs": SMOKE[:1]}))),
+        ]
+    ),
 )
 def test_the_reference_conforms(group):
     check(group, "reference")
