@@ -50,7 +50,8 @@ def pytest_collection_modifyitems(items):
     sort_into_tiers([item for item in items if item.path.is_relative_to(here)])
 
 
-def pytest_collection_finish():
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop():
     """What was imported stays: no later search for garbage looks at it."""
     gc.enable()
     gc.collect()

@@ -16,6 +16,7 @@ from rich.console import Console
 import precondattn as pa
 from precondattn.backend import Backend, Support
 from precondattn.dispatch.discovery import register_backend
+from precondattn.installed import is_installed
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import (
     command,
@@ -170,7 +171,7 @@ def test_a_model_with_a_wrong_recurrence_is_not_timed(monkeypatch, tmp_path, cas
 
 @pytest.mark.thorough
 def test_models_are_not_measured_without_transformers(monkeypatch, tmp_path):
-    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    monkeypatch.setattr(models, "is_installed", lambda package: False)
     run_quick("transformers_mamba2", save=tmp_path / "run.json")
     (row,) = load(tmp_path / "run.json").rows
     assert (row.status, row.reason) == ("unsupported", "transformers is not installed")
@@ -684,10 +685,11 @@ def test_an_invalid_argument_has_exit_code_2(tmp_path):
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, module, extra, options):
-    result = command.find_spec
-    missing = lambda name: None if name == module else result(name)  # noqa: E731
-    monkeypatch.setattr(command, "find_spec", missing)
-    monkeypatch.setattr(libraries, "find_spec", missing)
+    def is_another(package):
+        return package != module and is_installed(package)
+
+    monkeypatch.setattr(command, "is_installed", is_another)
+    monkeypatch.setattr(libraries, "is_installed", is_another)
     with pytest.raises(ImportError, match=f"with its extra '{extra}'"):
         command.bench(names=("lucid",), console=Console(file=io.StringIO()), **options)
 

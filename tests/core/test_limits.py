@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import gc
 import pickle
 import sys
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import precondattn as pa
 from precondattn.execution import preparation
 from precondattn.limits import NESTED
 from precondattn_conformance.inputs import CallLayout, make_inputs
+from precondattn_conformance.mutation.planting import every_object
 
 
 def nested(depth, preconditioner="elu1", base="linear"):
@@ -85,7 +85,7 @@ def test_no_cache_of_mechanisms_grows_without_limit():
     def unbounded():
         return {
             (wrapper.__module__, wrapper.__qualname__): wrapper.cache_info().currsize
-            for wrapper in gc.get_objects()
+            for wrapper in every_object()
             if type(wrapper) is functools._lru_cache_wrapper
             and (wrapper.__module__ or "").startswith("precondattn")
             and not wrapper.__module__.startswith("precondattn_conformance")

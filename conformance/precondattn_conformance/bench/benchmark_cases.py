@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 import precondattn as pa
 from precondattn.dispatch.discovery import discover
+from precondattn.installed import is_installed
 from precondattn_conformance import libraries as array_libraries
 from precondattn_conformance.bench import layers
 from precondattn_conformance.bench.cases import BenchCase
@@ -129,7 +129,7 @@ def benchmark_cases(
     ImportError
         if pytest-benchmark is not installed.
     """
-    if find_spec("pytest_benchmark") is None:
+    if not is_installed("pytest_benchmark"):
         raise ImportError(
             "benchmarks need pytest-benchmark, which is not installed; install precondattn with "
             "its extra 'bench'"

@@ -7,7 +7,6 @@ import io
 import os
 import tempfile
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from precondattn.dispatch.discovery import discover
+from precondattn.installed import is_installed
 from precondattn.json_types import JsonObject
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import machine
@@ -151,7 +151,7 @@ def _require(cases: list[BenchCase], device: str | None, plots: bool) -> None:
     needs = {"pytest_benchmark": "pytest-benchmark", "pytest": "pytest"}
     needs |= {"matplotlib": "matplotlib"} if plots else {}
     for module, package in needs.items():
-        if find_spec(module) is None:
+        if not is_installed(module):
             raise ImportError(
                 f"benchmarks need {package}, which is not installed; install precondattn with "
                 f"its extra 'bench'"

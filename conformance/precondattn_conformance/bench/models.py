@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from precondattn.arrays import Arrays
 from precondattn.backend import UnsupportedError
+from precondattn.installed import is_installed
 from precondattn_conformance.bench.beside import Beside, worst
 from precondattn_conformance.bench.cases import MODELS, BenchCase
 from precondattn_conformance.bench.computation import allowed, finished, no_gradient
@@ -46,7 +46,7 @@ BLOCKS, VOCABULARY = 4, 256
 
 def measured(case: BenchCase, backend: str | None, library: Library) -> Beside:
     """Our run of a case and Transformers' own. Raises `WrongResultError`."""
-    if find_spec("transformers") is None:
+    if not is_installed("transformers"):
         raise UnsupportedError("transformers is not installed")
     if case.model not in MODELS:
         raise UnsupportedError(f"a case {case.work} is of a model: {', '.join(MODELS)}")

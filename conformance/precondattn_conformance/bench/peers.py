@@ -38,13 +38,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
 
 import precondattn as pa
 from precondattn.arrays import Array, Arrays
+from precondattn.installed import is_installed
 from precondattn_conformance import libraries
 from precondattn_conformance.bench.adapters import KERNELS, NAIVE, OF_TRANSFORMERS
 from precondattn_conformance.bench.by_hand import by_hand, is_written, lack
@@ -240,7 +240,7 @@ OF_MODELS = tuple(mechanism for _, mechanism, _ in MODELS.values())
 
 
 def _lacks_transformers(case: BenchCase, device: str) -> str:
-    if find_spec("transformers") is None:
+    if not is_installed("transformers"):
         return "transformers is not installed"
     if case.model:
         return ""

@@ -12,11 +12,9 @@ from precondattn_conformance.inputs import CallLayout, make_inputs
 
 @pytest.fixture
 def few_objects():
-    """A context in which existing objects are not searched by JAX's garbage collections."""
+    """Existing objects are not searched by JAX's garbage collections."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.thorough
