@@ -52,10 +52,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop():
-    """What was imported stays: no later search for garbage looks at it."""
+    """Garbage is searched less often: what was imported is large, and stays."""
     gc.enable()
-    gc.collect()
-    gc.freeze()
     gc.set_threshold(50_000, 20, 20)
 
 

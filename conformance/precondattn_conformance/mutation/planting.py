@@ -38,7 +38,7 @@ class Planter:
 
     def _functions(self) -> dict[Place, list[FunctionType]]:
         found: dict[Place, list[FunctionType]] = {}
-        for each in every_object():
+        for each in gc.get_objects():
             if type(each) is FunctionType and each.__code__.co_filename == self.file:
                 found.setdefault(_place(each.__code__), []).append(each)
         return found
@@ -109,19 +109,9 @@ def _kept(package: str) -> list[CachedFunction]:
     cached = type(functools.lru_cache(_place))
     return [
         each
-        for each in every_object()
+        for each in gc.get_objects()
         if type(each) is cached and (each.__module__ or "").partition(".")[0] in of
     ]
-
-
-def every_object() -> list[object]:
-    """The objects that Python's garbage collector knows, also those that `gc.freeze` has hidden."""
-    is_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()
-    found = gc.get_objects()
-    if is_frozen:
-        gc.freeze()
-    return found
 
 
 def _place(code: CodeType) -> Place:

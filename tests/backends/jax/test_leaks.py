@@ -12,9 +12,11 @@ from precondattn_conformance.inputs import CallLayout, make_inputs
 
 @pytest.fixture
 def few_objects():
-    """Existing objects are not searched by JAX's garbage collections."""
+    """A context in which existing objects are not searched by JAX's garbage collections."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.thorough
