@@ -384,7 +384,7 @@ def test_a_text_in_place_of_a_list_is_refused():
 
 
 def test_without_pytest_benchmark_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(rooms, "find_spec", lambda name: None)
+    monkeypatch.setattr(rooms, "is_installed", lambda package: False)
     with pytest.raises(ImportError, match="with its extra 'bench'"):
         benchmark_cases(mechanisms=["lucid"])
 
