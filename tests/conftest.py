@@ -3,7 +3,6 @@
 Tests of a framework that is not installed are skipped.
 """
 
-import gc
 import os
 import sys
 from importlib import metadata
@@ -21,8 +20,6 @@ THIRD_PARTY = Path(__file__).parent / "third_party"
 
 collect_ignore = ["third_party", "core/earlier"]
 """Collecting the module would import it, and register its mechanism for every test."""
-
-gc.disable()  # Until all tests are imported.
 
 if find_spec("jax"):
     import jax
@@ -48,20 +45,6 @@ def pytest_collection_modifyitems(items):
     """Each test of this folder belongs to a tier."""
     here = Path(__file__).parent
     sort_into_tiers([item for item in items if item.path.is_relative_to(here)])
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop():
-    """Garbage is searched less often: what was imported is large, and stays."""
-    gc.enable()
-    gc.set_threshold(50_000, 20, 20)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish():
-    """Pytest searches five times for objects whose end raises an error; the first finds all."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
