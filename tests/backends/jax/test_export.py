@@ -122,8 +122,8 @@ def test_a_serialised_program_runs_in_another_process(tmp_path):
     command = [sys.executable, "-c", IN_ANOTHER_PROCESS, tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = np.load(tmp_path / "found.npz")
-    for name, array in value_and_gradient(m, x).items():
-        close(found[name], array)
-    close(found["extended"], m(**x))
-    assert found["length"].tolist() == [5, 5, 5]
+    with np.load(tmp_path / "found.npz") as found:
+        for name, array in value_and_gradient(m, x).items():
+            close(found[name], array)
+        close(found["extended"], m(**x))
+        assert found["length"].tolist() == [5, 5, 5]
