@@ -1,6 +1,6 @@
-"""One of several processes that divide a cache (`tests/ranks.py`).
+"""Several processes divide a cache. `tests/ranks.py` starts them; each calls `main`.
 
-As `parallel_worker.py`, it writes the names of its cases, and the error of each that failed.
+As in `parallel_worker.py`, a process writes the names of its cases, and the error of each that failed.
 """
 
 import pytest

@@ -1,6 +1,6 @@
-"""One of several processes that divide sequences (`tests/ranks.py`).
+"""Several processes divide sequences. `tests/ranks.py` starts them; each calls `main`.
 
-It writes `result_RANK.json`: the names of its cases, and the error of each that failed.
+A process writes `result_RANK.json`: the names of its cases, and the error of each that failed.
 """
 
 import json

@@ -133,7 +133,7 @@ def any_tokens(module, x):
     ],
 )
 def test_onnxruntime_computes_a_layer(expression):
-    """Those of a decoder, which is exported below, are slow."""
+    """Layers that are part of the decoder below are slow: it is exported with them."""
     from tests.layers.torch_layers import hidden, made
 
     attn = made(expression, dtype=torch.float32).requires_grad_(False)

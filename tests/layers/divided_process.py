@@ -1,4 +1,4 @@
-"""One of several processes that compute or train a model together (`tests/ranks.py`)."""
+"""Processes compute or train one model. `tests/ranks.py` starts them; each calls `main`."""
 
 from pathlib import Path
 

@@ -58,7 +58,7 @@ class RecentTokens(NamedTuple):
     """(b,): the cached tokens of each sequence"""
 
     def with_values(self, new: Tensor) -> RecentTokens:
-        """These tokens with other values of the t new ones, (b, t, n, e)."""
+        """The same tokens, where the t new ones have other values (b, t, n, e)."""
         return self._replace(v=torch.cat((self.v[:, : self.pending], new), 1))
 
 
@@ -76,7 +76,7 @@ def extend_recent(
     frame: Frame,
     recent: RecentTokens,
 ) -> tuple[Tensor, Updates]:
-    """As `path_extend`, where the tokens that are not flushed are at hand."""
+    """The result of `path_extend` from the tokens that are not flushed before it."""
     updates: Updates = {"value": Append(x["v"])}
     updates |= advanced(leaf.flush, past, frame, recent)
     return _read(leaf, past, x, frame, recent), updates
