@@ -1,6 +1,7 @@
 """Several processes divide a cache. `tests/ranks.py` starts them; each calls `main`.
 
-As in `parallel_worker.py`, a process writes the names of its cases, and the error of each that failed.
+As in `parallel_worker.py`, a process writes the names of its cases, and the error of each that
+failed.
 """
 
 import pytest
