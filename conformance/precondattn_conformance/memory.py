@@ -187,16 +187,22 @@ def peak_of(run: Callable[[], object], library: Library) -> float:
 
 
 def held_bytes(library: Library) -> int:
-    """The memory in use: of PyTorch's allocator on a GPU, else of the process; 0 if unknown."""
+    """The memory in use: of PyTorch's allocator on a GPU, else of the process; 0 if unknown.
+
+    Of a process only its own memory counts, also where it is swapped out. Pages of the files that
+    it has mapped do not: the system drops those of libraries when memory is short, which would hide
+    a leak.
+    """
     release_free_memory()
     if _is_on_gpu_of_torch(library):
         import torch
 
         return int(torch.cuda.memory_allocated())
-    status = Path("/proc/self/statm")
-    if not status.exists():
+    mapped = Path("/proc/self/smaps_rollup")
+    if not mapped.exists():
         return 0
-    return int(status.read_text().split()[1]) * 4096
+    sizes = _kibibytes(mapped)
+    return 1024 * (sizes["Anonymous"] + sizes["Swap"])
 
 
 def release_free_memory() -> None:
@@ -219,14 +225,19 @@ def _reset_peak() -> None:
 def _resident(field: str) -> float:
     """The resident set (`VmRSS`) or its peak (`VmHWM`), in bytes."""
     status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith(f"{field}:"):
-                return 1024.0 * int(line.split()[1])
+    sizes = _kibibytes(status) if status.exists() else {}
+    if field in sizes:
+        return 1024.0 * sizes[field]
     import resource  # Windows lacks this module.
 
     unit = 1 if sys.platform == "darwin" else 1024
     return float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+def _kibibytes(path: Path) -> dict[str, int]:
+    """The sizes that a file of /proc has, by their names."""
+    words = [line.split() for line in path.read_text().splitlines()]
+    return {each[0].rstrip(":"): int(each[1]) for each in words if each[-1] == "kB"}
 
 
 if __name__ == "__main__":

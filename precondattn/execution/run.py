@@ -317,7 +317,7 @@ def explain(
         masks = {name: masks[name] for name in ("lengths", "key_mask", *PAIR_MASKS)}
         verb = "extend_vjp" if verb == "vjp" else "extend"
         given = given._replace(verb=verb, masks=masks, cache=cache)
-    bound = (bind if cache is None else bind_extension)(given, None)
+    bound = (bind if cache is None else bind_extension)(given, signature_of(given))
     ready = bound.prepared
     divided = packed.divided(mechanism, bound)
     if divided is not None:

@@ -119,15 +119,16 @@ def extended(
     m = trial.mechanism
     cache = empty_cache(trial)
     outs, expected = [], []
-    explained: list[Explanation] = []
+    explanation: Explanation | None = None
     for number, (step, backend) in enumerate(
         zip(steps(trial, ends), cycle(backends), strict=False)
     ):
         new = step.new
         if order is not None:
             new = {name: trial.library.view(array, order) for name, array in new.items()}
-        if backend == trial.backend:
-            explained.append(m.explain(**new, **step.masks, cache=cache, backend=backend))
+        is_known = explanation is not None and trial.is_used(explanation)
+        if backend == trial.backend and not is_known:
+            explanation = m.explain(**new, **step.masks, cache=cache, backend=backend)
         donate = donates and number > 1
         helps = backend == REFERENCE != trial.under_test
         extend = _in_numpy if helps and trial.library.compiles_operations else _in_the_library
@@ -137,8 +138,8 @@ def extended(
             require_unchanged(what, trial.numpy(array), step.tokens[name], trial.axes(what))
         outs.append(trial.numpy(out))
         expected.append(rows_of(trial.expected.out, step.call))
-    if not any(map(trial.is_used, explained)):
-        trial.require_used(explained[-1])
+    if explanation is not None:
+        trial.require_used(explanation)
     return np.concatenate(outs, axis=1), np.concatenate(expected, axis=1)
 
 

@@ -19,8 +19,8 @@ class Leaks(Check):
 
     One call is compared with the oracle first, since no other check has as many elements. The
     growth is measured over two rounds of 8 calls with gradients, relative to the size of the
-    output. It is the growth of the process's resident memory on a CPU, and of the allocator's on a
-    GPU. If the system reports neither, nothing is checked.
+    output. It is the growth of the process's own memory on a CPU, without mapped files, and of the
+    allocator's on a GPU. If the system reports neither, nothing is checked.
     """
 
     name = "leaks"
