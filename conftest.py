@@ -1,5 +1,6 @@
 """Tests of the README's Python blocks; draws of Hypothesis; cores shared by parallel processes."""
 
+import gc
 import os
 
 from hypothesis import settings
@@ -18,6 +19,9 @@ pytest_collect_file = Sybil(
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
+
+# Tests hold a million objects. Each search for garbage visits many of them.
+gc.set_threshold(20_000, 20, 20)
 
 # Every run draws the same examples, so that a failure is a failure of the change under test.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
