@@ -42,7 +42,7 @@ LARGEST_SEARCH = 8
 program is tried, and groups of at most this number of consecutive leaf calls."""
 
 
-Names = dict[str, str]
+Names = Mapping[str, str]
 """A mapping from a piece's names of values to the program's names, or the reverse."""
 
 
@@ -316,6 +316,7 @@ def _in_order(program: Program, groups: list[frozenset[int]]) -> list[frozenset[
     return ordered
 
 
+@lru_cache(maxsize=KEPT)
 def _piece(program: Program, calls: frozenset[int]) -> tuple[Piece, Names, Names]:
     """The leaf calls as one piece, the values of its inputs, and its names of their outputs."""
     if len(calls) == 1:
