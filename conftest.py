@@ -31,3 +31,5 @@ settings.load_profile("repeatable")
 
 # Tests call each function that JAX compiles once or twice; to optimise its machine code costs more.
 os.environ.setdefault(FLAGS, quick_flags())
+# Nobody reads where in the source a compiled operation comes from.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
