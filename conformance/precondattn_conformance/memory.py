@@ -237,7 +237,7 @@ def _resident(field: str) -> float:
 def _kibibytes(path: Path) -> dict[str, int]:
     """The sizes that a file of /proc has, by their names."""
     words = [line.split() for line in path.read_text().splitlines()]
-    return {each[0].rstrip(":"): int(each[1]) for each in words if each[-1] == "kB"}
+    return {each[0].rstrip(":"): int(each[1]) for each in words if each[2:] == ["kB"]}
 
 
 if __name__ == "__main__":
