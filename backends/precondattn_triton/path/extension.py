@@ -58,7 +58,7 @@ class RecentTokens(NamedTuple):
     """(b,): the cached tokens of each sequence"""
 
     def with_values(self, new: Tensor) -> RecentTokens:
-        """The same tokens, where the t new ones have other values (b, t, n, e)."""
+        """Tokens that differ from these in the values of the t new ones, `new` (b, t, n, e)."""
         return self._replace(v=torch.cat((self.v[:, : self.pending], new), 1))
 
 
