@@ -11,7 +11,7 @@ name.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from threading import RLock
@@ -19,7 +19,7 @@ from threading import RLock
 import precondattn as pa
 from precondattn.algebra.recurrence import Gate
 from precondattn.algebra.recurrences import Recurrences
-from precondattn.arrays import Array, Tree
+from precondattn.arrays import Array
 from precondattn.backend import Request
 from precondattn.installed import is_installed
 from precondattn.kernel_backend import KernelBackend
@@ -159,13 +159,6 @@ class Triton(KernelBackend):
 
     def launching(self, inputs: Mapping[str, Array]) -> AbstractContextManager[None]:
         return _on_device(inputs)
-
-    def launched(self, method: Callable[..., Tree], at: int) -> Callable[..., Tree]:
-        if is_interpreting():
-            return super().launched(method, at)
-        from precondattn_triton.replay.method import ReplayedMethod
-
-        return ReplayedMethod(method, lambda arrays: _on_device(arrays[at]))
 
 
 def _is_amd() -> bool:

@@ -16,12 +16,10 @@ and arguments of other types, such as descriptors of tensors, are left to Triton
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 from triton.runtime import driver, jit
 from triton.runtime.jit import JITFunction
@@ -51,7 +49,7 @@ def cdiv(count: int, size: int) -> int:
     return -(-count // size)
 
 
-class HeldKernel(NamedTuple):
+class KeptKernel(NamedTuple):
     """A compiled kernel, and the values of its constants in the order of its parameters."""
 
     run: Callable[..., None]
@@ -60,16 +58,7 @@ class HeldKernel(NamedTuple):
     constants: tuple[Constant, ...]
 
 
-_compiled: dict[Hashable, HeldKernel] = {}
-
-
-class _Observer(threading.local):
-    """The function that gets every launch of this thread, after it; None if nothing observes."""
-
-    found: Callable[..., None] | None = None
-
-
-observer = _Observer()
+_compiled: dict[Hashable, KeptKernel] = {}
 
 
 def launch(kernel: Jitted, grid: Grid, *arguments: Argument, **constants: Constant) -> None:
@@ -80,36 +69,21 @@ def launch(kernel: Jitted, grid: Grid, *arguments: Argument, **constants: Consta
     TypeError
         if a constant is not named, or another argument is.
     """
-    found = observer.found
-    if found is None:
-        _launched(kernel, grid, arguments, constants)
-        return
-    # Operators with which Triton's interpreter reads and writes arrays are not the caller's.
-    with _disable_current_modes():
-        held = _launched(kernel, grid, arguments, constants)
-    found(kernel, held, grid, arguments, constants)
-
-
-def _launched(
-    kernel: Jitted, grid: Grid, arguments: tuple[Argument, ...], constants: dict[str, Constant]
-) -> HeldKernel | None:
-    """Launch a kernel; what is kept of it, or None if Triton had to launch it."""
     key = _signature(kernel, arguments, constants)
     if key is None:
         kernel[grid](*arguments, **constants)
-        return None
-    known = _compiled.get(key)
-    if known is None:
-        found = kernel[grid](*arguments, **constants)
-        return _keep(key, kernel, len(arguments), constants, found)
+        return
+    kept = _compiled.get(key)
+    if kept is None:
+        _keep(key, kernel, len(arguments), constants, kernel[grid](*arguments, **constants))
+        return
     x, y, z = (*grid, 1, 1)[:3]
     stream = driver.active.get_current_stream(key[1])
     # Three times None: no hook looks at the launch.
-    known.run(
-        x, y, z, stream, known.function, known.metadata, None, None, None,
-        *arguments, *known.constants,
+    kept.run(
+        x, y, z, stream, kept.function, kept.metadata, None, None, None,
+        *arguments, *kept.constants,
     )  # fmt: skip
-    return known
 
 
 def _signature(
@@ -166,18 +140,18 @@ def is_observed() -> bool:
 
 
 def _keep(
-    key: Hashable, kernel: Jitted, count: int, constants: dict[str, Constant], found: Launched
-) -> HeldKernel | None:
-    """Keep what Triton has compiled for `count` arguments and these constants, and return it."""
+    key: Hashable, kernel: Jitted, count: int, constants: dict[str, Constant], launched: Launched
+) -> None:
+    """Keep what Triton has compiled for `count` arguments and these constants."""
     parameters = kernel.params
     is_named = [p.is_constexpr for p in parameters]
     if any(is_named[:count]) or not all(is_named[count:]):
         raise TypeError(f"{kernel.__name__}: exactly its constants must be named")
-    if not hasattr(found, "packed_metadata"):
-        return None
+    if not hasattr(launched, "packed_metadata"):
+        return
     values = [constants.get(p.name, p.default) for p in parameters[count:]]
     if len(_compiled) >= KEPT:
         _compiled.clear()
-    held = HeldKernel(found.run, found.function, found.packed_metadata, tuple(values))
-    _compiled[key] = held
-    return held
+    _compiled[key] = KeptKernel(
+        launched.run, launched.function, launched.packed_metadata, tuple(values)
+    )

@@ -128,15 +128,6 @@ class KernelBackend(Backend):
         """The context in which kernels are launched on these inputs."""
         return nullcontext()
 
-    def launched(self, method: Callable[..., Tree], at: int) -> Callable[..., Tree]:
-        """The method in the context of `launching`. Argument `at` has the inputs."""
-
-        def launch(*arrays: Tree) -> Tree:
-            with self.launching(arrays[at]):
-                return method(*arrays)
-
-        return launch
-
     def supports(self, mechanism: Piece, request: Request) -> Support:
         reason = self.refusal(mechanism, request)
         return Support.yes() if reason is None else Support.no(reason)
@@ -153,14 +144,27 @@ class KernelRunner(MethodsOf):
 
     def __init__(self, backend: KernelBackend, piece: Piece, kernels: Kernels) -> None:
         super().__init__(backend, piece, methods=kernels)
-        self.algorithm, self._kernels = type(kernels).__name__, kernels
+        self.algorithm, self._kernels, self._launching = (
+            type(kernels).__name__,
+            kernels,
+            backend.launching,
+        )
         self.residual_shapes = lambda inputs, frame: kernels.residual_shapes(piece, inputs)
         for name in ("forward", "forward_with_residuals", "backward", "step", "step_backward"):
             # The first argument of a step has the buffers.
             at = 1 if name.startswith("step") else 0
-            setattr(self, name, backend.launched(getattr(self, name), at))
+            setattr(self, name, self._launched(getattr(self, name), at))
         if hasattr(kernels, "frame_of_step"):
             self.step, self.step_backward = map(self._in_own_frame, (self.step, self.step_backward))
+
+    def _launched(self, method: Callable[..., Tree], at: int) -> Callable[..., Tree]:
+        """The method in the context of `launching`. Argument `at` has the inputs."""
+
+        def launched(*arrays: Tree) -> Tree:
+            with self._launching(arrays[at]):
+                return method(*arrays)
+
+        return launched
 
     def _in_own_frame(self, method: Callable[..., Tree]) -> Callable[..., Tree]:
         """A step with the frame that its kernels read."""

@@ -6,8 +6,8 @@ with it. The gradient is one more solve, and that of the linear attention
 
 All products have float32's accuracy, also for inputs of 16 bits and where PyTorch may use tf32: the
 residual is checked to a few roundings. A query that is not solved is NaN. Whether there is one is
-known on the GPU, and an error is raised on the CPU: a call waits for its solve, and is not repeated
-by `replay`. A call that a CUDA graph captures does not wait, and raises no error.
+known on the GPU, and an error is raised on the CPU: a call waits for its solve. A call that a CUDA
+graph captures does not wait, and raises no error.
 """
 
 from __future__ import annotations

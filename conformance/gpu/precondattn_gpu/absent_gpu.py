@@ -98,7 +98,6 @@ def captured() -> Iterator[None]:
     from precondattn import arrays
     from precondattn.execution import preparation
     from precondattn_kernel_tools.absent_device import NAME
-    from precondattn_triton.replay import method
 
     def is_captured(tensor: torch.Tensor) -> bool:
         return str(tensor.device.type) == NAME
@@ -106,7 +105,6 @@ def captured() -> Iterator[None]:
     with (
         patch.object(arrays, "is_captured", is_captured),
         patch.object(preparation, "is_captured", is_captured),
-        patch.object(method, "is_captured", is_captured),
     ):
         yield
 

@@ -12,8 +12,7 @@ import argparse
 import json
 import os
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,8 +99,7 @@ def _prepare_cupy(library: str) -> None:
 
 
 def _compared_call(given: argparse.Namespace, layout: CallLayout) -> JsonObject:
-    """Compare gradients and output with the oracle, and calls that repeat launches with others."""
-    from precondattn_conformance import libraries
+    """Compare gradients and output with the oracle."""
     from precondattn_conformance.case import Case
     from precondattn_conformance.runner import run_case
 
@@ -129,15 +127,6 @@ def _compared_call(given: argparse.Namespace, layout: CallLayout) -> JsonObject:
         result |= vars(outcome.measured) if outcome.measured else {}
         if status != "passed":
             return result
-    # PyTorch's own attention, a helper, adds up gradients in any order.
-    if given.backend == "triton" and backends == ("triton",):
-        from precondattn_gpu.repeated import difference
-
-        library = libraries.named(given.library, given.device)
-        with _unwatched():
-            wrong = difference(given.mechanism, layout, given.dtype, library, backends)
-        if wrong:
-            result |= {"status": "wrong", "message": f"the third call has another {wrong}"}
     return result
 
 
@@ -232,19 +221,6 @@ def _watch_triton() -> None:
         return run(self, *args, **named)
 
     JITFunction.run = noted
-
-
-@contextmanager
-def _unwatched() -> Iterator[None]:
-    """A context in which launches of Triton's kernels are not noted, so that calls repeat them."""
-    from triton.runtime.jit import JITFunction
-
-    watched = JITFunction.run
-    JITFunction.run = getattr(watched, "__wrapped__", watched)
-    try:
-        yield
-    finally:
-        JITFunction.run = watched
 
 
 def _watch_cupy() -> None:

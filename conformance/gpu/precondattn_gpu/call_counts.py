@@ -41,7 +41,7 @@ class CallCounts(NamedTuple):
 
 
 def counts_of(call: HeadlineCall, device: torch.device, launches: Launches) -> CallCounts:
-    """The counts of a call after the first two, inside `absent_gpu`.
+    """The counts of a call after the first one, inside `absent_gpu`.
 
     Raises
     ------
@@ -53,7 +53,6 @@ def counts_of(call: HeadlineCall, device: torch.device, launches: Launches) -> C
 
     run, recorded = ready(call, device), torch.ops.absent.operators
     run()
-    # Recording the second call takes operators of its own. Later ones launch by the record.
     launches.bytes = (by_kernel := Counter[str]())
     run()
     launches.bytes, before = None, launches.count

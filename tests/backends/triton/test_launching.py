@@ -1,7 +1,5 @@
 """A kept kernel is the one that Triton would choose; no kernel is compiled here."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from triton.runtime import driver
@@ -9,7 +7,6 @@ from triton.runtime.jit import JITFunction
 
 import precondattn_triton.launching as launching
 from precondattn_triton.launching import cdiv, launch
-from precondattn_triton.replay.method import ReplayedMethod
 
 
 class StandInDriver:
@@ -126,28 +123,3 @@ def test_exactly_the_constants_are_named(kernel):
 
 def test_the_least_number_of_tiles_that_hold_all():
     assert [cdiv(count, 4) for count in (0, 1, 4, 5)] == [0, 1, 1, 2]
-
-
-def test_a_repeated_launch_gets_the_addresses_of_this_calls_arrays(kernel):
-    """On a GPU arrays are addresses: those of inputs, of their parts, of workspaces and results."""
-    sizes = {"WIDTH": 8, "num_warps": 2, "num_stages": 1}
-
-    def method(x):
-        half, whole = torch.empty(2, 16), torch.empty(4, 16)
-        launch(kernel, (3, 2), x["q"][1:], half, 5, None, **sizes)
-        launch(kernel, (1,), half[1], whole[2:], 7, x["k"], **sizes)
-        return whole
-
-    replayed = ReplayedMethod(method, lambda arrays: nullcontext())
-    for _ in range(3):
-        x = {"q": torch.zeros(4, 16), "k": torch.zeros(4, 16)}
-        last = replayed(x)
-    calls = [call for each in kernel.device_caches[0][0].values() for call in each.calls]
-    (first,) = [a[9:] for a in calls if a[:3] == (3, 2, 1) and isinstance(a[9], int)]
-    (second,) = [a[9:] for a in calls if a[:3] == (1, 1, 1) and isinstance(a[9], int)]
-    assert first[0] == x["q"][1:].data_ptr()
-    assert second[0] == first[1] + 16 * 4
-    assert second[1] == last[2:].data_ptr()
-    assert second[3] == x["k"].data_ptr()
-    assert (*first[2:], second[2]) == (5, None, 8, False, 7)
-    assert [a[3] for a in calls] == [10] * len(calls)
