@@ -13,7 +13,6 @@ tpu_compiler        Pallas kernels compiled for a TPU, where libtpu is installed
 cuda_simulator      CUDA kernels on a CPU: every thread, barrier and access is checked
 cuda_compiler       CUDA kernels compiled without a GPU, by NVRTC as in CuPy
 cuda_toolkit        finds CUDA's headers and NVRTC
-machine_code        counts of a compiled kernel's instructions, from its machine code
 nvrtc               NVRTC, called as a library
 ahead_of_time       the command line of these compilers, their processes and reports
 triton_code         a Triton kernel's code as a text, for deciding whether a saved report is valid

@@ -70,69 +70,11 @@ def measured(tmp_path):
     return tmp_path / "gpu"
 
 
-def test_the_ledger_shows_what_ran_and_what_did_not_pass(measured):
-    maker = runpy.run_path(str(DOCS / "make_ledger.py"))
-    text = maker["page"]([], measured)
-    assert "### NVIDIA H200" in text
-    assert "torch 2.11.0" in text
-    assert "| alive | one call of every kernel variant | 1 | 1 |" in text
-    assert "* `cupy laser float16 64`, wrong: off \\| by 3\n" in text
-    assert "| `update` | `both` | 2.000 ms | 40 % | 10 % | wait 1.5 |" in text
-    assert "The device reached 790 TFLOP/s in a product, 4.30 TB/s." in text
-    assert "`triton lucid bfloat16 64`, wrong; it passed with the newer assembler: off by 2" in text
-    assert "| `first` | `forward_lucid` | precondattn | 2.500 ms |" in text
-    assert "| `first` | `forward_lucid` | flash_sdpa | no graph |" in text
-    assert maker["NEVER"] not in text
-    assert maker["NEVER"] in maker["page"]([], measured / "nowhere")
-
-
-def test_the_ledger_names_kernels_that_differ_with_other_versions(tmp_path):
-    maker = runpy.run_path(str(DOCS / "make_ledger.py"))
-
-    def report(version, **spilt):
-        each = {"target": "sm_90", "registers": 9, "shared_bytes": 0, "failures": []}
-        rows = [{"name": n, "spilt_bytes": s, **each} for n, s in spilt.items()]
-        return {"triton": version, "python": "3.12.1", "variants": rows}
-
-    other = report("3.6.0", same=4, more=8)
-    other["variants"].append({**other["variants"][0], "name": "broken", "failures": ["no\nway"]})
-    text = maker["page"]([report("3.7.1", same=4, more=0)], tmp_path, [other])
-    _, _, text = text.partition(maker["OTHERS"])
-    assert text.splitlines()[1:] == [
-        "With Triton 3.6.0: 3 kernels, of which 1 fail and 2 differ from those above.",
-        "",
-        "| kernel | target | spilt bytes | above |",
-        "|---|---|---|---|",
-        "| `more` | sm_90 | 8 | 0 |",
-        "| `broken` | sm_90 | no | – |",
-    ]
-
-
 def test_the_performance_page_shows_the_headline(measured):
     maker = runpy.run_path(str(DOCS / "make_performance.py"))
     text = maker["page"](pages.records(measured))
     assert "## nvidia_h200_headline" in text
     assert "3.21 ms" in text
-
-
-def test_the_seconds_of_a_kernel_are_those_of_a_forward_call_or_of_its_gradient(measured):
-    assert pages.kernel_seconds(measured) == {
-        "NVIDIA H200": {
-            "triton lucid_solve update 128 8192": 0.004,
-            "triton lucid_solve key_gradient 128 8192": 0.0015,
-        }
-    }
-
-
-def test_predictions_stand_beside_what_was_measured(measured):
-    maker = runpy.run_path(str(DOCS / "make_ledger.py"))
-    rows = [
-        line.split(" | ")
-        for line in maker["page"]([], measured).splitlines()
-        if line.startswith("| `lucid_solve update` | 128 | 8192 ")
-    ]
-    # One row for an H100, one for an H200.
-    assert [row[-1] for row in rows] == ["– |", "4.00 ms |"]
 
 
 def test_winners_become_configurations_of_the_device(measured, tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
     device = install()
     q = torch.empty(1, 8192, 16, 128, device=device)
 
+`absent_gpu` also lets Triton launch kernels there, and `call_counts` counts what a call launches.
+
 PyTorch dispatches to it as to a GPU (`device.cpp`). Tensors of any size cost nothing, and a call on
 them takes the time of the host alone: that of Python and of PyTorch's dispatcher. What a CUDA graph
 can not capture is an error here: reading an entry on the host, a result whose shape depends on

@@ -1,18 +1,24 @@
-"""The calls whose work on the host is measured: those of the headlines, on any device.
+"""Calls that ask the absent GPU what they would ask a GPU.
 
 A step extends a cache that is half full, whose length the host knows, as in generation of text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
 
 import precondattn as pa
+from precondattn import arrays
+from precondattn.cache.known_lengths import remembered
+from precondattn.execution import preparation
+from precondattn_kernel_tools.absent_device import NAME
 
-if TYPE_CHECKING:
-    import torch
-
+TARGET = "sm_90"
 BACKENDS = ("triton", "torch")
 HEADS, WIDTH = 16, 128
 FORWARD, BOTH, STEP = "forward", "forward and backward", "step"
@@ -40,8 +46,6 @@ CALLS = (
 
 def ready(call: HeadlineCall, device: torch.device | str) -> Callable[[], object]:
     """A function that makes the call, with the same inputs each time; a step continues the last."""
-    import torch
-
     mechanism = pa.parse(call.mechanism)
     if call.work == STEP:
         return _steps(call, device)
@@ -63,10 +67,6 @@ def ready(call: HeadlineCall, device: torch.device | str) -> Callable[[], object
 
 
 def _steps(call: HeadlineCall, device: torch.device | str) -> Callable[[], object]:
-    import torch
-
-    from precondattn.cache.known_lengths import remembered
-
     mechanism, token = pa.parse(call.mechanism), inputs_of(call, 1, device)
     empty, half = mechanism.init_cache(**token, capacity=call.tokens), call.tokens // 2
     caches = [empty._replace(length=remembered(torch.full_like(empty.length, half), half))]
@@ -83,10 +83,36 @@ def inputs_of(
     call: HeadlineCall, tokens: int, device: torch.device | str, *, requires_grad: bool = False
 ) -> dict[str, torch.Tensor]:
     """Zeros for the inputs of the call, with this number of queries and of keys."""
-    import torch
-
     heads = dict.fromkeys(("h", "n", "u"), HEADS)
     sizes = {"b": 1, "t": tokens, "s": tokens, **heads, "d": WIDTH, "e": WIDTH}
     options = {"dtype": torch.bfloat16, "device": device, "requires_grad": requires_grad}
     patterns = pa.parse(call.mechanism).inputs
     return {name: torch.zeros(p.shape(sizes), **options) for name, p in patterns.items()}
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """A context in which the backend accepts tensors off the GPU, and calls read none of them."""
+    from precondattn_triton.backend import Triton
+    from precondattn_triton.target import compiling_for
+
+    with (
+        patch.object(Triton, "refuses_request", lambda *_: None),
+        patch.object(preparation, "READ_AT_ONCE", ()),
+        compiling_for(TARGET),
+    ):
+        yield
+
+
+@contextmanager
+def captured() -> Iterator[None]:
+    """A context in which calls behave as while a CUDA graph captures them."""
+
+    def is_captured(tensor: torch.Tensor) -> bool:
+        return str(tensor.device.type) == NAME
+
+    with (
+        patch.object(arrays, "is_captured", is_captured),
+        patch.object(preparation, "is_captured", is_captured),
+    ):
+        yield

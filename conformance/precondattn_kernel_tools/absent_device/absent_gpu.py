@@ -1,4 +1,4 @@
-"""A process without a GPU in which the Triton backend runs on the absent device.
+"""A process without a GPU in which Triton launches kernels on the absent device.
 
 Kernels are not compiled: in their place an object counts the launches. PyTorch's own attention has
 no kernel there, and is replaced by an allocation of its result.
@@ -7,13 +7,12 @@ no kernel there, and is replaced by an allocation of its result.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from precondattn_gpu import warm_calls
+from precondattn_kernel_tools.absent_device.install import install
 
 if TYPE_CHECKING:
     import torch
@@ -26,11 +25,7 @@ Foreign = Any
 class Launches:
     """How many kernels were launched."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.bytes: Counter[str] | None = None
-        """The bytes of the arrays of all launches, each once a launch, by kernel; None if not
-        counted."""
+    count = 0
 
 
 class CountedKernel:
@@ -38,17 +33,14 @@ class CountedKernel:
 
     function, packed_metadata = 0, ()
 
-    def __init__(self, name: str, launches: Launches) -> None:
-        self.name, self.launches = name, launches
+    def __init__(self, launches: Launches) -> None:
+        self.launches = launches
 
     def launch_metadata(self, *_: object) -> None:
         """Nothing: no profiler looks at the launch."""
 
-    def run(self, *arguments: object) -> None:
-        launches = self.launches
-        launches.count += 1
-        if launches.bytes is not None:
-            launches.bytes[self.name] += _bytes_of(arguments)
+    def run(self, *_: object) -> None:
+        self.launches.count += 1
 
 
 class DriverOfAbsentGpu:
@@ -68,17 +60,15 @@ class DriverOfAbsentGpu:
 
 @contextmanager
 def absent_gpu() -> Iterator[tuple[torch.device, Launches]]:
-    """Context in which calls on the absent device run as on a GPU; counts their launches."""
+    """Context in which Triton's launches on the absent device are counted."""
     import torch
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from precondattn_kernel_tools.absent_device import install
-
     launches, device = Launches(), install()
 
     def compiled(self: Foreign, key: object, _: object, index: int, *__: object) -> CountedKernel:
-        kernel = CountedKernel(self.__name__, launches)
+        kernel = CountedKernel(launches)
         self.device_caches[index][0][key] = kernel
         return kernel
 
@@ -87,38 +77,8 @@ def absent_gpu() -> Iterator[tuple[torch.device, Launches]]:
     with (
         patch.object(JITFunction, "_do_compile", compiled),
         patch.object(functional, "scaled_dot_product_attention", attention),
-        warm_calls.as_on_a_gpu(),
     ):
         yield device, launches
-
-
-@contextmanager
-def captured() -> Iterator[None]:
-    """Context in which calls behave as while a CUDA graph captures them."""
-    from precondattn import arrays
-    from precondattn.execution import preparation
-    from precondattn_kernel_tools.absent_device import NAME
-
-    def is_captured(tensor: torch.Tensor) -> bool:
-        return str(tensor.device.type) == NAME
-
-    with (
-        patch.object(arrays, "is_captured", is_captured),
-        patch.object(preparation, "is_captured", is_captured),
-    ):
-        yield
-
-
-def _bytes_of(arguments: tuple[object, ...]) -> int:
-    import torch
-
-    sizes: dict[int, int] = {}
-    for a in arguments:
-        if isinstance(a, torch.Tensor):
-            # All arrays of the absent device have the same address.
-            storage = a.untyped_storage()._cdata
-            sizes[storage] = max(sizes.get(storage, 0), a.numel() * a.element_size())
-    return sum(sizes.values())
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Prints, as JSON, the counts of the calls of the headlines, eager and while a graph captures them.
+"""Prints, as JSON, the counts of `headline_calls`, eager and while a graph captures them.
 
 It is a process of its own, because PyTorch then takes the absent device for the accelerator.
 """
@@ -9,9 +9,18 @@ from contextlib import nullcontext
 import torch
 
 import precondattn as pa
-from precondattn_gpu.absent_gpu import absent_gpu, captured
-from precondattn_gpu.call_counts import counts_of
-from precondattn_gpu.headline_calls import BOTH, CALLS, STEP, HeadlineCall, inputs_of
+from precondattn_kernel_tools.absent_device.absent_gpu import absent_gpu
+from precondattn_kernel_tools.absent_device.call_counts import counts_of
+from tests.kernel_tools.headline_calls import (
+    BOTH,
+    CALLS,
+    STEP,
+    HeadlineCall,
+    as_on_a_gpu,
+    captured,
+    inputs_of,
+    ready,
+)
 
 _OF_PATH = "lucid(path)", "lucid(path[flush=64])"
 STEPS = [
@@ -23,11 +32,11 @@ MESA = [HeadlineCall("mesa", BOTH, 256)]  # It reads whether it has solved, unle
 
 def main() -> None:
     found = {}
-    with absent_gpu() as (device, launches):
+    with absent_gpu() as (device, launches), as_on_a_gpu():
         for place, context in (("eager", nullcontext), ("captured", captured)):
             with context():
                 calls = [*CALLS, *([*STEPS, *MESA] if place == "captured" else [])]
-                found[place] = {c.name: counts_of(c, device, launches)[:2] for c in calls}
+                found[place] = {c.name: counts_of(ready(c, device), launches)[:2] for c in calls}
         found["masked"] = masked(device)
         found["refused"] = refused(device)
     print(json.dumps(found))
