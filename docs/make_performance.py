@@ -2,8 +2,7 @@
 
 python docs/make_performance.py
 
-Every number on the page comes from a file that `precondattn bench --save` wrote, or from the stages
-`headline` and `memory` of `precondattn_gpu`.
+Every number on the page comes from a file that `precondattn bench --save` wrote.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from cpu_limits import LIMITS
 from precondattn_conformance.bench.beside_plain import ratios_to_plain, tokens_of
 from precondattn_conformance.bench.record import TIMED, BenchRecord, Row, load
 from precondattn_conformance.bench.table import duration, size
-from precondattn_gpu import pages
 
 PAGE = Path(__file__).with_name("performance.md")
 MEASUREMENTS = Path(__file__).with_name("measurements")
@@ -73,9 +71,8 @@ CURVES = MEASUREMENTS / "curves"
 
 
 def load_records() -> dict[str, BenchRecord]:
-    """The saved runs by the names of their files, in order; those of GPUs last."""
-    saved = {path.stem: load(path) for path in sorted(MEASUREMENTS.glob("*.json"))}
-    return {**saved, **pages.records(MEASUREMENTS / "gpu")}
+    """The saved runs by the names of their files, in order."""
+    return {path.stem: load(path) for path in sorted(MEASUREMENTS.glob("*.json"))}
 
 
 def page(records: dict[str, BenchRecord]) -> str:
@@ -92,7 +89,6 @@ def limits(records: dict[str, BenchRecord]) -> list[str]:
     rows = {
         row.case: row
         for name, record in records.items()
-        if "gpu" not in name
         for row in record.rows
         if name.removeprefix("cpu_2_cores_") in TWO_THREADS
     }

@@ -5,7 +5,6 @@
 #
 # make      create the environment in FOLDER, with this source tree, from Python 3.12, which is
 #           python3.12 or $PYTHON; uv is used if it is installed
-# compiler  create a smaller one instead, which has only what pack.sh needs to compile Triton's kernels
 # triton    compile all Triton kernels for sm_90
 # pallas    lower all Pallas kernels, and compile those for sm_90
 # peers     run the peers of the benchmarks, those of flash-linear-attention interpreted
@@ -30,21 +29,11 @@ install() {
     else "$python" -m pip install --quiet --disable-pip-version-check "$@"; fi
 }
 
-create() {
+make() {
     pins=$(mktemp)
     grep == "$here/machine.txt" > "$pins"
     if command -v uv > /dev/null; then uv venv --quiet --python "$base" "$folder"
     else "$base" -m venv "$folder"; fi
-}
-
-compiler() {
-    create
-    install --constraint "$pins" --editable ".[conformance,triton]"
-    rm "$pins"
-}
-
-make() {
-    create
     # JAX's plugins for CUDA need a driver. CUDA is 13.0, as PyTorch requires.
     grep -v '^jax-cuda13' "$here/machine.txt" > "$pins.all"
     install --requirement "$pins.all" --constraint "$pins" --editable ".[conformance,bench,kernels]" \
@@ -83,7 +72,7 @@ mkdir -p "$reports"
 [ $# -gt 0 ] || set -- make triton pallas peers tests
 for step in "$@"; do
     case $step in
-        make | compiler | triton | pallas | peers | tests) ;;
+        make | triton | pallas | peers | tests) ;;
         *) echo "$0: no step $step" >&2; exit 2 ;;
     esac
 done

@@ -5,8 +5,6 @@ triton_memory       loads and stores in this interpreter: bounds, and races betw
 triton_compiler     Triton kernels compiled without a GPU: registers, spills, shared memory
 triton_products     FLOPs of the products in this interpreter, by kernel
 triton_launches     the launches of a package, recorded and not run, to be compiled
-triton_cache        Triton's cache filled without a GPU, for a machine that has one
-triton_host_code    the C modules in that cache, with which Triton 3.6 launches kernels
 pallas_compiler     Pallas kernels compiled without a GPU, or lowered without a TPU
 pallas_interpreter  Pallas kernels for a TPU on a CPU: races, and reads of uninitialised memory
 tpu_compiler        Pallas kernels compiled for a TPU, where libtpu is installed

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from precondattn_gpu.driver import RESERVE, run_stage
+from precondattn_gpu.driver import RESERVE, run_tasks
 from precondattn_gpu.processes import TaskProcesses
 from precondattn_gpu.results import Results
 from precondattn_gpu.task import CRASHED, INTERRUPTED, PASSED, TIMED_OUT, ProcessTask, TaskOutcome
@@ -17,13 +17,13 @@ def task(code: str, **more) -> ProcessTask:
     def read(finished):
         return TaskOutcome(PASSED, finished.output, json.loads(finished.result.read_text()))
 
-    return ProcessTask("task", ("-c", code, "{result}"), read, 0.1, **more)
+    return ProcessTask("task", ("-c", code, "{result}"), read, **more)
 
 
 def run(tmp_path, each, limit=60.0) -> dict:
     results = Results("alive")
     with TaskProcesses() as launcher:
-        run_stage(results, [each], launcher, tmp_path, limit=limit)
+        run_tasks(results, [each], launcher, tmp_path, limit=limit)
     return results.tasks["task"]
 
 

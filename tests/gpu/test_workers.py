@@ -7,7 +7,7 @@ import pytest
 
 from precondattn_gpu import alive
 from precondattn_gpu.__main__ import ENVIRONMENT
-from precondattn_gpu.driver import run_stage
+from precondattn_gpu.driver import run_tasks
 from precondattn_gpu.processes import TaskProcesses
 from precondattn_gpu.results import Results
 from precondattn_gpu.task import CRASHED, FAILED, PASSED, TIMED_OUT, WRONG, ProcessTask, TaskOutcome
@@ -24,14 +24,14 @@ def read(finished):
 
 def stub(name: str, what: str, **more) -> ProcessTask:
     arguments = ("-m", "stub_call", what, "{result}")
-    return ProcessTask(name, arguments, read, 0.1, worker="stub", **({"timeout": 60.0} | more))
+    return ProcessTask(name, arguments, read, worker="stub", **({"timeout": 60.0} | more))
 
 
 def run(tasks, tmp_path, jobs=1):
     results = Results("alive")
     with TaskProcesses(ENVIRONMENT | {"PYTHONPATH": HERE}) as launcher:
-        summary = run_stage(results, tasks, launcher, tmp_path, jobs=jobs, limit=120.0)
-    assert summary.is_complete
+        summary = run_tasks(results, tasks, launcher, tmp_path, jobs=jobs, limit=120.0)
+    assert summary.left == 0
     return results.tasks
 
 
@@ -92,7 +92,7 @@ def test_a_worker_that_can_not_start_is_a_failure_with_its_message(tmp_path):
     results = Results("alive")
     with TaskProcesses({"PYTHONPATH": HERE, "PYTHONSTARTUP": ""}) as launcher:
         launcher.environment["PYTHONHOME"] = str(tmp_path / "nowhere")
-        run_stage(results, [stub("one", "passes")], launcher, tmp_path, limit=60.0)
+        run_tasks(results, [stub("one", "passes")], launcher, tmp_path, limit=60.0)
     entry = results.tasks["one"]
     assert entry["status"] == FAILED
     assert "Python" in entry["message"]

@@ -1,4 +1,8 @@
-"""Stage 1: whether every kernel runs and its result is right, by each call of `shipped`.
+"""Whether every kernel runs and its result is right, by each call of `shipped`.
+
+A       bfloat16, width 128: the usual training dtype
+B       float16 and float32, width 128; then width 64; then 256 and 512; the narrow ones last
+bundled Triton's calls of A, compiled with the assembler that is part of the Triton package
 
 Calls run one after another in workers. A call that does not pass ends its worker; the other calls
 are not affected.
@@ -7,11 +11,11 @@ are not affected.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from precondattn_gpu import estimates, shipped
+from precondattn_gpu import shipped
 from precondattn_gpu.call import LAUNCH, LEDGER
-from precondattn_gpu.mechanisms import interleaved
 from precondattn_gpu.options import BACKENDS, RunOptions, library_of, variables
 from precondattn_gpu.task import CRASHED, Finished, ProcessTask, TaskOutcome
 
@@ -21,14 +25,44 @@ if TYPE_CHECKING:
 BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
 """An error is raised by the launch of the kernel that made it, not by a later one."""
 
-TIMEOUT = 45.0
-"""Seconds after which a call counts as hanging, unless its kernels take long to compile."""
+TIMEOUT = 120.0
+"""Seconds after which a call counts as hanging. The kernels of three calls take longer to compile;
+Triton keeps those that it has compiled for the next attempt."""
+
+WIDTHS = (128, 64, 256, 512, 32, 16, 720)
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def tasks(options: RunOptions) -> list[ProcessTask]:
-    """The calls of each backend in turn, so that each backend is seen early."""
-    lists = [[task(call, options) for call in shipped.calls(name)] for name in BACKENDS]
-    return interleaved(lists)
+def is_first(call: shipped.ShippedCall) -> bool:
+    """Whether a call belongs to A."""
+    return call.dtype == DTYPES[0] and max(call.d, call.e) == WIDTHS[0]
+
+
+def first(options: RunOptions) -> list[ProcessTask]:
+    """The calls of part A, from each backend in turn."""
+    lists = [[c for c in shipped.calls(name) if is_first(c)] for name in BACKENDS]
+    return _tasks(options, shipped.interleaved(lists))
+
+
+def others(options: RunOptions) -> list[ProcessTask]:
+    """The calls of part B."""
+    calls = shipped.interleaved([shipped.calls(name) for name in BACKENDS])
+    return _tasks(options, sorted((c for c in calls if not is_first(c)), key=_turn))
+
+
+def bundled(options: RunOptions) -> list[ProcessTask]:
+    """Triton's calls of part A, compiled with the assembler that is part of the Triton package."""
+    calls = [call for call in shipped.calls("triton") if is_first(call)]
+    return _tasks(replace(options, ptxas=""), calls)
+
+
+def _turn(call: shipped.ShippedCall) -> tuple[int, int]:
+    """The sort key of a call."""
+    return WIDTHS.index(max(call.d, call.e)), DTYPES.index(call.dtype)
+
+
+def _tasks(options: RunOptions, calls: list[shipped.ShippedCall]) -> list[ProcessTask]:
+    return [task(call, options) for call in calls if options.match in call.name]
 
 
 def task(call: shipped.ShippedCall, options: RunOptions) -> ProcessTask:
@@ -40,13 +74,11 @@ def task(call: shipped.ShippedCall, options: RunOptions) -> ProcessTask:
         arguments += ["--device", options.device]
     if call.is_step:
         arguments.append("--step")
-    seconds = estimates.seconds(call)
     return ProcessTask(
         call.name,
         tuple(arguments),
         read,
-        seconds=seconds,
-        timeout=max(TIMEOUT, 2 * seconds) if not options.is_cpu else 1800.0,
+        timeout=TIMEOUT if not options.is_cpu else 1800.0,
         environment={**BLOCKING, **variables(call.backend, options)},
         worker=call.backend,
         found=entries_in,

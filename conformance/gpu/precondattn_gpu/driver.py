@@ -1,13 +1,12 @@
-"""Runs the tasks of a stage within a time limit.
+"""Runs tasks within a time limit.
 
     end = now + limit
     while tasks are left or running:
-        start the next task whose estimate ends before `end`, if a process is free
+        start the next task, if a process is free
         wait until a task has finished, was longer than its timeout, or `end` has come
         save its outcome
 
-A task that runs when the time is over is stopped, and is the first of the next call. Estimates are
-corrected by how long the tasks of this call took.
+A task that runs when the time is over is stopped, and is the first of the next call.
 """
 
 from __future__ import annotations
@@ -31,12 +30,8 @@ from precondattn_gpu.task import (
 if TYPE_CHECKING:
     from precondattn.json_types import Json
 
-LIMIT = 470.0
-"""The default time limit of a run, in seconds: below eight minutes."""
-RESERVE = 5.0
-"""Seconds reserved for stopping processes and saving."""
-MOST_PACE = 4.0
-"""The largest factor by which estimates are corrected."""
+RESERVE = 1.0
+"""Seconds before the end at which the processes are stopped."""
 
 
 class Running(Protocol):
@@ -44,8 +39,6 @@ class Running(Protocol):
 
     task: ProcessTask
     started: float
-    in_new_worker: bool
-    """Whether its time includes the start of a worker, which the estimate does not."""
 
 
 class Launcher(Protocol):
@@ -65,30 +58,23 @@ class Launcher(Protocol):
 
 
 class Summary(NamedTuple):
-    """The counts of one run of a stage."""
+    """The counts of one run of tasks."""
 
-    stage: str
     ran: int
     """The number of tasks that ended in this run."""
     left: int
     """The number of tasks that still have to run."""
     seconds: float
 
-    @property
-    def is_complete(self) -> bool:
-        return self.left == 0
 
-
-def run_stage(
+def run_tasks(
     results: Results,
     tasks: Sequence[ProcessTask],
     launcher: Launcher,
     folder: Path,
     *,
     jobs: int = 1,
-    limit: float = LIMIT,
-    reserve: float = RESERVE,
-    again: bool = False,
+    limit: float,
     started: Callable[[str], None] = lambda text: None,
     **more: Json,
 ) -> Summary:
@@ -97,23 +83,16 @@ def run_stage(
     `more` is saved with each result. `started` is called with a line of text for each event.
     """
     start = launcher.now()
-    end = start + limit - reserve
-    todo = [task for task in tasks if not results.is_done(task.name, again)]
+    end = start + limit - RESERVE
+    todo = [task for task in tasks if not results.is_done(task.name)]
     # Interrupted tasks are first: they then have the whole time limit.
     todo.sort(key=lambda task: task.name not in results.tasks)
     total, ran = len(todo), 0
     running: list[Running] = []
-    expected, taken = 0.0, 0.0
     results.save(folder)
     while todo or running:
-        pace = min(max(taken / expected, 1 / MOST_PACE), MOST_PACE) if expected else 1.0
-        while todo and len(running) < jobs:
-            left = end - launcher.now()
-            fitting = (i for i, t in enumerate(todo) if t.continues or pace * t.seconds <= left)
-            chosen = next(fitting, None if running or ran else 0)
-            if chosen is None:
-                break
-            running.append(launcher.start(todo.pop(chosen)))
+        while todo and len(running) < jobs and launcher.now() < end:
+            running.append(launcher.start(todo.pop(0)))
         if not running:
             break
         due = min(end, *(r.started + r.task.timeout for r in running))
@@ -127,8 +106,6 @@ def run_stage(
         finished = launcher.finish(ended)
         outcome = outcome_of(ended.task, finished)
         ran += 1
-        if not ended.in_new_worker:
-            expected, taken = expected + ended.task.seconds, taken + finished.seconds
         results.add(ended.task.name, outcome, finished.seconds, **more)
         results.save(folder)
         first_line = outcome.message.strip().partition("\n")[0]
@@ -138,7 +115,7 @@ def run_stage(
         message = f"the time of the call was over after {finished.seconds:.0f} s"
         results.add(each.task.name, TaskOutcome(INTERRUPTED, message), finished.seconds, **more)
     results.save(folder)
-    return Summary(results.stage, ran, len(todo) + len(running), launcher.now() - start)
+    return Summary(ran, len(todo) + len(running), launcher.now() - start)
 
 
 def outcome_of(task: ProcessTask, finished: Finished) -> TaskOutcome:

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from precondattn_gpu import alive_parts, first_headline, roof
-from precondattn_gpu.driver import Launcher, Summary, run_stage
+from precondattn_gpu import alive, first_headline, roof
+from precondattn_gpu.driver import Launcher, run_tasks
 from precondattn_gpu.options import RunOptions
 from precondattn_gpu.results import Results
 from precondattn_gpu.task import PASSED, STATUSES, ProcessTask
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 LIMIT = 510.0
 """Seconds of the whole run."""
-RESERVE = 1.0
-"""Seconds before the end of a part at which its processes are stopped."""
 BUNDLED = "alive_bundled"
 FILES = ("roof", "alive", "first_headline", BUNDLED)
 """The files of results, in order."""
@@ -59,14 +57,14 @@ def parts(options: RunOptions, limit: float = LIMIT) -> list[RunPart]:
     return [
         RunPart("two kernels", "roof", 30 * share, 2, lambda results: roof.probes(options)),
         RunPart("alive A", "alive", 120 * share, most,
-             lambda results: [*alive_parts.first(options), *peers]),
+             lambda results: [*alive.first(options), *peers]),
         RunPart("rates", "roof", 140 * share, 1, lambda results: roof.rates(options)),
         RunPart("headlines", "first_headline", 225 * share, 1,
              lambda results: first_headline.ready(options, passed(results["alive"]))),
         RunPart("alive A, bundled ptxas", BUNDLED, 300 * share, most,
-             lambda results: alive_parts.bundled(options) if options.ptxas else []),
+             lambda results: alive.bundled(options) if options.ptxas else []),
         RunPart("alive B", "alive", limit, most,
-             lambda results: [*alive_parts.first(options), *peers, *alive_parts.others(options)]),
+             lambda results: [*alive.first(options), *peers, *alive.others(options)]),
     ]  # fmt: skip
 
 
@@ -83,9 +81,8 @@ def run(
     results: dict[str, Results],
     said: Callable[[str], None] = print,
     **more: Json,
-) -> list[tuple[RunPart, Summary]]:
+) -> None:
     """Run the parts, each until its time; `start` is the launcher's time of second 0."""
-    done = []
     for part in plan:
         tasks = part.tasks(results)
         left = part.until - (launcher.now() - start)
@@ -93,16 +90,14 @@ def run(
             said(f"{part.name}: {'nothing to do' if not tasks else 'no time is left'}")
             continue
         said(f"{part.name}: {len(tasks)} tasks, until second {part.until:.0f}")
-        summary = run_stage(
+        summary = run_tasks(
             results[part.file], tasks, launcher, folder,
-            jobs=part.jobs, limit=left, reserve=RESERVE, started=said, **more,
+            jobs=part.jobs, limit=left, started=said, **more,
         )  # fmt: skip
         said(
             f"{part.name}: {summary.ran} in {summary.seconds:.0f} s, {summary.left} left, "
             f"at second {launcher.now() - start:.0f}"
         )
-        done.append((part, summary))
-    return done
 
 
 def counts(results: dict[str, Results]) -> list[str]:

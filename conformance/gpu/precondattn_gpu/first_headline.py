@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from precondattn_gpu.estimates import COMPILED, HEADLINE, TRIED
-from precondattn_gpu.estimates import FLA as CONFIGURATIONS
-from precondattn_gpu.headline import BOTH, LONG, SDPA, SHORT
 from precondattn_gpu.options import RunOptions, variables
-from precondattn_gpu.suite import dtype_of, outcome_of_record
-from precondattn_gpu.task import FAILED, Finished, ProcessTask, TaskOutcome
+from precondattn_gpu.task import (
+    FAILED,
+    PASSED,
+    UNSUPPORTED,
+    WRONG,
+    Finished,
+    ProcessTask,
+    TaskOutcome,
+)
 
+if TYPE_CHECKING:
+    from precondattn.json_types import JsonObject
+
+SDPA = ("flash_sdpa", "cudnn_sdpa")
+BOTH = ("forward", "forward_backward")
+DTYPE = "bfloat16"
+SHORT, LONG = "b=2,t=8192,h=16", "b=1,t=32768,h=16"
 TINY = "b=1,t=48,h=4,n=4,d=16"
 """The sizes of a test run on a CPU."""
 WIDE = f"{SHORT},n=16,d=128"
@@ -29,12 +40,11 @@ class TimedBesidePeers(NamedTuple):
     sizes: str
     peers: tuple[str, ...] = SDPA
     works: tuple[str, ...] = BOTH
-    backend: str = "triton"
 
     @property
     def name(self) -> str:
         beside = " beside fla" if self.peers == FLA else ""
-        return f"{self.backend} {self.mechanism} {' '.join(self.works)} {self.sizes}{beside}"
+        return f"triton {self.mechanism} {' '.join(self.works)} {self.sizes}{beside}"
 
 
 FLA = ("fla",)
@@ -47,7 +57,6 @@ HEADLINES = (
     TimedBesidePeers("kda", WIDE, ()),
     TimedBesidePeers("gla", WIDE, ()),
     TimedBesidePeers("lucid", f"{LONG},n=16,d=128"),
-    TimedBesidePeers("softmax", WIDE, SDPA, BOTH, "cupy"),
     TimedBesidePeers("lucid", "b=4,t=32768,h=16,n=2,d=128", ("sdpa",), ("decode",)),
 )
 BESIDE_FLA = tuple(
@@ -66,34 +75,39 @@ def ready(options: RunOptions, compiled: Iterable[str]) -> list[ProcessTask]:
 
 
 def task(each: TimedBesidePeers, options: RunOptions) -> ProcessTask:
-    arguments = ["-m", "precondattn_gpu.timed_call", each.backend, each.mechanism]
+    arguments = ["-m", "precondattn_gpu.timed_call", "triton", each.mechanism]
     arguments += [TINY if options.is_cpu else each.sizes]
     arguments += [word for work in each.works for word in ("--work", work)]
     arguments += [word for peer in each.peers for word in ("--peer", peer)]
-    arguments += ["--dtype", dtype_of(each.backend, options), "--device", options.device]
+    arguments += ["--dtype", DTYPE, "--device", options.device]
     arguments += ["--rounds", "2"] if options.is_cpu else []
-    seconds = HEADLINE[each.works[0]]
     return ProcessTask(
         each.name,
         (*arguments, "--result", "{result}"),
         read,
-        seconds=seconds + (TRIED * CONFIGURATIONS[each.mechanism] if each.peers == FLA else 0.0),
         timeout=(90.0 if each.peers == FLA else 45.0) if not options.is_cpu else 600.0,
-        # One process on a GPU, whatever the backend.
-        environment={**variables("triton", options), **variables(each.backend, options)},
+        environment=variables("triton", options),
         worker="headline",
-        data={"backend": each.backend},
+        data={"backend": "triton"},
     )
 
 
 def read(finished: Finished) -> TaskOutcome:
-    """The benchmark record, and the seconds of replays."""
+    """The benchmark record: the worst status of its rows, and a line for each."""
     if not finished.result.exists():
         return TaskOutcome(FAILED, f"exit code {finished.code}, no record\n{finished.output}")
-    content = json.loads(finished.result.read_text())
-    outcome = outcome_of_record(content["record"])
-    outcome.data["replays"] = content["replays"]
-    return outcome
+    record = json.loads(finished.result.read_text())
+    statuses = {row["status"] for row in record["rows"]}
+    lines = [f"{row['case']}: {_result_of(row)}" for row in record["rows"]]
+    worst = next((s for s in (WRONG, FAILED, UNSUPPORTED) if s in statuses), PASSED)
+    return TaskOutcome(worst, "\n".join(lines), {"record": record})
+
+
+def _result_of(row: JsonObject) -> str:
+    if row["reason"]:
+        return str(row["reason"])
+    ratios = [f"{r['median']:.2f} × {n}" for n, r in row["ratios"].items() if "median" in r]
+    return ", ".join([f"{1e3 * row['seconds']['median']:.3f} ms", *ratios])
 
 
 def read_peer(finished: Finished) -> TaskOutcome:
@@ -112,13 +126,11 @@ def compiling(options: RunOptions) -> list[ProcessTask]:
             (
                 "-m", "precondattn_gpu.peer_call", "fla", each.mechanism,
                 TINY if options.is_cpu else each.sizes,
-                *("--dtype", dtype_of(each.backend, options), "--device", options.device),
+                *("--dtype", DTYPE, "--device", options.device),
                 *("--result", "{result}"),
             ),
             read_peer,
-            seconds=COMPILED * CONFIGURATIONS[each.mechanism],
             timeout=400.0,
-            continues=True,
             environment=variables("triton", options),
             worker="peer",
             data={"backend": "fla", "mechanism": each.mechanism},

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,12 +18,11 @@ from precondattn.json_types import JsonObject
 from precondattn.kernel_backend.ledger import FILE, LedgerEntry
 from precondattn_gpu.first import BUNDLED
 from precondattn_gpu.options import BACKENDS
-from precondattn_gpu.pages import devices
 from precondattn_gpu.results import Results
 from precondattn_gpu.task import CRASHED, FAILED, PASSED, TIMED_OUT, WRONG
 
-STAGES = ("roof", "alive", BUNDLED)
-"""The stages whose calls are compared with the oracle and carry ledger entries."""
+FILES = ("roof", "alive", BUNDLED)
+"""The files of results whose calls are compared with the oracle and carry ledger entries."""
 
 
 BAD = (WRONG, FAILED, CRASHED, TIMED_OUT)
@@ -41,17 +39,14 @@ def main() -> None:
 def shown(measurements: Path) -> dict[str, list[LedgerEntry]]:
     """The entries of all devices, by backend."""
     found: dict[str, set[LedgerEntry]] = {backend: set() for backend in BACKENDS}
-    for results in devices(measurements).values():
-        calls = [entry for name in STAGES if name in results for entry in _calls(results[name])]
+    for folder in sorted(path for path in measurements.glob("*") if path.is_dir()):
+        paths = [path for name in FILES if (path := folder / f"{name}.json").exists()]
+        calls = [entry for path in paths for entry in Results.load(path).tasks.values()]
         good = {each for e in calls if e["status"] == PASSED for each in _entries(e)}
         bad = {each for e in calls if e["status"] in BAD for each in _entries(e)}
         for backend, entry in good - bad:
             found[backend].add(entry)
     return {backend: sorted(entries) for backend, entries in found.items()}
-
-
-def _calls(results: Results) -> Iterable[JsonObject]:
-    return results.tasks.values()
 
 
 def _entries(entry: JsonObject) -> list[tuple[str, LedgerEntry]]:

@@ -45,11 +45,11 @@ def difference(earlier: JsonObject, now: JsonObject) -> str:
     return ", ".join(f"{name} {old}, here {new}" for name, old, new in pairs if old != new)
 
 
-def require_same(stage: str, earlier: JsonObject, now: JsonObject) -> None:
-    """Raise a ValueError if a stage's earlier results can not be mixed with new ones."""
+def require_same(file: str, earlier: JsonObject, now: JsonObject) -> None:
+    """Raise a ValueError if a file's earlier results can not be mixed with new ones."""
     if earlier and (found := difference(earlier, now)):
         raise ValueError(
-            f"the earlier results of {stage} are of other versions ({found}): give another folder"
+            f"the earlier results of {file} are of other versions ({found}): give another folder"
         )
 
 

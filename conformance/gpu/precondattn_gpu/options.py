@@ -1,4 +1,4 @@
-"""Command-line options that the tasks of a stage depend on."""
+"""Command-line options that the tasks depend on."""
 
 from __future__ import annotations
 
@@ -54,8 +54,3 @@ def variables(backend: str, options: RunOptions) -> dict[str, str]:
     if options.is_cpu:
         return INTERPRETED[backend]
     return {PTXAS: options.ptxas} if options.ptxas and backend == "triton" else {}
-
-
-def device_arguments(options: RunOptions) -> tuple[str, ...]:
-    """Device arguments for `precondattn conformance` and `precondattn bench`."""
-    return () if options.is_cpu else ("--device", options.device)

@@ -40,7 +40,6 @@ class TaskProcess:
     output: Path
     result: Path
     worker: TaskWorker | None = None
-    in_new_worker: bool = False
     code: int | None = None
     """The exit code that the worker has reported."""
 
@@ -88,7 +87,6 @@ class TaskProcesses:
         arguments = [each.replace("{result}", str(result)) for each in task.arguments]
         if task.worker:
             worker = self._idle_worker(task)
-            is_new = worker is None
             worker = worker or self._new_worker(task, output)
             flag, module, *rest = arguments
             assert flag == "-m"
@@ -98,7 +96,7 @@ class TaskProcesses:
             with contextlib.suppress(BrokenPipeError):
                 worker.popen.stdin.write(f"{json.dumps(line)}\n".encode())
                 worker.popen.stdin.flush()
-            return TaskProcess(task, self.now(), worker.popen, output, result, worker, is_new)
+            return TaskProcess(task, self.now(), worker.popen, output, result, worker)
         with output.open("wb") as file:
             popen = subprocess.Popen(
                 [*task.prefix, sys.executable, *arguments],

@@ -1,4 +1,4 @@
-"""The file of a stage's results: one JSON file, replaced after every task.
+"""A file of results: one JSON file, replaced after every task.
 
 Files are carried between machines, so their number and sizes are limited. A file holds no message
 longer than `LONGEST` characters. If a file would still be larger than `LARGEST`, a result is saved
@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from precondattn_gpu.task import INTERRUPTED, PASSED, TaskOutcome
+from precondattn_gpu.task import INTERRUPTED, TaskOutcome
 
 if TYPE_CHECKING:
     from precondattn.json_types import Json, JsonObject
@@ -22,14 +22,13 @@ FORMAT = 1
 LONGEST = 4000
 LARGEST = 15 << 20
 """Size limit of a file in bytes. The hard limit is 16 MiB, and the header needs some of it."""
-MOST_FILES = 8
 
 
 class Results:
-    """The results of one stage, by the name of the task."""
+    """The results of one file, by the name of the task."""
 
-    def __init__(self, stage: str, machine: JsonObject | None = None) -> None:
-        self.stage = stage
+    def __init__(self, file: str, machine: JsonObject | None = None) -> None:
+        self.file = file
         self.machine = machine or {}
         self.tasks: dict[str, JsonObject] = {}
         self._size = 0
@@ -49,15 +48,14 @@ class Results:
             raise ValueError(f"{path} is no file of results: {error}") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"{path} is no file of results of format {FORMAT}")
-        results = cls(content["stage"], content["machine"])
+        results = cls(content["file"], content["machine"])
         for name, entry in content["tasks"].items():
             results._put(name, entry)
         return results
 
-    def is_done(self, name: str, again: bool = False) -> bool:
-        """Whether a task is done. With `again`, a task that did not pass is not done."""
-        status = self.tasks.get(name, {}).get("status", INTERRUPTED)
-        return bool(status == PASSED if again else status != INTERRUPTED)
+    def is_done(self, name: str) -> bool:
+        """Whether a task has an outcome; one that was interrupted runs again."""
+        return bool(self.tasks.get(name, {}).get("status", INTERRUPTED) != INTERRUPTED)
 
     def add(self, name: str, outcome: TaskOutcome, seconds: float, **more: Json) -> None:
         """Set the outcome of a task, replacing an earlier one."""
@@ -78,11 +76,11 @@ class Results:
         return sum(entry["status"] == status for entry in self.tasks.values())
 
     def save(self, folder: Path) -> Path:
-        """Replace the stage's file in a folder."""
+        """Replace the file in a folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.stage}.json"
+        path = folder / f"{self.file}.json"
         lines = [f"  {json.dumps(name)}: {_text(entry)}" for name, entry in self.tasks.items()]
-        head = {"format": FORMAT, "stage": self.stage, "machine": self.machine}
+        head = {"format": FORMAT, "file": self.file, "machine": self.machine}
         text = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
         text += ',\n "tasks": {\n' + ",\n".join(lines) + "\n }\n}\n"
         temporary = path.with_suffix(".part")
@@ -99,14 +97,6 @@ def shortened(message: str) -> str:
     part = LONGEST // 2 - 40
     left_out = len(message) - 2 * part
     return f"{message[:part]}\n… {left_out} characters are left out …\n{message[-part:]}"
-
-
-def load_folder(folder: Path) -> dict[str, Results]:
-    """The results in a folder, by stage; other files are not read."""
-    from precondattn_gpu.stages import NAMES
-
-    paths = [folder / f"{name}.json" for name in NAMES]
-    return {path.stem: Results.load(path) for path in paths if path.exists()}
 
 
 def _text(entry: Json) -> str:

@@ -28,7 +28,6 @@ def rates(options: RunOptions) -> list[ProcessTask]:
             *("--result", "{result}"),
         ),
         read,
-        seconds=4.0,
         timeout=40.0,
         environment=variables("triton", options),
         worker="headline",

@@ -1,4 +1,4 @@
-"""The three minutes after the first run: failed calls again or, without any, tuning of two kernels.
+"""The three minutes after the first run: failed calls again.
 
 Failed calls run under compute-sanitizer's memcheck if it starts, else each alone in a process.
 Times beside flash-linear-attention that the first run had no time for come first, since they need
@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 
-from precondattn_gpu import alive, first_headline, sanitizer, shipped, tuning
+from precondattn_gpu import alive, first_headline, sanitizer, shipped
 from precondattn_gpu.first import BUNDLED, RunPart, passed
 from precondattn_gpu.options import BACKENDS, RunOptions
 from precondattn_gpu.results import Results
@@ -28,8 +28,6 @@ from precondattn_gpu.task import (
 LIMIT = 180.0
 FILE = "second"
 BAD = (WRONG, FAILED, CRASHED, TIMED_OUT)
-TUNED = (("lucid_update", 128), ("laser_forward", 128))
-"""Kernels and widths that are tuned if nothing failed."""
 PROBE = "memcheck starts"
 PROBE_CODE = "import torch; torch.zeros(1, device='cuda'); torch.cuda.synchronize()"
 
@@ -46,16 +44,12 @@ def parts(options: RunOptions, limit: float = LIMIT) -> list[RunPart]:
         checks = PROBE in passed(results[FILE])
         return failed(results, options, checks)
 
-    def tuned(results: dict[str, Results]) -> list[ProcessTask]:
-        return [] if failed(results, options, False) else tuning_tasks(options)
-
     probe = [] if options.is_cpu or shutil.which("compute-sanitizer") is None else [_probe()]
     return [
         RunPart("headlines", "first_headline", 95 * share, 1, headlines),
         RunPart("sanitizer", FILE, 110 * share, 1,
              lambda results: probe if failed(results, options, False) else []),
         RunPart("what failed", FILE, limit, half, again),
-        RunPart("tuning", "tuning", limit, 1, tuned),
     ]  # fmt: skip
 
 
@@ -70,7 +64,7 @@ def failed(results: dict[str, Results], options: RunOptions, checks: bool) -> li
             call, is_bundled = calls[name], file == BUNDLED
             given = replace(options, ptxas="") if is_bundled else options
             if checks:
-                task = sanitizer.task(call, "memcheck", given)
+                task = sanitizer.task(call, given)
             else:
                 task = replace(alive.task(call, given), worker="", name=f"alone {name}")
             suffix = ", bundled ptxas" if is_bundled else ""
@@ -78,17 +72,11 @@ def failed(results: dict[str, Results], options: RunOptions, checks: bool) -> li
     return tasks
 
 
-def tuning_tasks(options: RunOptions) -> list[ProcessTask]:
-    """One task for each of the two kernels, which tries its candidate configurations."""
-    tasks = {task.name: task for task in tuning.tasks(options)}
-    return [replace(tasks[f"{kernel} {width}"], seconds=30.0) for kernel, width in TUNED]
-
-
 def _probe() -> ProcessTask:
     """A task that tests whether memcheck can run a PyTorch program here."""
     return ProcessTask(
-        PROBE, ("-c", PROBE_CODE), _read_probe, seconds=12.0, timeout=40.0,
-        prefix=sanitizer.prefix("memcheck"),
+        PROBE, ("-c", PROBE_CODE), _read_probe, timeout=40.0,
+        prefix=sanitizer.PREFIX,
     )  # fmt: skip
 
 

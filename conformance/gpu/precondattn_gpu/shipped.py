@@ -7,14 +7,15 @@ kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import precondattn as pa
-from precondattn.kernel_backend.kernel_table import recurrences_in
+from precondattn.kernel_backend.kernel_table import KernelTable, recurrences_in
 from precondattn.spec.stateful import Stateful
-from precondattn_gpu.mechanisms import kernels
+
+T = TypeVar("T")
 
 FEW, MANY = 129, 513
 """Token counts: one more than the rows of the largest tile, and one more than a super-block of
@@ -81,9 +82,11 @@ def _listed(backend: str) -> Iterator[ShippedCall]:
 
 def _sharing(backend: str, listed: list[ShippedCall]) -> Iterator[ShippedCall]:
     """Recurrences that share their kernels with one in the list, each once in bfloat16."""
-    known = {leaf.name for call in listed for leaf in pa.parse(call.mechanism).program.leaves}
+    listed_leaves = {
+        leaf.name for call in listed for leaf in pa.parse(call.mechanism).program.leaves
+    }
     for leaf in recurrences_in(kernels(backend)):
-        if leaf.name not in known:
+        if leaf.name not in listed_leaves:
             yield ShippedCall(backend, leaf.name, *SHARED)
 
 
@@ -92,6 +95,19 @@ def _steps(listed: list[ShippedCall]) -> Iterator[ShippedCall]:
     for call in listed:
         if not call.is_step and issubclass(type(pa.parse(call.mechanism)), Stateful):
             yield call._replace(is_step=True)
+
+
+def kernels(backend: str) -> KernelTable:
+    """The mechanisms that a backend computes on an NVIDIA GPU."""
+    tables = import_module(f"precondattn_{backend}.backend").KERNELS
+    table: KernelTable = tables.get("cuda", tables)
+    return table
+
+
+def interleaved(lists: Sequence[Sequence[T]]) -> list[T]:
+    """The first of each list, then the second of each, and so on, until the longest ends."""
+    longest = max(map(len, lists))
+    return [each[i] for i in range(longest) for each in lists if i < len(each)]
 
 
 def _name(dtype: object) -> str:

@@ -1,4 +1,4 @@
-"""Tasks: Python modules that a stage runs in a process, and their outcomes."""
+"""Tasks: Python modules that run in a process, and their outcomes."""
 
 from __future__ import annotations
 
@@ -46,23 +46,18 @@ class ProcessTask:
     """A Python module that runs in a process, and writes one file."""
 
     name: str
-    """A name that is unique within the stage."""
+    """A name that is unique within a file of results."""
     arguments: tuple[str, ...]
     """Arguments of the Python interpreter: `("-m", "module", …)`. `{result}` is replaced by a
     path."""
     read: Callable[[Finished], TaskOutcome]
     """Reads the outcome. It is called only if the process ended by itself."""
-    seconds: float = 20.0
-    """Estimated seconds."""
     timeout: float = 240.0
     """The time limit in seconds, after which the process is stopped."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables in addition to the driver's own."""
     prefix: tuple[str, ...] = ()
     """A program that runs the interpreter, with its arguments."""
-    continues: bool = False
-    """Whether partial work is kept when the task is stopped. Such a task starts even if its
-    estimate ends after the time limit."""
     worker: str = ""
     """The kind of worker that runs it. A worker runs several tasks in one process that has imported
     its libraries. Empty: a separate process."""

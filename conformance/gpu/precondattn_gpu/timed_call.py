@@ -2,9 +2,8 @@
 
     python -m precondattn_gpu.timed_call BACKEND MECHANISM SIZES --work forward --peer flash_sdpa …
 
-The time of a row is measured between device events. A call with a wrong result is not timed. All
-rows are saved before graphs are recorded, since a recording that fails leaves the process unusable:
-then it ends. The result holds the rows as a record of `precondattn bench`, and the replay times.
+The time of a row is measured between device events. A call with a wrong result is not timed. The
+result holds the rows as a record of `precondattn bench`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from precondattn_conformance.bench.plan import empty_row
 from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, BenchRecord, Row
 from precondattn_conformance.bench.selection import chosen
 from precondattn_gpu import device_inputs
-from precondattn_gpu.device_clock import Clock, CupyClock, TorchClock, in_turns
+from precondattn_gpu.device_clock import TorchClock, in_turns
 from precondattn_gpu.device_inputs import OnDevice
 from precondattn_gpu.first_tokens import FirstTokens, check_step
 from precondattn_gpu.options import CPU, HELPER
@@ -41,9 +40,9 @@ OURS = "precondattn"
 
 
 class TimedCall(NamedTuple):
-    """A call with a right result, and the clock of its library."""
+    """A call with a right result, and the clock of its device."""
 
-    clock: Clock
+    clock: TorchClock
     call: Callable[[], object]
     checked: Checked
 
@@ -61,64 +60,42 @@ def main() -> None:
     given = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False  # The calls are compared with this.
     rows: list[Row] = []
-    recorded: dict[str, dict[str, TimedCall]] = {}
-    replays: dict[str, dict[str, str | dict[str, float]]] = {}
-
-    def save() -> None:
-        record = BenchRecord(machine.now(), machine.describe(), [], rows)
-        given.result.write_text(json.dumps({"record": asdict(record), "replays": replays}))
-
     for work in given.work:
         (case,) = chosen(
             mechanisms=(given.mechanism,), works=(work,), sizes=(given.sizes,),
             dtype=given.dtype, peers=tuple(given.peer),
         )  # fmt: skip
-        row, recorded[case.name] = measured(case, given.backend, given.device, given.rounds)
-        rows.append(row)
-        save()
+        rows.append(measured(case, given.backend, given.device, given.rounds))
+        record = BenchRecord(machine.now(), machine.describe(), [], rows)
+        given.result.write_text(json.dumps(asdict(record)))
     if {row.status for row in rows} != {TIMED}:
         raise SystemExit(1)  # The device may be in a bad state.
-    may_record = given.device != CPU and "decode" not in given.work
-    for case_name, calls in recorded.items():
-        for name, each in calls.items():
-            replays.setdefault(case_name, {})[name] = replayed(each, given)
-            save()
-            if isinstance(replays[case_name][name], str) and may_record:
-                raise SystemExit(1)  # The stream may still be in recording mode.
 
 
-def measured(
-    case: BenchCase, backend: str, device: str, rounds: int
-) -> tuple[Row, dict[str, TimedCall]]:
-    """The row of a case, and the correct and timed calls by name."""
+def measured(case: BenchCase, backend: str, device: str, rounds: int) -> Row:
+    """The row of a case."""
     names = f"{backend},{HELPER[backend]}"
     row = empty_row(case, names, device)
     if device != CPU:
         row.device = f"cuda ({torch.cuda.get_device_name()})"
-    calls: dict[str, TimedCall] = {}
     try:
-        calls = _measure(case, backend, names, device, rounds, row)
+        _measure(case, backend, names, device, rounds, row)
         row.status = TIMED
     except WrongResultError as wrong:
         row.status, row.reason = WRONG, str(wrong)
         row.error, row.bound = wrong.error, wrong.bound
     except Exception as error:  # An error is a result too.
         row.status, row.reason = FAILED, f"{type(error).__name__}: {error}"
-    return row, calls
+    return row
 
 
-def _measure(
-    case: BenchCase, backend: str, names: str, device: str, rounds: int, row: Row
-) -> dict[str, TimedCall]:
+def _measure(case: BenchCase, backend: str, names: str, device: str, rounds: int, row: Row) -> None:
     mechanism = pa.parse(case.mechanism)
     more = 1 if case.work == "decode" else 0
     layout = case.layout._replace(t=case.layout.t + more, s=case.layout.s + more)
     x = device_inputs.make(mechanism, layout, case.dtype, device)
     contender = ours(mechanism, names, OURS)
-    if backend == "cupy":
-        found = _cupy_call(contender, x, case, device)
-    else:
-        found = checked_in_torch(contender, x, case, device)
+    found = checked_in_torch(contender, x, case, device)
     row.error, row.bound, row.checked = found.checked.error, found.checked.bound, found.checked.what
     row.backends = _backends(mechanism, x, case, names, backend)
     calls = {OURS: found} | _peers(case, names, x, row, device)
@@ -131,7 +108,6 @@ def _measure(
     sizes = mechanism.inputs.sizes(str(mechanism), shapes)
     row.flops = flops(mechanism, sizes, case.work)
     row.bytes = moved_bytes(mechanism, sizes, case.work, x["q"].element_size())
-    return calls
 
 
 def checked_in_torch(
@@ -171,57 +147,6 @@ def checked_in_torch(
     return TimedCall(clock, lambda: both(everywhere), checked)
 
 
-def _cupy_call(
-    computation: Computation, x: dict[str, torch.Tensor], case: BenchCase, device: str
-) -> TimedCall:
-    """The call of a computation in CuPy, on the same numbers; on a CPU in NumPy."""
-    arrays = {name: _to_cupy(array, device) for name, array in x.items()}
-    clock: Clock = TorchClock(device) if device == CPU else CupyClock()
-    expected = FirstTokens(computation.mechanism, x, case.dtype)
-    if case.work == "forward":
-
-        def forward() -> Array:
-            return computation.forward(**arrays)
-
-        return TimedCall(clock, forward, expected.check(_to_torch(forward(), device)))
-    assert computation.vjp is not None
-    explicit = computation.vjp
-
-    def both(cotangent: Array) -> tuple[Array, Arrays]:
-        out, pullback = explicit(**arrays)
-        return out, pullback(cotangent)
-
-    out, gradients = both(_to_cupy(expected.cotangent, device))
-    as_torch = {name: _to_torch(array, device) for name, array in gradients.items()}
-    checked = expected.check(_to_torch(out, device), as_torch)
-    everywhere = _to_cupy(torch.randn_like(expected.cotangent), device)
-    return TimedCall(clock, lambda: both(everywhere), checked)
-
-
-def _to_cupy(array: Array, device: str) -> Array:
-    """The tensor's own memory as an array of CuPy; bfloat16 goes as integers of 16 bits."""
-    if device == CPU:
-        return array.numpy()
-    import cupy
-    import ml_dtypes
-
-    if array.dtype == torch.bfloat16:
-        return cupy.from_dlpack(array.view(torch.int16)).view(ml_dtypes.bfloat16)
-    return cupy.from_dlpack(array)
-
-
-def _to_torch(array: Array, device: str) -> torch.Tensor:
-    if device == CPU:
-        return torch.from_numpy(array)
-    import cupy
-    import ml_dtypes
-
-    cupy.cuda.Device().synchronize()
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_dlpack(array.view(cupy.int16)).view(torch.bfloat16)
-    return torch.from_dlpack(array)
-
-
 def _backends(
     mechanism: pa.Mechanism, x: dict[str, torch.Tensor], case: BenchCase, names: str, backend: str
 ) -> list[str]:
@@ -235,9 +160,8 @@ def _backends(
     device = x["q"].device.type
     if verb == "extend":
         known |= {"c": known["t"], "t": 1, "s": known["t"]}
-    library = "torch" if backend != "cupy" else ("cupy" if device != CPU else "numpy")
     explained = explain_described(
-        mechanism, library, case.dtype, device, verb, known, backend=allowed(names)
+        mechanism, "torch", case.dtype, device, verb, known, backend=allowed(names)
     )
     if backend not in explained.backends:
         raise RuntimeError(f"{backend} runs none of this:\n{explained}")
@@ -262,20 +186,6 @@ def _peers(
                 reason = f"{type(error).__name__}: {error}"
         row.absent_peers[peer.name] = reason
     return found
-
-
-def replayed(each: TimedCall, given: argparse.Namespace) -> str | dict[str, float]:
-    """The seconds of replaying the call's recorded graph, or the reason why there is none."""
-    if given.device == CPU:
-        return "needs a GPU"
-    if "decode" in given.work:
-        return "a step reads the lengths of its cache on the host, which can not be recorded"
-    try:
-        replay = each.clock.recorded(each.call)
-        seconds = in_turns({"replay": (each.clock, replay)}, given.rounds)["replay"]
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return spread(seconds)._asdict()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The stages' tasks cover every kernel variant, and their results are read correctly."""
+"""The calls cover every kernel variant, and their results are read correctly."""
 
 import json
 import os
@@ -11,16 +11,9 @@ import pytest
 
 import precondattn as pa
 from precondattn.kernel_backend.kernel_table import recurrences_in
-from precondattn_gpu import alive, full, headline, sanitizer, shipped, tuning
-from precondattn_gpu.mechanisms import mechanisms_of
-from precondattn_gpu.options import BACKENDS, RunOptions
-from precondattn_gpu.profile import farthest, kernels_of
-from precondattn_gpu.profile import read as read_profile
-from precondattn_gpu.stages import STAGES, named
-from precondattn_gpu.suite import read_benchmark, read_conformance
+from precondattn_gpu import alive, first_headline, sanitizer, shipped
+from precondattn_gpu.options import BACKENDS
 from precondattn_gpu.task import Finished
-
-GPU, CPU = RunOptions(cores=16), RunOptions("cpu", cores=2)
 
 
 @pytest.mark.thorough
@@ -80,34 +73,6 @@ def test_every_recurrence_runs_and_each_of_the_list_takes_a_step_too(backend):
     assert len(calls) == len(set(calls))
 
 
-def test_later_stages_begin_with_the_most_used_and_have_every_base_with_kernels():
-    names = mechanisms_of("triton")
-    assert names[0] == "lucid"
-    assert {"rwkv6", "hgrn2", "gdn2"} < {*names}
-    assert not {"rwkv6", "conditioned_query"} & {*mechanisms_of("cupy")}
-
-
-@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
-@pytest.mark.parametrize("options", [GPU, CPU], ids=["GPU", "CPU"])
-def test_names_of_tasks_are_unique_and_each_writes_a_result(stage, options):
-    tasks = stage.tasks(options)
-    assert len({task.name for task in tasks}) == len(tasks) > 0
-    for task in tasks:
-        assert "{result}" in task.arguments or stage.name == "profile"
-        assert task.timeout >= task.seconds
-
-
-def test_an_unknown_stage_is_named():
-    with pytest.raises(ValueError, match="no stage 'headlines'; there are alive, smoke, headline"):
-        named("headlines")
-
-
-def test_a_selection_by_name():
-    tasks = named("smoke").tasks(RunOptions(match="triton lucid"))
-    assert [task.name for task in tasks][:2] == ["triton lucid", "triton lucid[beta=true]"]
-    assert all("triton lucid" in task.name for task in tasks)
-
-
 def finished(tmp_path: Path, code: int | None, output: str, result: object = None) -> Finished:
     path = tmp_path / "result.json"
     if result is not None:
@@ -154,67 +119,6 @@ def test_without_a_summary_the_sanitizer_has_failed(tmp_path):
     assert "Device not supported" in outcome.message
 
 
-def test_the_sanitizer_sees_each_array_as_an_allocation():
-    for task in sanitizer.tasks(GPU):
-        assert task.prefix[0] == "compute-sanitizer"
-        assert any("NO_" in name or "ALLOCATOR" in name for name in task.environment)
-
-
-METRICS = (
-    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
-    "gpu__time_duration.sum",
-    "sm__inst_executed_pipe_tensor_op_hmma.avg.pct_of_peak_sustained_active",
-    "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio",
-    "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio",
-)
-ROWS = (
-    ("ID", "Kernel Name", "Block Size", "Grid Size", *METRICS),
-    ("", "", "", "", "%", "us", "%", "inst", "inst"),
-    ("0", "void lucid_update<float, 64>(float *)", "(256, 1, 1)", "(64, 32, 1)", "12.5",
-     "1,234.5", "40", "0.5", "1.5"),
-    ("1", "lucid_apply", "(128, 1, 1)", "(8, 32, 1)", "90", "100", "10", "2", "1"),
-)  # fmt: skip
-RAW_PAGE = "==PROF== Connected to process 7\nlaunch lucid_update\n" + "\n".join(
-    ",".join(f'"{cell}"' for cell in row) for row in ROWS
-)
-
-
-def test_the_profiler_s_page_is_read(tmp_path):
-    kernels = kernels_of(RAW_PAGE)
-    assert kernels[0] == {
-        "kernel": "lucid_update",
-        "seconds": pytest.approx(1234.5e-6),
-        "tensor_share": 0.4,
-        "bandwidth_share": 0.125,
-        "grid": "(64, 32, 1)",
-        "block": "(256, 1, 1)",
-        "stalls": {"wait": 1.5, "long_scoreboard": 0.5},
-    }
-    assert [kernel["kernel"] for kernel in farthest(kernels, 1)] == ["lucid_update"]
-    assert read_profile(finished(tmp_path, 0, RAW_PAGE)).message == "2 launches, 1.335 ms"
-    assert read_profile(finished(tmp_path, 0, "==ERROR== no counters")).status == "failed"
-
-
-def test_a_record_of_conformance_is_counted(tmp_path):
-    """The record comes from a real small run."""
-    from precondattn_conformance.case import Case
-    from precondattn_conformance.inputs import CallLayout
-    from precondattn_conformance.report.record import RecordWriter
-    from precondattn_conformance.runner import Outcome
-
-    case = Case("outputs", "lucid", "torch", "float32", CallLayout("plain"), "clustered")
-    path = tmp_path / "result.json"
-    with RecordWriter(path, backends=(), level="smoke", device=None, filters={}) as recording:
-        recording.add(Outcome(case, "passed"))
-        recording.add(Outcome(case, "failed", reason="off by 3"))
-    outcome = read_conformance(Finished(1, "", path, 1.0))
-    assert outcome.status == "wrong"
-    assert outcome.message.startswith("1 passed, 1 failed")
-    assert outcome.data["failures"] == [case.id]
-    assert "off by 3" in outcome.message
-    assert read_conformance(Finished(2, "no backend", tmp_path / "none", 1.0)).status == "failed"
-
-
 def test_the_worst_row_of_a_benchmark_is_its_status(tmp_path):
     rows = [
         {"case": "forward_lucid", "status": "timed", "reason": "", "seconds": {"median": 0.002},
@@ -222,29 +126,8 @@ def test_the_worst_row_of_a_benchmark_is_its_status(tmp_path):
         {"case": "decode_lucid", "status": "wrong", "reason": "off by 3", "seconds": {},
          "ratios": {}, "peak_bytes": []},
     ]  # fmt: skip
-    outcome = read_benchmark(finished(tmp_path, 1, "", {"rows": rows}))
+    outcome = first_headline.read(finished(tmp_path, 1, "", {"rows": rows}))
     assert outcome.status == "wrong"
     assert outcome.message == "forward_lucid: 2.000 ms, 2.50 × flash_sdpa\ndecode_lucid: off by 3"
-    outcome = read_benchmark(finished(tmp_path, 1, "", {"rows": rows[:1]}))
+    outcome = first_headline.read(finished(tmp_path, 1, "", {"rows": rows[:1]}))
     assert outcome.status == "passed"
-
-
-def test_peers_of_headlines_are_peers():
-    from precondattn_conformance.bench.command import _require_peers
-    from precondattn_conformance.bench.selection import chosen
-
-    for each in headline.HEADLINES:
-        cases = chosen(mechanisms=(each.mechanism,), works=each.works, sizes=(each.sizes,))
-        _require_peers(cases, each.peers)
-
-
-def test_all_checks_of_the_suite_are_in_a_part():
-    from precondattn_conformance.checks import CHECKS
-
-    assert sorted(name for names in full.parts().values() for name in names) == sorted(CHECKS)
-
-
-def test_kernels_with_candidates_have_a_call_to_time():
-    from precondattn_triton.candidates import _all
-
-    assert set(_all()) <= set(tuning.CALLS)
