@@ -1,20 +1,17 @@
-"""Tile sizes, warps and stages of every kernel, by architecture or, where measured, by device.
+"""Tile sizes, warps and stages of every kernel, by architecture.
 
 A kernel is looked up with the width of its inputs and whether its products have 16-bit factors.
-Devices with a file in the folder `tuned` have their own configurations. Those declared for an
-architecture were chosen from its machine code, and are not measured. All other devices, and the
+Those declared for an architecture were chosen from its machine code. All other devices, and the
 interpreter's tests, use `UNTUNED`, which was chosen to compile for compute capability 8.0 and above
-without spilling. Whatever the configuration, a kernel computes the same.
+without spilling. None is measured. Whatever the configuration, a kernel computes the same.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from precondattn.kernel_backend.configurations import Configurations, Key
-from precondattn_triton.target import architecture, device_name
+from precondattn.kernel_backend.configurations import Configurations
+from precondattn_triton.target import architecture
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,23 +29,13 @@ class Configuration(NamedTuple):
 
 
 REGISTRY = Configurations[Configuration]((16, 32, 64, 128, 256, 512, 1024))
-UNTUNED, TUNED = REGISTRY.untuned, REGISTRY.tuned
+UNTUNED = REGISTRY.untuned
 declare, forced = REGISTRY.declare, REGISTRY.forced
 
 
 def configuration(kernel: str, width: int, half: bool, like: Tensor | None = None) -> Configuration:
     """The configuration of a kernel, at a padded width, on the device of a tensor."""
-    return REGISTRY.find(kernel, width, half, device_name(like), architecture(like))
-
-
-def load_tuned(folder: Path) -> None:
-    """Add measured configurations: one file per device, which `precondattn_gpu.winners` writes."""
-    for path in sorted(folder.glob("*.json")):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        tuned = TUNED.setdefault(content["device"], {})
-        for entry in content["configurations"]:
-            key = Key(entry["kernel"], entry["width"], entry["half"])
-            tuned[key] = Configuration(*entry["configuration"])
+    return REGISTRY.find(kernel, width, half, architecture(like))
 
 
 declare(
@@ -558,5 +545,3 @@ declare(
 )
 # A second stage would copy the states in pieces of 4 bytes.
 declare("chunk_reads", half={128: Configuration(64, 64, 4, 1)}, full={}, architecture="sm_90")
-
-load_tuned(Path(__file__).with_name("tuned"))

@@ -37,11 +37,6 @@ def is_amd() -> bool:
     return _target.startswith("gfx") if _target else torch.version.hip is not None
 
 
-def device_name(like: Tensor | None) -> str:
-    """The model of the GPU of a tensor; empty for every other device."""
-    return _name(like.device) if like is not None and like.is_cuda else ""
-
-
 def architecture(like: Tensor | None) -> str:
     """The architecture of a tensor's GPU, such as "sm_90"; empty for all but NVIDIA's GPUs."""
     if _target or is_amd():
@@ -54,14 +49,6 @@ def processors(like: Tensor) -> int:
     if _target:
         return PROCESSORS.get(_target, FEW)
     return _processors(like.device) if like.is_cuda else FEW
-
-
-@cache
-def _name(device: torch.device) -> str:
-    """The model of a GPU; cached, because every launch asks."""
-    import torch
-
-    return str(torch.cuda.get_device_name(device))
 
 
 @cache

@@ -1,11 +1,7 @@
 """The hash of a kernel's code: the module of its class, and the package modules it imports.
 
-The hash includes the CUDA sources that these modules name, the headers that those include, and the
-tuned configurations. Comments, docstrings and empty lines do not affect it.
-
-It does not include what calls the class: the backend's choice of kernels, and what repeats their
-launches. These run the same kernels with the same arguments, and are
-tested without a GPU. So the hash says which kernels have run, and not how long the host took.
+The hash includes the CUDA sources that these modules name, and the headers that those include.
+Comments, docstrings and empty lines do not affect it, nor does the backend's choice of kernels.
 """
 
 from __future__ import annotations
@@ -22,8 +18,6 @@ from pathlib import Path
 
 CUDA_FOLDER = "cuda"
 """The name of a package's folder with CUDA sources."""
-TUNED_FOLDER = "tuned"
-"""The name of a package's folder with configurations, one file for each GPU model."""
 INCLUDE = re.compile(r'#include "([\w.]+)"')
 CUDA_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 DIGITS = 12
@@ -52,8 +46,7 @@ def _sources(module: str) -> dict[str, str]:
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(f"there is no package {package!r}, whose kernels are to be read")
     root = Path(spec.origin).parent
-    tuned = sorted((root / TUNED_FOLDER).glob("*.json"))
-    texts = {path.name: path.read_text(encoding="utf-8") for path in tuned}
+    texts: dict[str, str] = {}
     waiting = [module]
     while waiting:
         name = waiting.pop()

@@ -1,7 +1,6 @@
 """A registry of launch configurations, one for each kernel and width.
 
-A kernel computes the same with every configuration. A configuration that was measured to be the
-fastest on a device is preferred to one that was only chosen to compile.
+A kernel computes the same with every configuration.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ class Configurations(Generic[C]):
         self.untuned: dict[Key, C] = {}
         """Configurations that were chosen to compile on every device."""
         self.chosen: dict[str, dict[Key, C]] = {}
-        """Configurations chosen for an architecture, such as "sm_90", but not measured."""
-        self.tuned: dict[str, dict[Key, C]] = {}
-        """Measured configurations, by the name of the device."""
+        """Configurations chosen for an architecture, such as "sm_90"."""
         self._forced: dict[str, C] = {}
 
     def declare(
@@ -53,24 +50,17 @@ class Configurations(Generic[C]):
         """The configurations that a context forces, by kernel; calls depend on them."""
         return tuple(self._forced.items())
 
-    def find(
-        self, kernel: str, width: int, half: bool, device: str = "", architecture: str = ""
-    ) -> C:
-        """The configuration of a kernel at a padded width.
-
-        A measured one for the device is preferred to one that was chosen for its architecture.
-        """
+    def find(self, kernel: str, width: int, half: bool, architecture: str = "") -> C:
+        """The configuration of a kernel at a padded width."""
         if kernel in self._forced:
             return self._forced[kernel]
         key = cast("Key", (kernel, width, half))  # Equal to a Key, and made in a third of the time.
-        for known in (self.tuned.get(device), self.chosen.get(architecture)):
-            if known is not None and key in known:
-                return known[key]
-        return self.untuned[key]
+        chosen = self.chosen.get(architecture)
+        return self.untuned[key] if chosen is None or key not in chosen else chosen[key]
 
     @contextmanager
     def forced(self, **configurations: C) -> Iterator[None]:
-        """A context that forces configurations by kernel on every device, for tests and tuning."""
+        """A context that forces configurations by kernel on every device, for tests."""
         before = self._forced
         self._forced = {**before, **configurations}
         try:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import precondattn as pa
-from precondattn.kernel_backend.configurations import Configurations, Key
+from precondattn.kernel_backend.configurations import Configurations
 from precondattn.kernel_backend.kernel_table import ByOption, kernels_in
 from precondattn.kernel_backend.limits import padded_width
 from precondattn.spec.laser import LOG_MEAN_EXP
@@ -51,24 +51,20 @@ def test_every_entry_of_a_table_names_a_class(name):
             assert hasattr(kernels_in(rows, pa.Softmax()), "refuses")
 
 
-def test_forced_and_measured_configurations_are_preferred():
+def test_forced_configurations_are_preferred_to_those_of_an_architecture():
     registry = Configurations((16, 32, 64))
     registry.declare("kernel", half={32: "narrow", 64: "wide"}, full={32: "full"})
     assert registry.find("kernel", 16, half=True) == "narrow"
     assert registry.find("kernel", 64, half=True) == "wide"
     with pytest.raises(KeyError):
         registry.find("kernel", 64, half=False)
-    registry.tuned["device"] = {Key("kernel", 64, True): "measured"}
-    assert registry.find("kernel", 64, True, "device") == "measured"
-    assert registry.find("kernel", 32, True, "device") == "narrow"
     registry.declare("kernel", half={64: "chosen"}, full={}, architecture="sm_90")
-    assert registry.find("kernel", 32, True, "device", "sm_90") == "chosen"
-    assert registry.find("kernel", 64, True, "device", "sm_90") == "measured"
-    assert registry.find("kernel", 32, False, "device", "sm_90") == "full"
-    assert registry.find("kernel", 32, True, "device", "sm_80") == "narrow"
+    assert registry.find("kernel", 32, True, "sm_90") == "chosen"
+    assert registry.find("kernel", 32, False, "sm_90") == "full"
+    assert registry.find("kernel", 32, True, "sm_80") == "narrow"
     with registry.forced(kernel="forced"):
-        assert registry.find("kernel", 64, False, "device") == "forced"
-    assert registry.find("kernel", 64, True, "device") == "measured"
+        assert registry.find("kernel", 64, False) == "forced"
+    assert registry.find("kernel", 64, True) == "wide"
 
 
 def test_widths_are_padded_and_limited():

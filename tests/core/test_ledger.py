@@ -174,14 +174,6 @@ def test_the_hash_of_a_kernel_changes_with_its_code_and_all_that_it_uses(copied,
     assert hashed() != before
 
 
-def test_the_hash_of_a_kernel_changes_with_tuned_configurations(copied):
-    folder, hashed = copied
-    before = hashed()
-    (folder / "tuned").mkdir()
-    (folder / "tuned" / "nvidia_h200.json").write_text("{}")
-    assert hashed() != before
-
-
 def test_the_hash_of_a_kernel_ignores_comments_and_other_kernels(copied):
     folder, hashed = copied
     before = hashed()
