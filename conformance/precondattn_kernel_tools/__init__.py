@@ -3,7 +3,6 @@
 triton_interpreter  Triton kernels on a CPU, with the arithmetic of a GPU
 triton_memory       loads and stores in this interpreter: bounds, and races between programs
 triton_compiler     Triton kernels compiled without a GPU: registers, spills, shared memory
-triton_products     FLOPs of the products in this interpreter, by kernel
 triton_launches     the launches of a package, recorded and not run, to be compiled
 pallas_compiler     Pallas kernels compiled without a GPU, or lowered without a TPU
 pallas_interpreter  Pallas kernels for a TPU on a CPU: races, and reads of uninitialised memory

@@ -5,7 +5,7 @@ A kernel computes the same with every configuration.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -44,11 +44,6 @@ class Configurations(Generic[C]):
                 fitting = [w for w in sorted(by_width) if w >= width]
                 if fitting:
                     into[Key(kernel, width, is_half)] = by_width[fitting[0]]
-
-    @property
-    def choices(self) -> Hashable:
-        """The configurations that a context forces, by kernel; calls depend on them."""
-        return tuple(self._forced.items())
 
     def find(self, kernel: str, width: int, half: bool, architecture: str = "") -> C:
         """The configuration of a kernel at a padded width."""

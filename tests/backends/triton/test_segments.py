@@ -13,10 +13,9 @@ import torch
 
 import precondattn as pa
 from precondattn_conformance.tolerance import error
-from precondattn_kernel_tools.triton_products import counted_products
 from precondattn_triton.backend import Triton
 from precondattn_triton.lucid.solve import LucidMatrix
-from tests.backends.triton.counting import counted_exponentials
+from tests.backends.triton.counting import counted_exponentials, counted_products
 from tests.backends.triton.tiles import small_tiles
 
 LENGTHS = 48, 16, 32
