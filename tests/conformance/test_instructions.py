@@ -95,7 +95,7 @@ def test_rows_are_small_cases_of_torch():
     ("arguments", "complaint"),
     [
         (["--instructions", "laser"], "'laser' is no row of instructions"),
-        (["--instructions", "--memory"], "--instructions and --save only"),
+        (["--instructions", "--memory"], "combined with rows and --save only"),
     ],
 )
 def test_what_it_does_not_take_is_refused(arguments, complaint):
