@@ -362,16 +362,16 @@ def bench(
         int, typer.Option(help="other processes that are busy meanwhile", min=0)
     ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="tiny sizes, as a test")] = False,
-    gate: Annotated[
-        bool, typer.Option("--gate", help="fail where a ratio is worse than the committed one")
-    ] = False,
     instructions: Annotated[
         bool,
-        typer.Option("--instructions", help="with --gate: count instructions by valgrind instead"),
+        typer.Option(
+            "--instructions",
+            help="count instructions by valgrind instead; fail where a count is above its record",
+        ),
     ] = False,
     save: Annotated[
         Path | None,
-        typer.Option(help="write the rows to this JSON file; with --gate, its ratios or counts"),
+        typer.Option(help="write the rows to this JSON file, or the counts of --instructions"),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="draw figures into this folder")] = None,
     benchmark_json: Annotated[
@@ -390,23 +390,20 @@ def bench(
             return
         if peer and not peers:
             raise ValueError("--peer and --no-peers exclude each other")
-        if gate:
+        if instructions:
             of_runs = (backend, device, library, mechanism, work, peer, sizes, dtype, rounds)
             if any((*of_runs, not peers, memory, neighbours, quick, plot, benchmark_json)):
                 raise ValueError(
-                    "--gate is combined with names of its rows, --instructions and --save only"
+                    "--instructions is combined with rows and --save only"
                 )
-            from precondattn_conformance.bench import gate_command, instructions_command
+            from precondattn_conformance.bench import instructions_command
 
-            chosen = instructions_command if instructions else gate_command
             try:
-                code = chosen.run(tuple(name or ()), save, console)
+                code = instructions_command.run(tuple(name or ()), save, console)
             except KeyboardInterrupt:
                 console.print("[red]interrupted[/red]: nothing was judged or saved")
                 code = INTERRUPTED
             raise typer.Exit(code)
-        if instructions:
-            raise ValueError("--instructions is an option of --gate")
         code = command.bench(
             names=tuple(name or ()),
             backends=tuple(backend or ()),

@@ -54,14 +54,13 @@ def groups(chosen, number):
 
 
 QUICK = {
-    "softmax, step of leaves: no maximum subtracted before the exponential of a step",
-    "softmax, forward+backward of blocks: the last, shorter block left out",
-    "softmax, forward+backward of blocks: the masks of the first sequence for all sequences",
+    "softmax, forward of blocks: the maximum over a row's first keys as that of the whole row",
+    "softmax, forward+backward of leaves: the key mask of the first 64 keys only",
     "lucid_solve, step of leaves: v kept in place of y",
-    "linear, step of blocks: padding after the last token is written to the state",
-    "linear, forward of leaves: the options of the first call of these shapes",
+    "retention, step of leaves: a sequence without new tokens decays",
+    "softmax, forward+backward of leaves: the output of the last forward of these shapes",
 }
-"""Faults of a range, a tail, a mask, a cache, padding, and a second call."""
+"""Faults of a range, a mask, a cache, a ragged batch, and a second call."""
 
 
 def quick():

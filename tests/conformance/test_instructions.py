@@ -94,9 +94,8 @@ def test_rows_are_small_cases_of_torch():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--instructions"], "--instructions is an option of --gate"),
-        (["--gate", "--instructions", "laser"], "'laser' is no row of instructions"),
-        (["--gate", "--instructions", "--memory"], "--instructions and --save only"),
+        (["--instructions", "laser"], "'laser' is no row of instructions"),
+        (["--instructions", "--memory"], "combined with rows and --save only"),
     ],
 )
 def test_what_it_does_not_take_is_refused(arguments, complaint):

@@ -28,10 +28,7 @@ machine            a description of the machine, and the rates of its GEMM and c
 record             a run as rows, and its JSON file
 table, plot        a record as a table, and as figures
 compare            two records: which ratios, peaks and results have become worse beyond noise
-gate               which ratios to peers are worse than the committed ones
-gate_command       `precondattn bench --gate`
-committed          the committed ratios, by kind of machine
-bootstrap          how far a ratio of two medians may be off
+instructions       how many instructions calls take, beside the committed counts
 command            `precondattn bench` and `precondattn compare`
 =================  =====================================================================
 """

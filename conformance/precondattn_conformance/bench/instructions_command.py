@@ -1,4 +1,4 @@
-"""`precondattn bench --gate --instructions`: count the rows, and print or save the counts."""
+"""`precondattn bench --instructions`: count the rows, and print or save the counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from rich.table import Table
 
 from precondattn.json_types import JsonObject
 from precondattn_conformance.bench import instructions, machine
-from precondattn_conformance.bench.committed import processor_model
 from precondattn_conformance.bench.instructions import (
     SLACK,
     SLACK_OF_SMALL,
@@ -37,6 +36,17 @@ def kind() -> JsonObject:
         "python": ".".join(platform.python_version_tuple()[:2]),
         "versions": {name: described["versions"].get(name) for name in LIBRARIES},
     }
+
+
+def processor_model(info: Path = Path("/proc/cpuinfo")) -> str:
+    """Family, model and cache: a virtual machine may hide the processor's name."""
+    lines = info.read_text().splitlines() if info.exists() else []
+    found: dict[str, str] = {
+        name.strip(): value.strip()
+        for name, _, value in (line.partition(":") for line in reversed(lines) if line)
+    }
+    names = ("cpu family", "model", "cache size")
+    return ", ".join(f"{name} {found[name]}" for name in names if name in found)
 
 
 def load(path: Path) -> list[JsonObject]:
@@ -95,7 +105,7 @@ def run(names: tuple[str, ...], save: Path | None, console: Console) -> int:
 
 def _print(found: dict[str, int], committed: dict[str, int], console: Console) -> None:
     table = Table(
-        "row", "instructions", "/ committed", "verdict", title="gate", title_justify="left"
+        "row", "instructions", "/ committed", "verdict", title="instructions", title_justify="left"
     )
     for name, count in found.items():
         if name not in committed:

@@ -8,7 +8,6 @@ turns.
 from __future__ import annotations
 
 import itertools
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -65,9 +64,6 @@ class MeasureOptions:
     rounds: int | None = None
     memory: bool = False
     quick: bool = False
-    budget: float = BUDGET
-    clock: Callable[[], float] = time.perf_counter
-    """The clock of the peers; that of the contender is the benchmark's own."""
     at_round: Callable[[int, int], None] = lambda number, rounds: None
     """Called before each round, with its number and how many there are. The warm-up is round 0."""
 
@@ -197,10 +193,8 @@ def _time(
     row: Row,
 ) -> None:
     """Write the times of the rounds, and the ratios to peers, to the row."""
-    turns = Turns(peers, options.clock)
-    rounds = options.rounds or (
-        QUICK_ROUNDS if options.quick else _affordable(run, peers, options.budget)
-    )
+    turns = Turns(peers)
+    rounds = options.rounds or (QUICK_ROUNDS if options.quick else _affordable(run, peers))
     numbers = itertools.count()
 
     def before_each_round() -> None:
@@ -276,13 +270,13 @@ def _correct_peers(
     return runs
 
 
-def _affordable(run: Run, peers: dict[str, Run], budget: float) -> int:
+def _affordable(run: Run, peers: dict[str, Run]) -> int:
     """The number of rounds that fit into the budget."""
     seconds = 0.0
     for each in (run, *peers.values()):
         each.reset()
         seconds += timed(each.call)
-    return int(np.clip(budget / max(seconds, 1e-6), LEAST_ROUNDS, MOST_ROUNDS))
+    return int(np.clip(BUDGET / max(seconds, 1e-6), LEAST_ROUNDS, MOST_ROUNDS))
 
 
 def _add_rates(case: BenchCase, options: MeasureOptions, layout: CallLayout, row: Row) -> None:

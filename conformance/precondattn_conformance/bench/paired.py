@@ -51,17 +51,14 @@ class Run(NamedTuple):
 class Turns:
     """The peers' turns. Called once per round, before the contender, it times every peer once."""
 
-    def __init__(
-        self, peers: Mapping[str, Run], clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, peers: Mapping[str, Run]) -> None:
         self.peers = dict(peers)
-        self.clock = clock
         self.times: dict[str, list[float]] = {name: [] for name in peers}
 
     def __call__(self) -> None:
         for name, peer in self.peers.items():
             peer.reset()
-            self.times[name].append(timed(peer.call, self.clock))
+            self.times[name].append(timed(peer.call))
 
     def ratios(self, contender: list[float]) -> dict[str, MeasuredSpread]:
         """The contender's ratio to every peer. The peers' warm-up rounds are dropped."""
@@ -70,14 +67,14 @@ class Turns:
         }
 
 
-def timed(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+def timed(call: Callable[[], object]) -> float:
     """The duration of a call in seconds, with the garbage collector disabled."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        start = clock()
+        start = time.perf_counter()
         call()
-        return clock() - start
+        return time.perf_counter() - start
     finally:
         if was_enabled:
             gc.enable()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from precondattn_conformance.runner import Outcome
 from precondattn_conformance.status import COMPARED, FAILED, UNSUPPORTED
 
 if TYPE_CHECKING:
-    from precondattn.json_types import JsonObject
+    from precondattn.json_types import Json
 
 RIGHT = "right"
 WRONG = "wrong"
@@ -29,9 +29,8 @@ NOT_COMPARED = "not compared"
 RED = (WRONG, NOT_FINITE)
 WORST_FIRST = (WRONG, NOT_FINITE, CONVENTION, RIGHT, DECLINED, NOT_COMPARED)
 
-LISTED = 2
-"""The number of failures, and of reasons for declines, that a cell keeps."""
 LONGEST = 300
+"""The largest number of characters of a reason."""
 
 
 @dataclass(frozen=True)
@@ -42,41 +41,21 @@ class TableCell:
     cases: int = 0
     compared: int = 0
     failed: int = 0
-    worst: float | None = None
-    """The largest ratio of error to bound; infinite if a result is not finite."""
-    failures: tuple[tuple[str, str], ...] = ()
-    """The first failed cases, with their reasons."""
-    declines: tuple[tuple[str, int], ...] = ()
-    """The most common reasons why cases were declined."""
+    reason: str = ""
+    """The first failure; if nothing was compared, the most common reason why not."""
     conventions: tuple[str, ...] = ()
     """The conventions that are not kept and that explain failures."""
 
-    def as_dict(self) -> JsonObject:
-        worst = self.worst
-        return {
-            "cell": self.word,
-            "cases": self.cases,
-            "compared": self.compared,
-            "failed": self.failed,
-            "worst": worst if worst is None or math.isfinite(worst) else "not finite",
-            "failures": [{"case": case, "reason": reason} for case, reason in self.failures],
-            "declines": dict(self.declines),
-            "conventions": list(self.conventions),
-        }
+    def as_list(self) -> list[Json]:
+        """The cell in a record, without empty texts at the end."""
+        cell: list[Json] = [self.word, self.cases, self.compared, self.failed]
+        texts: list[Json] = [self.reason, *self.conventions]
+        return cell + (texts if any(texts) else [])
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> TableCell:
-        worst = content["worst"]
-        return cls(
-            content["cell"],
-            content["cases"],
-            content["compared"],
-            content["failed"],
-            math.inf if worst == "not finite" else worst,
-            tuple((each["case"], each["reason"]) for each in content["failures"]),
-            tuple(content["declines"].items()),
-            tuple(content["conventions"]),
-        )
+    def from_list(cls, cell: Sequence[Any]) -> TableCell:
+        word, cases, compared, failed, *texts = cell
+        return cls(word, cases, compared, failed, *texts[:1], conventions=tuple(texts[1:]))
 
 
 def cells_of(
@@ -112,31 +91,29 @@ def _cell(
         word = NOT_FINITE
     else:
         word = WRONG
-    declines = Counter(in_few_words(o.reason) for o in outcomes if o.status == UNSUPPORTED)
-    shares = [share for each in compared if (share := _share(each)) is not None]
     return TableCell(
         word,
         len(outcomes),
         len(compared),
         len(failed),
-        max(shares, default=None),
-        tuple((o.case.id, _short(o.reason)) for o in (unexplained or failed)[:LISTED]),
-        tuple((_short(reason), count) for reason, count in declines.most_common(LISTED)),
+        _short(_reason(unexplained or failed, compared, outcomes)),
         tuple(dict.fromkeys(c for o in failed for c in conventions.get(o.case.id, ()))),
     )
+
+
+def _reason(
+    failed: Sequence[Outcome], compared: Sequence[Outcome], outcomes: Sequence[Outcome]
+) -> str:
+    """The reason of the first failure or, if nothing was compared, the most common reason."""
+    if failed or compared:
+        return failed[0].reason if failed else ""
+    reasons = Counter(in_few_words(o.reason) for o in outcomes if o.status == UNSUPPORTED)
+    return max(reasons, key=reasons.__getitem__, default="")
 
 
 def is_not_finite(failure: Outcome) -> bool:
     """Whether a failure is NaN or infinite where the definition is finite."""
     return failure.measured is not None and not math.isfinite(failure.measured.error)
-
-
-def _share(outcome: Outcome) -> float | None:
-    """The ratio of the error to its bound."""
-    measured = outcome.measured
-    if measured is None or measured.bound == 0:
-        return None
-    return measured.error / measured.bound if math.isfinite(measured.error) else math.inf
 
 
 def _short(text: str) -> str:
@@ -155,6 +132,5 @@ def together(cells: Iterable[TableCell]) -> TableCell | None:
         sum(cell.cases for cell in each),
         sum(cell.compared for cell in each),
         sum(cell.failed for cell in each),
-        max((cell.worst for cell in each if cell.worst is not None), default=None),
         conventions=tuple(dict.fromkeys(name for cell in each for name in cell.conventions)),
     )

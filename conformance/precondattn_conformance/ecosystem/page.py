@@ -250,7 +250,7 @@ def _not_looked_at(table: Table, numbers: Mapping[Judgement, str]) -> Iterator[s
         (
             f"`{row.name}`",
             check,
-            cell.failures[0][1] if cell.failures else "",
+            cell.reason,
             "; ".join(row.findings),
         )
         for row in table.rows

@@ -20,7 +20,7 @@ from precondattn_conformance.report.printable import printable
 if TYPE_CHECKING:
     from precondattn.json_types import JsonObject
 
-SCHEMA = "precondattn-ecosystem/1"
+SCHEMA = "precondattn-ecosystem/2"
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class TableRow:
             "missing": self.missing,
             "findings": list(self.findings),
             "limits": dict(self.limits),
-            "checks": {check: cell.as_dict() for check, cell in self.checks.items()},
+            "checks": {check: cell.as_list() for check, cell in self.checks.items()},
         }
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> TableRow:
-        checks = {name: TableCell.from_dict(cell) for name, cell in content["checks"].items()}
+        checks = {name: TableCell.from_list(cell) for name, cell in content["checks"].items()}
         return cls(**{**content, "checks": checks, "findings": tuple(content["findings"])})
 
 
@@ -82,6 +82,7 @@ class Table:
     """The printed output of each judgement's code."""
 
     def save(self, path: Path) -> None:
+        """Write a JSON file with a line for each row."""
         content: JsonObject = {
             "schema": SCHEMA,
             "date": self.date,
@@ -90,12 +91,13 @@ class Table:
             "patterns": list(self.patterns),
             "seconds": round(self.seconds),
             "environment": self.environment,
-            "rows": [row.as_dict() for row in self.rows],
             "printed": [{"code": code, "text": text} for code, text in self.printed.items()],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(content, indent=1, ensure_ascii=False)
-        path.write_text(text + "\n", encoding="utf-8")
+        head = json.dumps(content, indent=1, ensure_ascii=False).removesuffix("\n}")
+        rows = [json.dumps(row.as_dict(), ensure_ascii=False) for row in self.rows]
+        text = head + ',\n "rows": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n"
+        path.write_text(text, encoding="utf-8")
 
 
 def load(path: Path) -> Table:
@@ -148,4 +150,4 @@ def _why_not(cells: Mapping[str, TableCell]) -> str:
     """The most common reason of the first check, if nothing was compared."""
     if any(cell.compared for cell in cells.values()):
         return ""
-    return next((reason for cell in cells.values() for reason, _ in cell.declines), "no cases")
+    return next((cell.reason for cell in cells.values() if cell.reason), "no cases")

@@ -1,52 +1,47 @@
-"""Faults of softmax attention and its reads: masks, ranges, and errors that occur only in steps."""
+"""Faults of attention and of the pieces around it: masks, ranges, solves and positions."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from precondattn.arrays import Array, namespace
-from precondattn.spec import softmax
-from precondattn.spec.array_functions import row_sum
+from precondattn.cache import Append
+from precondattn.frame import Frame
+from precondattn.spec import lucid, nystrom, softmax, windowed
+from precondattn.spec.array_functions import finite_or_zero
 from precondattn.spec.laser import LogMeanExp
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
     STEP,
     Fault,
+    Function,
     MethodCall,
+    MethodResult,
+    Truth,
     inside,
     with_call,
 )
 from precondattn_conformance.faults.options import with_option
-from precondattn_conformance.faults.written_by_hand.written import written
+from precondattn_conformance.faults.written_by_hand.written import blocked, written
+from precondattn_portable import block_conjugate_gradients, read_mean
+from precondattn_portable.arithmetic import Arithmetic
 
+RUN = (FORWARD, STEP)
 BOTH = (FORWARD, BACKWARD)
+ALL = (*BOTH, STEP)
 
 
 def faults() -> list[Fault]:
     """All faults in this file."""
-    return [*_of_softmax(), *_of_reads()]
-
-
-def _of_softmax() -> list[Fault]:
     return [
         written(
             "softmax",
-            STEP,
-            "no maximum subtracted before the exponential of a step",
-            inside(softmax, "log_softmax", lambda _: _unshifted),
-        ),
-        written(
-            "softmax",
-            (FORWARD, STEP),
+            RUN,
             "masked pairs at -1e9: a query without keys reads the mean",
             inside(softmax, "mask_scores", lambda _: _finite_mask),
-        ),
-        written(
-            "softmax",
-            (FORWARD, BACKWARD),
-            "the segments of the first keys in place of those of the queries",
-            with_call(_with_segments_of_first_keys),
         ),
         written(
             "softmax",
@@ -54,41 +49,59 @@ def _of_softmax() -> list[Fault]:
             "keys more than 128 tokens back masked",
             with_option("window", lambda _: 129),
         ),
+        written("softmax", STEP, "new tokens do not attend to one another", with_call(_alone)),
+        written("softmax", BOTH, "a prefix of the row, not of its segment", with_call(_of_row)),
+        written("softmax", ALL, "the attn_mask of another sequence", with_call(_of_next)),
         written(
-            "softmax[bias=true]",
-            (FORWARD, STEP),
-            "a bias of -inf replaced by -1e9",
-            with_call(lambda call: call.given(bias=call.inputs["bias"].clip(-1e9))),
+            "laser",
+            ALL,
+            "one shift for all tokens, future ones included",
+            inside(LogMeanExp, "forward", lambda _: _laser_of_one_shift),
+            subject="softmax",
         ),
         written(
+            "lucid_solve[normalize=rows]",
+            FORWARD,
+            "a row's maximum taken over the future too",
+            inside(lucid, "mask_scores", lambda _: lambda visible, scores: scores),
+        ),
+        written("lucid_solve", STEP, "v kept in place of y", _keeping_v),
+        written(
+            "windowed[size=3,shift=1,scale=0.3]",
+            BOTH,
+            "one grid for all packed sequences",
+            inside(windowed, "positions", lambda true: _in_one_grid(true)),
+        ),
+        written(
+            "nystrom[landmarks=4]",
+            BOTH,
+            "padding in the means",
+            inside(nystrom, "segment_means", lambda true: lambda m, like, *masks: true(m, like)),
+        ),
+        blocked(
             "softmax",
-            STEP,
-            "new tokens do not attend to one another",
-            with_call(_without_new_keys),
+            FORWARD,
+            "the maximum over a row's first keys as that of the whole row",
+            read_mean,
+            "exponentials",
+            lambda _: _shifted_by_first,
+        ),
+        blocked(
+            "symmetric_lucid_solve",
+            BOTH,
+            "the residual not examined",
+            block_conjugate_gradients.Residual,
+            "is_large",
+            lambda _: lambda self: self.length < 0,
         ),
     ]
-
-
-def _unshifted(x: Array, more: Array | None = None) -> tuple[Array, Array]:
-    xp = namespace(x)
-    total = row_sum(xp.exp(x)) + (0.0 if more is None else xp.exp(more))
-    log_total = xp.log(xp.where(total > 0, total, 1.0))
-    return x - log_total, log_total
 
 
 def _finite_mask(visible: Array, scores: Array) -> Array:
     return namespace(scores).where(visible, scores, -1e9)
 
 
-def _with_segments_of_first_keys(call: MethodCall) -> MethodCall:
-    frame = call.frame
-    if frame.k_segment is None:
-        return call
-    first = frame.k_segment[:, : frame.q_position.shape[1]]
-    return replace(call, frame=frame.replaced(q_segment=first))
-
-
-def _without_new_keys(call: MethodCall) -> MethodCall:
+def _alone(call: MethodCall) -> MethodCall:
     """New tokens attend to themselves and cached keys, but not to each other."""
     frame = call.frame
     t = frame.q_position.shape[1]
@@ -97,27 +110,20 @@ def _without_new_keys(call: MethodCall) -> MethodCall:
     return replace(call, frame=frame.replaced(k_position=position))
 
 
-def _of_reads() -> list[Fault]:
-    return [
-        written(
-            "laser",
-            (*BOTH, STEP),
-            "one shift for all tokens, future ones included",
-            inside(LogMeanExp, "forward", lambda _: _laser_of_one_shift),
-            subject="softmax",
-        ),
-        written(
-            "laser",
-            (FORWARD, STEP),
-            "the mean of values clipped to ±2",
-            inside(
-                LogMeanExp,
-                "forward",
-                lambda true: lambda self, a, total, v: true(self, a, total, v.clip(-2, 2)),
-            ),
-            subject="softmax",
-        ),
-    ]
+def _of_row(call: MethodCall) -> MethodCall:
+    """Every segment uses the prefix length of the first segment in its row."""
+    frame = call.frame
+    if frame.q_prefix is None or frame.k_segment is None:
+        return call
+    first = np.broadcast_to(np.asarray(frame.q_prefix)[:, :1], frame.q_prefix.shape)
+    return replace(call, frame=frame.replaced(q_prefix=first))
+
+
+def _of_next(call: MethodCall) -> MethodCall:
+    pairs = call.frame.pairs
+    if pairs is None:
+        return call
+    return replace(call, frame=call.frame.replaced(pairs=np.roll(np.asarray(pairs), 1, axis=0)))
 
 
 def _laser_of_one_shift(self: LogMeanExp, log_weights: Array, log_total: Array, v: Array) -> Array:
@@ -126,3 +132,26 @@ def _laser_of_one_shift(self: LogMeanExp, log_weights: Array, log_total: Array, 
     mean = xp.exp(log_weights) @ xp.exp(v - shift)
     some = xp.max(log_weights, axis=-1, keepdims=True) > -xp.inf
     return xp.where(some, shift + xp.log(xp.where(some, mean, 1.0)), 0.0)
+
+
+def _keeping_v(truth: Truth, call: MethodCall) -> MethodResult:
+    result = truth(call)
+    return replace(result, updates={**result.updates, "solved": Append(call.inputs["v"])})
+
+
+def _in_one_grid(true: Function) -> Function:
+    def positions(frame: Frame) -> Array:
+        return true(frame.replaced(k_segment=None))
+
+    return positions
+
+
+def _shifted_by_first(
+    ops: Arithmetic, row_block: Array, sink: Array | None = None
+) -> tuple[Array, Array, Array]:
+    xp = namespace(row_block)
+    shift = finite_or_zero(xp.max(row_block[..., :2], axis=-1, keepdims=True))
+    row_block = ops.exp(ops.add(row_block, -shift))
+    total = xp.sum(row_block, axis=-1, keepdims=True)
+    total = xp.where(total > 0, total, 1.0)
+    return row_block, total, shift + xp.log(total)

@@ -1,0 +1,109 @@
+"""Faults that show only on PyTorch: of automatic differentiation, half precision and threads.
+
+Inputs in half precision are exact; the quantities computed from them need more digits.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from types import ModuleType
+
+from precondattn.arrays import Array
+from precondattn.spec import recurrence, rms_norm, softmax
+from precondattn.spec.recurrence import Stream
+from precondattn_conformance.faults.fault import (
+    BACKWARD,
+    FORWARD,
+    STEP,
+    Change,
+    Fault,
+    Function,
+    MethodCall,
+    MethodResult,
+    Truth,
+    inside,
+    with_call,
+)
+from precondattn_conformance.faults.written_by_hand.written import written
+
+BOTH = (FORWARD, BACKWARD)
+SECONDS = 0.02
+"""Seconds between writing to memory that calls share and reading it."""
+
+
+def faults() -> list[Fault]:
+    """All faults in this file."""
+    return [
+        written(mechanism, stages, detail, change, carrier="autograd", library="torch")
+        for mechanism, stages, detail, change in (
+            ("softmax", FORWARD, "k detached from the graph", with_call(_without_k)),
+            (
+                "gated_delta",
+                STEP,
+                "the past state detached from the graph",
+                with_call(_without_state),
+            ),
+            ("linear", BOTH, "the state in bfloat16", _in_calls("bfloat16", _rounded_state)),
+            (
+                "softmax",
+                BOTH,
+                "the logits before the maximum is subtracted in float16",
+                _in_calls("float16", _rounded_argument(softmax, "log_softmax")),
+            ),
+            (
+                "rms_norm",
+                BOTH,
+                "squares in float16",
+                _in_calls("float16", _rounded_argument(rms_norm, "row_sum")),
+            ),
+            ("softmax", FORWARD, "inputs in memory that calls share", _through_shared_memory),
+        )
+    ]
+
+
+def _without_k(call: MethodCall) -> MethodCall:
+    return call.given(k=call.inputs["k"].detach())
+
+
+def _without_state(call: MethodCall) -> MethodCall:
+    return replace(call, past={**call.past, "state": call.past["state"].detach()})
+
+
+def _in_calls(dtype: str, change: Change) -> Change:
+    """A change of the calls of one dtype."""
+
+    def planted(truth: Truth, call: MethodCall) -> MethodResult:
+        return change(truth, call) if call.dtype == dtype else truth(call)
+
+    return planted
+
+
+def _rounded(x: Array, dtype: str) -> Array:
+    import torch
+
+    return x.to(getattr(torch, dtype)).to(x.dtype)
+
+
+def _bfloat16_state(true: Function) -> Function:
+    def stepped(state: Array, token: Stream) -> tuple[Array, Array]:
+        state, o = true(state, token)
+        return _rounded(state, "bfloat16"), o
+
+    return stepped
+
+
+_rounded_state = inside(recurrence, "_add_and_read", _bfloat16_state)
+
+
+def _rounded_argument(module: ModuleType, name: str) -> Change:
+    return inside(module, name, lambda true: lambda x, *more: true(_rounded(x, "float16"), *more))
+
+
+_shared: dict[str, MethodCall] = {}
+
+
+def _through_shared_memory(truth: Truth, call: MethodCall) -> MethodResult:
+    _shared["call"] = call
+    time.sleep(SECONDS)
+    return truth(_shared["call"])
