@@ -5,7 +5,6 @@ from precondattn.layers.torch.block import Block
 from precondattn.layers.torch.decoder import Decoder
 from precondattn.layers.torch.divide_tokens import divide_tokens
 from precondattn.layers.torch.divided_weights import divide_weights
-from precondattn.layers.torch.earlier_weights import from_earlier
 from precondattn.layers.torch.timm_weights import from_timm
 from precondattn.layers.torch.vision_attention import VisionAttention
 from precondattn.layers.torch.vision_transformer import VisionTransformer
@@ -22,7 +21,6 @@ __all__ = [
     "XCABlock",
     "divide_tokens",
     "divide_weights",
-    "from_earlier",
     "from_timm",
     "to_torch",
 ]

@@ -121,7 +121,7 @@ class Attention(AnswersForeignNames, Declared):
         )
         self.inputs = nn.ModuleDict()
         """The weights other than linear maps, by input; `out` has those of the output."""
-        self.declared, self.earlier = {}, {}
+        self.declared = {}
         self._add_weights(device, dtype)
         self.divided: DividedTokens | None = None
         """The division of tokens among processes; `divide_tokens` sets it."""
@@ -139,7 +139,7 @@ class Attention(AnswersForeignNames, Declared):
                 found = of_weight.get((name, own)) or of_bias.get((name, own))
                 if found is not None:
                     of_map, kind = found
-                    self.declare_stored(kind, of_map, weight.start, f"inputs.{name}.{own}")
+                    self.declare_stored(kind, of_map, weight.start)
                 else:
                     register(module, own, weight, device, dtype)
                     self.declared[f"inputs.{name}.{own}"] = weight

@@ -31,7 +31,7 @@ class Norm(Declared):
 
     def __init__(self, width: int, device: Device, dtype: DType) -> None:
         super().__init__()
-        self.declared, self.earlier = {"gain": gain_weight(width)}, {}
+        self.declared = {"gain": gain_weight(width)}
         register(self, "gain", self.declared["gain"], device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,10 +47,10 @@ class BlockMLP(Declared):
 
     def __init__(self, width: int, hidden: int, mlp: str, device: Device, dtype: DType) -> None:
         super().__init__()
-        self.declared, self.earlier, self.maps = {}, {}, mlp_maps(width, hidden, mlp)
+        self.declared, self.maps = {}, mlp_maps(width, hidden, mlp)
         for of_map in self.maps:
             self.register_map(of_map, device, dtype)
-            self.declare_stored("weight", of_map, FanIn(), of_map.weight)
+            self.declare_stored("weight", of_map, FanIn())
 
     def forward(self, y: Tensor) -> Tensor:
         divided, modules = self.divided_weights, self._modules

@@ -84,7 +84,6 @@ class Decoder(AnswersForeignNames, Declared):
             for arguments in arguments_of(layers, heads, mechanism)
         )
         self.norm = Norm(width, device, dtype)
-        self.earlier = {}
         self.declared = {"embedding": embedding_weight(vocabulary, width)}
         register(self, "embedding", self.declared["embedding"], device, dtype)
         self.reset_parameters()
