@@ -260,8 +260,6 @@ def test_operations_under_jit(expression):
 
 def test_operations_in_one_graph_of_torch_compile():
     torch = pytest.importorskip("torch")
-    if torch.__version__.startswith(("2.9.", "2.10.")):
-        pytest.skip("that compiler can not look up a dict of types and dtypes")
     torch.compiler.reset()
     compiled = torch.compile(everything, backend="eager", fullgraph=True)
     arguments = (torch.tensor([2, 0, 0]), torch.tensor([1, 2, 6]))
