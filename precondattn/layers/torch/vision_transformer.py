@@ -100,8 +100,6 @@ class VisionBlock(nn.Module):
 class VisionTransformer(AnswersForeignNames, nn.Module):
     """A classifier of images: patches, learned positions, pre-norm blocks, and a linear head.
 
-    `from_timm` maps the weights of timm's `VisionTransformer` with the same sizes.
-
     Parameters
     ----------
     image : int or pair
