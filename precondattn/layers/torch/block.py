@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Never
-
 import torch
 from torch import Tensor, nn
 
@@ -19,8 +17,8 @@ from precondattn.layers.decoder import (
     mlp_maps,
     mlp_output,
 )
-from precondattn.layers.foreign_arguments import AnswersForeignNames, refuse
 from precondattn.layers.functions import rms_norm
+from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.parameters import FanIn
 from precondattn.layers.torch.attention import Attention
 from precondattn.layers.torch.module import Declared, ModuleMap, register
@@ -62,7 +60,7 @@ class BlockMLP(Declared):
         return divided.total(mlp_output(divided.entering(y), *parts))
 
 
-class Block(AnswersForeignNames, nn.Module):
+class Block(ChecksKeywords, nn.Module):
     """A pre-norm block: z = x + attention(norm(x)), and the result z + MLP(norm(z)).
 
     Parameters
@@ -124,11 +122,8 @@ class Block(AnswersForeignNames, nn.Module):
         donate: bool = False,
         keep: int = 0,
         states_every: int | None = None,
-        **foreign: Never,
     ) -> LayerOutput:
         """The new x, and the extended cache if one is given; arguments as in `Attention`."""
-        if foreign:
-            refuse("Block", self.forward, foreign)
         y = self.attention(
             self.attention_norm(x),
             mask=mask,

@@ -444,12 +444,12 @@ def test_embeddings_are_resized():
         (
             {"sliding_window": 16},
             TypeError,
-            r"has no effect \(of Transformers; here: mechanism='softmax\[window=128\]'\)",
+            r"has no effect \(here: window=, an option of softmax, as in 'softmax\[window=128\]'\)",
         ),
         (
             {"rope_theta": 1e6},
             TypeError,
-            r"recipes=\{x: Rotary\(theta=rope_theta\) for x in 'qk'\}",
+            r"recipes=\{x: Rotary\(theta=1e6\) for x in 'qk'\}",
         ),
         ({"mechanism": "softmax[causal=false]"}, ValueError, "causal"),
         ({"mechanism": "gla", "layer_types": ["gla"]}, ValueError, "not both"),

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from precondattn.algebra.foreign_keywords import (
-    LAYER,
-    NO_DROPOUT,
-    is_dropout,
-    keyword_elsewhere,
-)
+from precondattn.algebra.other_names import NO_DROPOUT, is_dropout, keyword_elsewhere
 from precondattn.given import Given
 from precondattn.integrations.transformers.interface import PreTrainedConfig, strict
 from precondattn.integrations.transformers.model.layer_arguments import (
@@ -104,9 +99,7 @@ class PrecondattnConfig(PreTrainedConfig):
         for name in (name for name, rate in kwargs.items() if rate and is_dropout(name)):
             raise TypeError(f"PrecondattnConfig: {name}: {NO_DROPOUT}")
         for name in (name for name in OF_OTHERS if kwargs.get(name) is not None):
-            raise TypeError(
-                f"PrecondattnConfig: {name} has no effect{keyword_elsewhere(name, LAYER)}"
-            )
+            raise TypeError(f"PrecondattnConfig: {name} has no effect{keyword_elsewhere(name)}")
         if self.mechanism is not None and self.layer_types is not None:
             raise ValueError(
                 f"pass mechanism or layer_types, not both; found mechanism={self.mechanism!r} and "
