@@ -55,16 +55,13 @@ NOTES = """
 
 * **CuPy** (14 or newer) needs a GPU, so no version of it has been tested. Its kernels are
   simulated.
-* **Triton** 3.5 and older have not been tested. Each PyTorch for Linux needs one version of Triton:
-  2.10 and 2.11 need 3.6, and 2.15 needs 3.9. The extra `triton` therefore needs at least PyTorch
-  2.10, while the extra `torch` needs 2.9.
+* **Triton**: each PyTorch for Linux needs one version of it. 2.11 needs 3.6, 2.13 needs 3.7, and
+  2.15 needs 3.9.
 
 ## Why the bounds are not lower
 
-* **PyTorch**: in 2.7, a NaN in a later key reaches earlier outputs of attention on a CPU. 2.8 can
-  not save an exported program with a dynamic length. The bound is 2.9, although two tests are not
-  run with it: its compiler (Inductor) computes wrong gradients of PyTorch's attention in float64 on
-  a CPU, and the compilers of 2.9 and 2.10 can not compile operations on a cache.
+* **PyTorch**: the library has no code for versions before 2.11. The compilers of 2.9 and 2.10 can
+  not compile operations on a cache.
 * **array-api-compat**: with 1.13 and older versions, `torch.compile` can compile neither CCQ's gate
   nor the norm of its query.
 * **JAX**: in 0.9, functions that JAX divides among devices (`custom_partitioning`) may not contain

@@ -186,8 +186,8 @@ Crammed BERT. Its row norm has no weights.
         ),
         """\
 * `VisionTransformer` has no stages, so it can not represent Swin-B and XCiT as a whole. Their
-  layers are `VisionAttention` with `row_normalized(windowed[size=7,shift=3,bias=true])`, and
-  `XCABlock` with `row_normalized(cross_covariance)`.
+  attention is `VisionAttention` with `row_normalized(windowed[size=7,shift=3,bias=true])`, and with
+  `row_normalized(cross_covariance)`.
 * The layer of Nyströmformer is `VisionAttention` with `row_normalized(nystrom)`, or `Attention`
   with this mechanism in a `Decoder`.
 """,

@@ -321,8 +321,7 @@ def flop_counters() -> list[FlopCounter]:
     if module is None or not torch._C._len_torch_dispatch_stack():
         return []
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    kinds = (module.FlopCounterMode, getattr(module, "_FlopCounterMode", module.FlopCounterMode))
-    return [getattr(mode, "counter", mode) for mode in modes if isinstance(mode, kinds)]
+    return [mode.counter for mode in modes if isinstance(mode, module._FlopCounterMode)]
 
 
 def counts_flops() -> bool:

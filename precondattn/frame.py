@@ -247,7 +247,7 @@ class Frame:
     def sources(self) -> tuple[Array | None, ...]:
         """The arrays from which `rebuilt` makes the frame, without those that its layout gives."""
         if not self._is_lazy or not self.layout.is_unmasked:
-            # Programs that were exported by earlier versions have no masks of pairs.
+            # Few calls have masks of pairs, and operators get no more than they need.
             return self.arrays if self.masks_pairs else self.arrays[:OF_TOKENS]
         return () if self.layout.kind == FULL else (self._like,)
 

@@ -18,7 +18,7 @@ from tests.tiers import sort_into_tiers
 THIRD_PARTY = Path(__file__).parent / "third_party"
 """A folder as pip leaves one: a module, and the metadata with its entry points."""
 
-collect_ignore = ["third_party", "core/earlier"]
+collect_ignore = ["third_party"]
 """Collecting the module would import it, and register its mechanism for every test."""
 
 if find_spec("jax"):

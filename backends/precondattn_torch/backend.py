@@ -15,7 +15,6 @@ from precondattn.algebra.recurrences import Recurrences, key_of
 from precondattn.backend import Request, Support
 from precondattn.runner import Runner
 from precondattn.spec.read import MEAN
-from precondattn.unread_inputs import needs_operator
 from precondattn_portable.algorithm import TOKEN_WISE, AnyAlgorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.backend import (
@@ -78,7 +77,7 @@ class Torch(Portable):
     def _is_differentiable(self, leaf: Piece, request: Request) -> bool:
         """Whether a call consists of PyTorch's own differentiable operations."""
         if type(leaf) in TOKEN_WISE:
-            return not needs_operator(leaf, request)
+            return True
         if type(leaf) is not pa.Softmax or request.mapped:
             return False
         from precondattn_torch.scaled_dot_product import fits, needs_sums

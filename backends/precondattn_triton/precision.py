@@ -15,10 +15,7 @@ def exact() -> str:
 
 def as_the_user_allows() -> str:
     """Float32 factors as tf32 if PyTorch's settings allow it, else at float32's accuracy."""
-    matmul = torch.backends.cuda.matmul
-    # Newer versions raise when the old setting is read after the new one was written.
-    is_new = hasattr(matmul, "fp32_precision")
-    allowed = matmul.fp32_precision == "tf32" if is_new else matmul.allow_tf32
+    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return sixteen_bits() if allowed else exact()
 
 

@@ -8,14 +8,9 @@ from __future__ import annotations
 import re
 
 from precondattn.algebra import registry
-from precondattn.algebra.advised_text import advised
-from precondattn.algebra.foreign_mechanisms import (
-    expression_elsewhere,
-    in_our_spelling,
-    mechanism_elsewhere,
-)
 from precondattn.algebra.options import OptionValue
-from precondattn.algebra.text import read_plainly
+from precondattn.algebra.other_names import in_our_spelling, mechanism_elsewhere
+from precondattn.algebra.text import nearest, read
 
 
 def name_given(value: OptionValue) -> str | None:
@@ -40,12 +35,9 @@ def around(outer: str, inner: str) -> str:
     """The expression for one mechanism around another, or the reason why it is refused."""
     whole = inner if inner.partition("(")[0] == outer else f"{outer}({inner})"
     try:
-        return f"write pa.parse({str(read_plainly(whole))!r})"
-    except TypeError as refusal:
+        return f"write pa.parse({str(read(whole))!r})"
+    except (TypeError, ValueError) as refusal:
         return str(refusal)
-    except ValueError as error:
-        meant = advised(whole, read_plainly)
-        return str(error) if meant is None else f"write pa.parse({meant!r})"
 
 
 def is_around_another(text: str) -> bool:
@@ -71,12 +63,7 @@ def attribute_elsewhere(name: str) -> str:
     """The advice for an attribute that the package does not have; empty for unknown names."""
     if name in PLACES:
         return f"; import it from {' or '.join(PLACES[name])}"
-    known = registry.nameable()
-    ours = in_our_spelling(name, known)
-    if ours is not None:
-        return f"; here it is pa.{known[ours].__name__}() or pa.{ours}"
-    elsewhere = mechanism_elsewhere(name, known)
-    if elsewhere is None:
-        return ""
-    expression = repr(expression_elsewhere(name, known))
-    return f"; {elsewhere.replace(expression, f'pa.parse({expression})', 1)}"
+    elsewhere = mechanism_elsewhere(name)
+    if elsewhere is not None:
+        return f"; here it is pa.parse({elsewhere!r})"
+    return nearest(in_our_spelling(name), registry.nameable())

@@ -95,11 +95,6 @@ class LeafProtocol(Described):
         return False
 
     @property
-    def reads_all_inputs(self) -> bool:
-        """Whether the output depends on every input."""
-        return True
-
-    @property
     def reverses_tokens(self) -> bool:
         """Whether the output has the tokens of each sequence in reversed order."""
         return False

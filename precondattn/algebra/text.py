@@ -14,10 +14,8 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from precondattn.algebra import registry
-from precondattn.algebra.advised_text import advised
-from precondattn.algebra.foreign_keywords import keyword_elsewhere
-from precondattn.algebra.foreign_mechanisms import in_our_spelling, mechanism_elsewhere
 from precondattn.algebra.options import OptionValue, fields_of, text_of
+from precondattn.algebra.other_names import in_our_spelling, keyword_elsewhere, mechanism_elsewhere
 from precondattn.algebra.registry import AnyMechanism, Registered
 from precondattn.limits import NESTED
 
@@ -28,8 +26,6 @@ _MECHANISM_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _SETTING = re.compile(r"\s*=\s*([^,\]\[()\s][^,\]\[()]*)")
 _VALUE = re.compile(r"\s*([^,\]\[()\s][^,\]\[()]*)")
 
-LONG = 1000
-"""The most characters of a text for which an error searches a correction."""
 SHOWN = 60
 """The characters of a long text that a message shows before and after a position."""
 
@@ -56,17 +52,6 @@ def read(text: str) -> AnyMechanism:
         is_mechanism = hasattr(type(text), "program")
         found = f"the mechanism {text}, which needs no parse" if is_mechanism else repr(text)
         raise TypeError(f"an expression is text such as 'lucid(laser)'; found {found}")
-    try:
-        return read_plainly(text)
-    except ValueError as error:
-        meant = None if len(text) > LONG else advised(text, read_plainly)
-        if meant is None or repr(meant) in str(error):
-            raise
-        raise ValueError(f"{error}\ndid you mean {meant!r}?") from None
-
-
-def read_plainly(text: str) -> AnyMechanism:
-    """The mechanism of an expression; errors do not suggest a correction."""
     reader = _Reader(text)
     mechanism = reader.mechanism()
     if reader.at != len(text):
@@ -121,14 +106,13 @@ class _Reader:
         """Raise the error of an unknown name, with the name that this library uses."""
         known = sorted(registry.nameable())
         unknown = f"{self.shown}: unknown mechanism {_quoted(name)}"
-        if in_our_spelling(name, known) is not None:
-            raise ValueError(f"{unknown}; names are in lower case, with underscores")
-        elsewhere = mechanism_elsewhere(name, known)
+        elsewhere = mechanism_elsewhere(name)
         if elsewhere is not None:
-            raise ValueError(f"{unknown}; {elsewhere}")
+            raise ValueError(f"{unknown}; here it is {elsewhere!r}")
         broken = registry.broken.items()
         errors = "".join(f"\n  {entry} could not be imported: {e}" for entry, e in broken)
-        raise ValueError(f"{unknown}{nearest(name, known)}; known are {', '.join(known)}{errors}")
+        hint = nearest(in_our_spelling(name), known)
+        raise ValueError(f"{unknown}{hint}; known are {', '.join(known)}{errors}")
 
     def exchanged(self, base: type[Registered]) -> str:
         """The advice to put the preconditioner around the base, if they are in the wrong order."""
@@ -187,9 +171,7 @@ def hint_at_option(cls: type[Registered], name: str, value: str, *, in_python: b
     return keyword_elsewhere(name) or nearest(name, fields_of(cls))
 
 
-def hint_at_keyword(
-    owner: str, name: str, value: str, inputs: Iterable[str], options: Iterable[str]
-) -> str:
+def hint_at_keyword(owner: str, name: str, value: str, known: Iterable[str]) -> str:
     """The hint for a keyword that a call of this mechanism does not accept."""
     for word in _MECHANISM_IN_TEXT.findall(owner):
         cls = registry.known(word)
@@ -198,8 +180,7 @@ def hint_at_keyword(
                 whose = each if isinstance(each, type) else type(each)
                 option = f"pa.{whose.__name__}({name}={value})"
                 return f" (an option, which is set before the call: {option})"
-    elsewhere = keyword_elsewhere(name, inputs=inputs)
-    return elsewhere or nearest(name, [*inputs, *options])
+    return keyword_elsewhere(name) or nearest(name, known)
 
 
 def plain(value: OptionValue) -> str:

@@ -18,8 +18,7 @@ from precondattn.cache.kinds import CacheLike, Kind, Kinds, kinds_of
 from precondattn.version import __version__, numbers_of
 
 VERSION = "version"
-"""The key of the version that saved the cache, as three int32. Caches that were saved before 0.2.0
-have none, and are read too."""
+"""The key of the version that saved the cache, as three int32."""
 LENGTH = "length"
 BETWEEN = ": "
 """The separator between the kind of a buffer and its name, as in `"wide tokens: rms(k)"`."""
@@ -38,12 +37,13 @@ def state_dict(cache: CacheLike) -> Arrays:
 
 def from_state_dict(arrays: Mapping[str, Array]) -> tuple[Array, Arrays, Kinds]:
     """The length, the buffers and the kinds of a cache, from a saved dict."""
-    missing = [] if LENGTH in arrays else [LENGTH]
+    missing = [key for key in (VERSION, LENGTH) if key not in arrays]
     unknown = [key for key in arrays if key not in (VERSION, LENGTH) and not _is_key(key)]
     if missing or unknown:
         raise ValueError(
-            f"from_state_dict: a dict from state_dict() expected, with {LENGTH!r} and keys such "
-            f"as 'tokens: k'; missing {missing}, unknown {unknown}{_of_another_version(arrays)}"
+            f"from_state_dict: a dict from state_dict() expected, with {VERSION!r}, {LENGTH!r} "
+            f"and keys such as 'tokens: k'; missing {missing}, unknown {unknown}"
+            f"{_of_another_version(arrays)}"
         )
     for key, array in arrays.items():
         if library_of(array) is None:

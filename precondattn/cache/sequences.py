@@ -20,7 +20,6 @@ from precondattn.cache.kept import FROM, rows_of, with_rows
 from precondattn.cache.kinds import (
     C,
     CacheLike,
-    Kind,
     capacity_of,
     holding,
     invalid_length,
@@ -109,7 +108,7 @@ def concatenate(caches: Sequence[C]) -> C:
 
 def _check_same(first: CacheLike, other: CacheLike, number: int) -> None:
     """Raise an error if two caches differ in more than their sequences and capacity."""
-    _require_equal(_meanings(first), _meanings(other), "the buffers", number)
+    _require_equal(kinds_of(first), kinds_of(other), "the buffers", number)
     for name, kind in kinds_of(first).items():
         start = 2 if kind.has_tokens else 1
         of_first, of_other = (
@@ -117,11 +116,6 @@ def _check_same(first: CacheLike, other: CacheLike, number: int) -> None:
             for buffer in (first.store[name], other.store[name])
         )
         _require_equal(of_first, of_other, f"library, dtype, device and rows of {name!r}", number)
-
-
-def _meanings(cache: CacheLike) -> dict[str, Kind]:
-    """The kinds without symbols, which caches from earlier versions do not have."""
-    return {name: kind._replace(symbol="") for name, kind in kinds_of(cache).items()}
 
 
 def _require_equal(of_first: object, of_other: object, what: str, number: int) -> None:

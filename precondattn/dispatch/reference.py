@@ -14,7 +14,6 @@ from precondattn.cache import Updates
 from precondattn.cache.held import held_part
 from precondattn.frame import Frame
 from precondattn.runner import LeafRunner, Runner, note_names
-from precondattn.unread_inputs import needs_operator
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
@@ -34,7 +33,6 @@ class Reference(Backend):
             return Support.no("runs one leaf at a time")
         # Otherwise a compiler unrolls loops over tokens, and compiles again for every length.
         is_operator = request.is_symbolic and not request.verb.startswith("extend")
-        is_operator |= needs_operator(mechanism, request)
         return Support.yes(differentiable=not is_operator)
 
     def runner(self, mechanism: Piece, library: str, *, differentiable: bool = False) -> Runner:

@@ -8,8 +8,8 @@ from functools import cache
 from itertools import chain
 
 from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.foreign_keywords import keyword_elsewhere
 from precondattn.algebra.options import OptionValue, fields_of
+from precondattn.algebra.other_names import keyword_elsewhere
 from precondattn.algebra.registry import AnyMechanism, MechanismClass
 from precondattn.algebra.text import nearest
 from precondattn.arrays import Array, Arrays
@@ -106,7 +106,7 @@ def build(cls: MechanismClass, named: Mapping[str, Given]) -> tuple[AnyMechanism
         if name not in known:
             settings = chain(*switches.get(name, {}).values())
             belongs = " or ".join(f"{option}={value!r}" for option, value in settings)
-            hint = keyword_elsewhere(name, inputs=mechanism.inputs) or nearest(name, known)
+            hint = keyword_elsewhere(name) or nearest(name, known)
             hint = f" (it belongs to {belongs})" if belongs else hint
             raise TypeError(
                 f"{cls.name}: unknown keyword {name!r}{hint}; options are "

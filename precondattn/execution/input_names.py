@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.foreign_keywords import call_of
 from precondattn.algebra.given_mechanism import around, name_given
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.text import hint_at_keyword, plain
@@ -45,7 +44,8 @@ def inputs_by_name(
     """The inputs in the declared order; without `complete`, some may be missing."""
     takes, first = f"{owner} takes {', '.join(declared)}", min(3, len(declared))
     if len(arrays) > first:
-        example = f", as in ({call_of(declared)})" if len(declared) > first else ""
+        call = ", ".join(name if i < 3 else f"{name}={name}" for i, name in enumerate(declared))
+        example = f", as in ({call})" if len(declared) > first else ""
         raise TypeError(
             f"{takes}: at most {first} by position, the others by name{example}; "
             f"found {len(arrays)} by position"
@@ -55,7 +55,7 @@ def inputs_by_name(
         if name in given:
             raise TypeError(f"{owner}: {name} is given by position and by name")
         if name not in declared:
-            hint = hint_at_keyword(owner, name, plain(array), declared, options)
+            hint = hint_at_keyword(owner, name, plain(array), [*declared, *options])
             raise TypeError(
                 f"{owner}: unknown keyword {name!r}{hint}; {takes}, and {', '.join(options)}"
             )

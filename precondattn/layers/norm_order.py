@@ -9,8 +9,8 @@ multiply by γ after the rotation. A layer therefore computes the norm in the re
 keys, and calls the mechanism without it. RMS and L2 norms without a gain commute with rotations,
 and stay in the mechanism.
 
-The first version of the recipes left the norm in the mechanism. A layer still does so if the
-recipes of the gains are given: `{"q_gain": Learned(1.0), "k_gain": Learned(1.0)}`.
+A layer leaves the norm in the mechanism if the recipes of the gains are given: `{"q_gain":
+Learned(1.0), "k_gain": Learned(1.0)}`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     logits:  W LN(pooled x) + b,   pooled: the class token, or the mean of all tokens
 
 Source: Vision Transformer (arXiv 2010.11929), Eq. 1–4. Parameters have the names and shapes of
-timm, except those of attention (`from_timm`). Matrices are (outer, inner).
+timm, except those of attention. Matrices are (outer, inner).
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
@@ -104,15 +103,12 @@ class LinearFamily(Stateful):
     erase_name: ClassVar[str] = "erase"
     """The input that is the key to erase, where that is not k."""
 
-    @cached_property
+    @property
     def declares(self) -> Recurrence:
-        """The recurrence; by default from the class attributes `heads`, `gate` and `is_delta`."""
-        is_delta = getattr(self, "is_delta", False)
-        return Recurrence(
-            "delta" if is_delta else "add",
-            gate=getattr(self, "gate", None),
-            strength="scalar" if is_delta else None,
-            heads=getattr(self, "heads", "n"),
+        """The recurrence, which a subclass declares."""
+        raise NotImplementedError(
+            f"the class {type(self).__name__} of the mechanism {self.name!r} has no attribute "
+            "`declares`, a Recurrence"
         )
 
     @property

@@ -98,11 +98,6 @@ class OwnToken(TokenWise):
     def meaning(self, name: str) -> object:
         return self.recurrent.meaning(name)
 
-    @property
-    def reads_all_inputs(self) -> bool:
-        """False: gates of decay and of erasing have no effect on a token alone."""
-        return False
-
     def check_call(self, sizes: Mapping[str, int], masks: frozenset[str]) -> None:
         check_same_tokens(self, "each token reads itself,", sizes)
 

@@ -138,8 +138,6 @@ DESCRIBED = frozenset(
     ("name", "role", "variants", "is_base", "offers", "meaning", "flops", "check_together")
 )
 """What a class may say of itself without other mathematics."""
-OLDER = frozenset(("heads", "gate", "is_delta"))
-"""What members of the linear family had before they had a declaration."""
 
 
 def defines_its_own(leaf: type[Stateful]) -> bool:
@@ -149,7 +147,7 @@ def defines_its_own(leaf: type[Stateful]) -> bool:
         if "declares" in vars(each):
             return False
         own = {name for name in vars(each) if not name.startswith("__")}
-        if own - fields - DESCRIBED - OLDER:
+        if own - fields - DESCRIBED:
             return True
     return False
 

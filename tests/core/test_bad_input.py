@@ -74,8 +74,7 @@ def inputs_case(name, text, arrays, error, mechanism=SOFTMAX, **named):
         ),
         inputs_case(
             "dropout",
-            "softmax: unknown keyword 'dropout_p' (of PyTorch's scaled_dot_product_attention; here"
-            ": no mechanism drops weights",
+            "softmax: unknown keyword 'dropout_p' (no mechanism drops weights",
             (Q, K, V),
             TypeError,
             dropout_p=0.0,

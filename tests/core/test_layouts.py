@@ -1,7 +1,5 @@
 """What an algorithm knows of positions and masks does not depend on who calls it."""
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("torch")
@@ -207,15 +205,3 @@ def test_a_replaced_array_leaves_nothing_known():
     assert frame.layout.has_lengths_only
     assert frame.replaced(k_segment=None) is frame
     assert frame.replaced(k_valid=None).layout == Layout()
-
-
-def test_a_program_exported_before_operators_had_layouts_still_runs():
-    # `earlier/make_exported.py` has its code: a full call, and two extensions of a cache.
-    program = torch.export.load(Path(__file__).parent / "earlier" / "exported.pt2").module()
-    m, sizes = pa.Lucid(), (7, 7, 7, 4, 4, 4)
-    generator = torch.Generator().manual_seed(0)
-    x = [torch.randn(2, n, 1, 4, generator=generator) for n in sizes]
-    out, more = program(*x)
-    whole = m(*(torch.cat(pair, 1) for pair in zip(x[:3], x[3:], strict=True)))
-    torch.testing.assert_close(out, m(*x[:3]))
-    torch.testing.assert_close(more, whole[:, 7:])

@@ -49,22 +49,12 @@ class SpelledDelta(pa.LinearFamily):
     declares = pa.Recurrence("delta", gate="head", strength="scalar", heads="u")
 
 
-@dataclass(frozen=True)
-class OlderDelta(pa.LinearFamily):
-    """As it was spelled before declarations."""
-
-    name: ClassVar[str] = "older_delta"
-    heads: ClassVar[str] = "u"
-    gate: ClassVar[str | None] = "head"
-    is_delta: ClassVar[bool] = True
-
-
 # Tests of other files have all registered mechanisms.
-for each in (RenamedDelta, SlowerDelta, RenamedSlowerDelta, OtherRun, SpelledDelta, OlderDelta):
+for each in (RenamedDelta, SlowerDelta, RenamedSlowerDelta, OtherRun, SpelledDelta):
     registry.unregister(each.name)
 
 
-@pytest.mark.parametrize("leaf", [RenamedDelta(), SpelledDelta(), OlderDelta()])
+@pytest.mark.parametrize("leaf", [RenamedDelta(), SpelledDelta()])
 def test_a_leaf_that_spells_a_recurrence_has_it(leaf):
     assert leaf.recurrence == pa.GatedDelta().recurrence
 

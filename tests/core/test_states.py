@@ -74,14 +74,6 @@ def test_states_keep_their_names_when_they_are_saved_and_reordered():
     assert [*pa.Cache.from_state_dict(cache.reorder([1, 0]).state_dict()).states] == NAMES["mlstm"]
 
 
-def test_a_cache_of_an_earlier_version_has_names_of_buffers_and_joins_a_new_one():
-    m = pa.parse("gla")
-    new = m.init_cache(**inputs_of(m))
-    old = new._replace(kinds={name: {"wide state": ()} for name in new.store})
-    assert [*old.states] == ["gla.state(k, v, g)"]
-    assert pa.Cache.concatenate([new, old]).length.shape == (4,)
-
-
 @pytest.mark.parametrize("text", ["state S", "wide state S", "state", "wide tokens", "window 8"])
 def test_the_text_of_a_kind_is_read_back(text):
     assert str(Kind.read(text)) == text

@@ -91,10 +91,6 @@ def test_marked_dimensions_take_one_graph(counted):
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.9."),
-    reason="PyTorch 2.9 compiles the gradient of its own attention wrongly in float64 on a CPU",
-)
 def test_dynamic_true_with_inductor(counted):
     compiled = torch.compile(pa.Lucid(), fullgraph=True, dynamic=True)
     for b, t in SIZES[:3]:

@@ -188,7 +188,7 @@ def test_maps_within_maps_of_cotangents_and_masks(expression, mask):
         torch.testing.assert_close(found, tuple(same[0] for same in plain))
 
 
-def test_older_maps_within_each_other():
+def test_legacy_maps_within_each_other():
     vmap = torch._vmap_internals._vmap
     x = tensors_of("lucid", requires_grad=True)
     out, tensors = pa.Lucid()(**x), list(x.values())

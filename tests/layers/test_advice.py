@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 import torch
 
 from precondattn.layers.recipes import Learned
-from precondattn.layers.torch import Attention, Decoder, VisionTransformer, from_earlier
+from precondattn.layers.torch import Attention, Decoder, VisionTransformer
 
 
 class LayerAdvice(NamedTuple):
@@ -47,12 +47,6 @@ def padded_from_nested():
 
 def decoder_caches():
     return Decoder(9, 8, heads=2, layers=["lucid"]).init_caches(2, capacity=4)
-
-
-def with_the_optimizer():
-    layer = attention()
-    optimizer = torch.optim.SGD(layer.parameters(), momentum=0.9)
-    return from_earlier(optimizer.state_dict(), layer, optimizer)
 
 
 def vision(mechanism, **options):
@@ -94,11 +88,6 @@ ADVICE = [
         "pass recipes={'bias': ...}",
         lambda: attention("softmax[bias=true]"),
         lambda: attention("softmax[bias=true]", recipes={"bias": Learned(0.0)}),
-    ),
-    LayerAdvice(
-        "needs the optimizer that it is for",
-        lambda: from_earlier(torch.optim.SGD(attention().parameters()).state_dict(), attention()),
-        with_the_optimizer,
     ),
     LayerAdvice(
         "caches must be from init_caches, one for each of 1 blocks; found 0",

@@ -124,7 +124,7 @@ def test_a_number_of_layers_is_that_many_blocks_of_one_mechanism():
         ),
         (
             {"layers": [{"mechanism": "gla", "attn_drop": 0.1}]},
-            "Block: unknown keyword 'attn_drop' .no mech",
+            "Attention: unknown keyword 'attn_drop' .no mech",
         ),
         ({"layers": ["gla"], "hiden": 8}, "Decoder: unknown keyword 'hiden' .did you mean 'hidden"),
     ],

@@ -1,8 +1,7 @@
 """Layers with the weights of public ones give their outputs and gradients (`peers/`).
 
-Each mapping below says where a public weight goes, with the axes that recipes declare, which
-weights had before linear maps were modules. It only moves numbers, so that it maps gradients as it
-maps weights.
+Each mapping below says where a public weight goes, with the axes that recipes declare. It only
+moves numbers, so that it maps gradients as it maps weights.
 """
 
 from pathlib import Path
@@ -17,7 +16,8 @@ import torch
 from precondattn.layers.recipes import MESANET, Biased, Projection, UnitConvolution
 from precondattn.layers.recipes.hgrn2 import BoundedLogSigmoid
 from precondattn.layers.recipes.rwkv6 import DecayMixedByToken, MixedByToken
-from precondattn.layers.torch import Attention, from_earlier
+from precondattn.layers.torch import Attention
+from tests.layers.torch_layers import from_declared_axes
 
 PEERS = Path(__file__).parent / "peers"
 
@@ -432,8 +432,7 @@ def test_a_layer_with_public_weights_gives_the_public_output_and_gradients(mappi
         mapping({n.removeprefix(prefix): a for n, a in given.items() if n.startswith(prefix)})
         for prefix in ("weight.", "grad.")
     )
-    state = {f"inputs.{name}": torch.tensor(array.copy()) for name, array in weights.items()}
-    missing = attn.load_state_dict(state, strict=False)
+    missing = attn.load_state_dict(from_declared_axes(attn, weights), strict=False)
     assert not missing.unexpected_keys
     assert set(missing.missing_keys) <= {"inputs.out.gain"}  # DiffLlama has none.
     x = torch.tensor(given["x"], requires_grad=True)
@@ -441,9 +440,7 @@ def test_a_layer_with_public_weights_gives_the_public_output_and_gradients(mappi
     (y * torch.tensor(given["cotangent"])).sum().backward()
     assert_close(y.detach(), given["out"], "out")
     assert_close(x.grad, given["grad_x"], "x")
-    expected = from_earlier(
-        {f"inputs.{name}": torch.tensor(array.copy()) for name, array in gradients.items()}, attn
-    )
+    expected = from_declared_axes(attn, gradients)
     for name, gradient in expected.items():
         terms = expected[name.replace("bias", "weight")] if (mapping, name) in CANCEL else gradient
         assert_close(attn.get_parameter(name).grad, gradient.numpy(), name, terms.numpy())

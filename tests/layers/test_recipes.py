@@ -74,22 +74,22 @@ def test_scores_with_a_gain_depend_on_differences_of_positions_alone(mechanism):
         moved = attn(x, positions=torch.arange(5) + 17) - attn(x)
         if recipes is None:
             assert moved.abs().max() < 1e-10
-        else:  # The first version of the recipes: the gain acts on rotated rows.
+        else:  # The gain acts on rotated rows.
             assert moved.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("mechanism", GAINED[:3])
 def test_both_orders_are_one_where_nothing_is_rotated(mechanism):
     attn, normed = with_gains(mechanism)
-    earlier, last = with_gains(mechanism, gains(pa.parse(mechanism)))
+    after, last = with_gains(mechanism, gains(pa.parse(mechanism)))
     assert normed.keys() == last.keys() == {"q", "k"}
     named = dict(attn.named_parameters())
     with torch.no_grad():
-        for name, weight in earlier.named_parameters():
+        for name, weight in after.named_parameters():
             weight.copy_(named[name.replace("_gain.weight", ".gain")])
     x = torch.randn(2, 5, 24, dtype=torch.float64)
     nowhere = torch.zeros(5, dtype=torch.int64)
-    torch.testing.assert_close(attn(x, positions=nowhere), earlier(x, positions=nowhere))
+    torch.testing.assert_close(attn(x, positions=nowhere), after(x, positions=nowhere))
 
 
 def test_a_rotation_that_is_given_stays_behind_the_norm():

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from precondattn.layers.maps import Stored
 from precondattn.layers.torch import Attention
 from tests.layers.layer_cases import layer
 
@@ -20,7 +21,7 @@ def hidden(b, t, width=24, dtype=torch.float64):
 
 
 def by_declared_axes(attn):
-    """All weights of a layer with the names and axes that recipes declare, which they had before.
+    """All weights of a layer with the names and axes that recipes declare.
 
     W of q is (x, h, d), and that of the output (h, e, x).
     """
@@ -35,3 +36,15 @@ def by_declared_axes(attn):
         if of_map.bias:
             own[of_map.bias] = module.bias.reshape(sizes).permute(back)
     return {name: weights.get(name, {}) for name, _ in attn.plan.weights}
+
+
+def from_declared_axes(attn, arrays):
+    """The `state_dict` of a layer from arrays with the names and axes that recipes declare."""
+    state = {f"inputs.{name}": torch.tensor(array.copy()) for name, array in arrays.items()}
+    for of_map in attn.plan.maps:
+        for own, declared in (("weight", of_map.weight), ("bias", of_map.bias)):
+            array = state.pop(f"inputs.{of_map.entry}.{declared}", None)
+            if array is not None:
+                as_stored = Stored(of_map, is_bias=own == "bias", outer_first=True)
+                state[f"{of_map.name}.{own}"] = as_stored(array).contiguous()
+    return state

@@ -1,7 +1,7 @@
 """PyTorch: the frame of an operator as a text and tensors.
 
-An operator gets the layout as a text, so that a graph contains only strings and tensors. Programs
-exported by earlier versions have the default, an empty text: then only the tensors are known.
+An operator gets the layout as a text, so that a graph contains only strings and tensors. If the
+text is empty, only the tensors are known.
 
 A compiler does not know the lengths of caches or symbolic sizes. The operator reads them when it
 runs, as a call does without a compiler.

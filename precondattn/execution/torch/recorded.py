@@ -17,7 +17,7 @@ from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.array_checks import values_of
 from precondattn.execution.cotangents import gradients_at
 from precondattn.execution.torch.autocast import off
-from precondattn.execution.torch.older_vmap import is_mapped
+from precondattn.execution.torch.legacy_vmap import is_mapped
 from precondattn.execution.torch.outputs import output_dtype, unaliased
 from precondattn.frame import Frame
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.names import piece_named
 from precondattn.arrays import Tree
-from precondattn.execution.torch import folded_axes, older_vmap, operators
+from precondattn.execution.torch import folded_axes, legacy_vmap, operators
 from precondattn.execution.torch.folded_axes import MappedArrays, OneCall, SeparateCallsError
 
 SEQUENCES = (Pattern.read("b"),)
@@ -97,7 +97,7 @@ def _register(operator: Tree, axes_of: Callable[..., VmapAxes], *, is_step: bool
         return (unfolded[0], out_dims[0]) if is_one else (unfolded, out_dims)
 
     operator.register_vmap(rule)
-    older_vmap.register(operator)
+    legacy_vmap.register(operator)
 
 
 def _unfolded(result: Tensor, at: int | None, count: int) -> Tensor:

@@ -31,7 +31,6 @@ USED = {
         "StaticLayer",
         "StaticSlidingWindowLayer",
     ),
-    "transformers.core_model_loading": ("ConversionOps", "WeightConverter"),
     "transformers.integrations.accelerate": ("force_accelerate_hooks",),
     "transformers.masking_utils": (
         "ALL_MASK_ATTENTION_FUNCTIONS",
@@ -51,12 +50,6 @@ USED = {
 """The used names, by module."""
 
 PARAMETERS = {
-    "PreTrainedModel._load_pretrained_model": (
-        "model",
-        "state_dict",
-        "checkpoint_files",
-        "load_config",
-    ),
     "sdpa_mask": ("q_length", "kv_length", "q_offset", "kv_offset", "allow_is_causal_skip"),
     "GenerationMixin._prepare_cache_for_generation": (
         "generation_config",
@@ -157,9 +150,6 @@ remap_positions_for_packed_sequence = getattr(
 )
 """The second description of packed sequences, from 5.23 on."""
 sliding_window_overlay = _found["sliding_window_overlay"]
-
-ConversionOps = _found["ConversionOps"]
-WeightConverter = _found["WeightConverter"]
 
 GradientCheckpointingLayer = _found["GradientCheckpointingLayer"]
 BaseModelOutputWithPast = _found["BaseModelOutputWithPast"]

@@ -4,7 +4,6 @@ from precondattn.layers.flax.attention import Attention
 from precondattn.layers.flax.block import Block
 from precondattn.layers.flax.decoder import Decoder
 from precondattn.layers.flax.divided import divide_tokens
-from precondattn.layers.flax.earlier_weights import from_earlier
 from precondattn.layers.flax.vision_attention import VisionAttention
 from precondattn.layers.flax.vision_transformer import VisionTransformer
 from precondattn.layers.flax.weights import to_flax
@@ -16,6 +15,5 @@ __all__ = [
     "VisionAttention",
     "VisionTransformer",
     "divide_tokens",
-    "from_earlier",
     "to_flax",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Never
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ from precondattn.layers.checks import (
 )
 from precondattn.layers.flax.depth import Depth, depth_of
 from precondattn.layers.flax.module import ModuleMap, kernel_of, linear_of, parameter
-from precondattn.layers.foreign_arguments import AnswersForeignNames, answering, refuse
 from precondattn.layers.histories import with_rows
+from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.plan import plan_for
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.segments import segments_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from precondattn.parallel.jax import ContextParallel
 
 
-class Attention(AnswersForeignNames, nnx.Module):
+class Attention(ChecksKeywords, nnx.Module):
     """Multi-head attention with any mechanism: y = W_o output(mechanism(q, k, v, …)).
 
     The layer is the same as in `precondattn.layers.torch`: the same recipes, and weights with the
@@ -144,7 +144,6 @@ class Attention(AnswersForeignNames, nnx.Module):
         prefix: Given = None,
         keep: int = 0,
         states_every: int | None = None,
-        **foreign: Never,
     ) -> LayerOutput:
         """The output y (b, t, width), and the extended cache if a cache is given.
 
@@ -181,8 +180,6 @@ class Attention(AnswersForeignNames, nnx.Module):
             Which states at earlier lengths the extended cache keeps for `crop`, as in
             `Mechanism.extend`. They need a cache.
         """
-        if foreign:
-            refuse("Attention", self.__call__, foreign)
         if self.divided is not None:
             given = {"cache": cache, "cu_seqlens": cu_seqlens}
             given |= {"attn_mask": attn_mask, "prefix": prefix}
@@ -230,7 +227,6 @@ class Attention(AnswersForeignNames, nnx.Module):
         )
         return y if cache is None else (y, after)
 
-    @answering("Attention.init_cache")
     def init_cache(self, batch: int, capacity: int | None = None) -> Cache:
         """An empty cache for `batch` sequences of at most `capacity` tokens.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Never
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -22,8 +20,8 @@ from precondattn.layers.decoder import (
 )
 from precondattn.layers.flax.attention import Attention
 from precondattn.layers.flax.module import ModuleMap, linear_of, parameter
-from precondattn.layers.foreign_arguments import AnswersForeignNames, refuse
 from precondattn.layers.functions import rms_norm
+from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.parameters import FanIn
 
 
@@ -52,7 +50,7 @@ class BlockMLP(nnx.Module):
         return out
 
 
-class Block(AnswersForeignNames, nnx.Module):
+class Block(ChecksKeywords, nnx.Module):
     """A pre-norm block: z = x + attention(norm(x)), and the result z + MLP(norm(z)).
 
     Parameters
@@ -108,11 +106,8 @@ class Block(AnswersForeignNames, nnx.Module):
         prefix: Given = None,
         keep: int = 0,
         states_every: int | None = None,
-        **foreign: Never,
     ) -> LayerOutput:
         """The new x, and the extended cache if one is given; arguments as in `Attention`."""
-        if foreign:
-            refuse("Block", self.__call__, foreign)
         y = self.attention(
             self.attention_norm(x),
             mask=mask,

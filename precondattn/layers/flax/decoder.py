@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import Never
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +25,13 @@ from precondattn.layers.decoder import (
 from precondattn.layers.flax.block import Block, Norm
 from precondattn.layers.flax.module import parameter
 from precondattn.layers.flax.sampling import chosen
-from precondattn.layers.foreign_arguments import AnswersForeignNames, answering, refuse
 from precondattn.layers.functions import linear
+from precondattn.layers.keywords import ChecksKeywords
 
 Caches = tuple[Cache, ...]
 
 
-class Decoder(AnswersForeignNames, nnx.Module):
+class Decoder(ChecksKeywords, nnx.Module):
     """A language model: an embedding, blocks, a norm, and the embedding as the output matrix.
 
     Parameters
@@ -102,7 +101,6 @@ class Decoder(AnswersForeignNames, nnx.Module):
         prefix: Given = None,
         keep: int = 0,
         states_every: int | None = None,
-        **foreign: Never,
     ) -> LayerOutput:
         """The logits (b, t, vocabulary), and the extended caches if caches are given.
 
@@ -122,8 +120,6 @@ class Decoder(AnswersForeignNames, nnx.Module):
             Which states at earlier lengths the extended caches keep for `crop`, as in
             `Mechanism.extend`. They need caches.
         """
-        if foreign:
-            refuse("Decoder", self.__call__, foreign)
         check_tokens(tokens, "jax", mask, caches, blocks=len(self.blocks))
         masks = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         masks |= {"attn_mask": attn_mask, "prefix": prefix}
@@ -154,12 +150,10 @@ class Decoder(AnswersForeignNames, nnx.Module):
         logits: jax.Array = linear(self.norm(x), self.embedding[...].T)
         return logits
 
-    @answering("Decoder.init_caches")
     def init_caches(self, batch: int, capacity: int | None = None) -> Caches:
         """A tuple with an empty cache for each block, as in `Attention.init_cache`."""
         return tuple(block.attention.init_cache(batch, capacity) for block in self.blocks)
 
-    @answering("Decoder.generate")
     def generate(
         self,
         tokens: jax.Array,

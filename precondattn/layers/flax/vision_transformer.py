@@ -13,8 +13,8 @@ from precondattn.arrays import DType
 from precondattn.given import Arguments, Given
 from precondattn.layers.flax.module import parameter
 from precondattn.layers.flax.vision_attention import VisionAttention
-from precondattn.layers.foreign_arguments import AnswersForeignNames
 from precondattn.layers.functions import upcast
+from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.maps import Weight
 from precondattn.layers.vision import (
     NOT_CAUSAL,
@@ -94,7 +94,7 @@ class VisionBlock(nnx.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class VisionTransformer(AnswersForeignNames, nnx.Module):
+class VisionTransformer(ChecksKeywords, nnx.Module):
     """A classifier of images: patches, learned positions, pre-norm blocks, and a linear head.
 
     The model is the same as in `precondattn.layers.torch`, with weights of the same names and

@@ -5,24 +5,17 @@ from precondattn.layers.torch.block import Block
 from precondattn.layers.torch.decoder import Decoder
 from precondattn.layers.torch.divide_tokens import divide_tokens
 from precondattn.layers.torch.divided_weights import divide_weights
-from precondattn.layers.torch.earlier_weights import from_earlier
-from precondattn.layers.torch.timm_weights import from_timm
 from precondattn.layers.torch.vision_attention import VisionAttention
 from precondattn.layers.torch.vision_transformer import VisionTransformer
 from precondattn.layers.torch.weights import to_torch
-from precondattn.layers.torch.xca import LocalPatchInteraction, XCABlock
 
 __all__ = [
     "Attention",
     "Block",
     "Decoder",
-    "LocalPatchInteraction",
     "VisionAttention",
     "VisionTransformer",
-    "XCABlock",
     "divide_tokens",
     "divide_weights",
-    "from_earlier",
-    "from_timm",
     "to_torch",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Never
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,8 @@ from precondattn.layers.checks import (
     check_depth,
     keeping_of,
 )
-from precondattn.layers.foreign_arguments import AnswersForeignNames, answering, refuse
 from precondattn.layers.histories import with_rows
+from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.plan import OUT, PROJECTION, LayerPlan, plan_for
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.recipes.outputs import AFTER_PROJECTION
@@ -36,7 +35,7 @@ from precondattn.layers.torch.module import Declared, ModuleMap, parameters_of, 
 LAST = "o_proj"
 
 
-class Attention(AnswersForeignNames, Declared):
+class Attention(ChecksKeywords, Declared):
     """Multi-head attention with any mechanism: y = W_o output(mechanism(q, k, v, …)).
 
     Every input of the mechanism is computed from x by a recipe with its own weights. The defaults
@@ -121,7 +120,7 @@ class Attention(AnswersForeignNames, Declared):
         )
         self.inputs = nn.ModuleDict()
         """The weights other than linear maps, by input; `out` has those of the output."""
-        self.declared, self.earlier = {}, {}
+        self.declared = {}
         self._add_weights(device, dtype)
         self.divided: DividedTokens | None = None
         """The division of tokens among processes; `divide_tokens` sets it."""
@@ -139,7 +138,7 @@ class Attention(AnswersForeignNames, Declared):
                 found = of_weight.get((name, own)) or of_bias.get((name, own))
                 if found is not None:
                     of_map, kind = found
-                    self.declare_stored(kind, of_map, weight.start, f"inputs.{name}.{own}")
+                    self.declare_stored(kind, of_map, weight.start)
                 else:
                     register(module, own, weight, device, dtype)
                     self.declared[f"inputs.{name}.{own}"] = weight
@@ -188,7 +187,6 @@ class Attention(AnswersForeignNames, Declared):
         donate: bool = False,
         keep: int = 0,
         states_every: int | None = None,
-        **foreign: Never,
     ) -> LayerOutput:
         """The output y (b, t, width), and the extended cache if a cache is given.
 
@@ -227,8 +225,6 @@ class Attention(AnswersForeignNames, Declared):
             Which states at earlier lengths the extended cache keeps for `crop`, as in
             `Mechanism.extend`. They need a cache.
         """
-        if foreign:
-            refuse("Attention", self.forward, foreign)
         plan, divided_weights, like = self._own_plan, self.divided_weights, self._like
         check_call(
             plan,
@@ -303,7 +299,6 @@ class Attention(AnswersForeignNames, Declared):
                 weights[OUT][AFTER_PROJECTION] = bias
         return weights
 
-    @answering("Attention.init_cache")
     def init_cache(self, batch: int, capacity: int | None = None) -> Cache:
         """An empty cache for `batch` sequences of at most `capacity` tokens.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Never
-
 import torch
 from torch import Tensor, nn
 
@@ -19,8 +17,8 @@ from precondattn.layers.decoder import (
     mlp_maps,
     mlp_output,
 )
-from precondattn.layers.foreign_arguments import AnswersForeignNames, refuse
 from precondattn.layers.functions import rms_norm
+from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.parameters import FanIn
 from precondattn.layers.torch.attention import Attention
 from precondattn.layers.torch.module import Declared, ModuleMap, register
@@ -31,7 +29,7 @@ class Norm(Declared):
 
     def __init__(self, width: int, device: Device, dtype: DType) -> None:
         super().__init__()
-        self.declared, self.earlier = {"gain": gain_weight(width)}, {}
+        self.declared = {"gain": gain_weight(width)}
         register(self, "gain", self.declared["gain"], device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,10 +45,10 @@ class BlockMLP(Declared):
 
     def __init__(self, width: int, hidden: int, mlp: str, device: Device, dtype: DType) -> None:
         super().__init__()
-        self.declared, self.earlier, self.maps = {}, {}, mlp_maps(width, hidden, mlp)
+        self.declared, self.maps = {}, mlp_maps(width, hidden, mlp)
         for of_map in self.maps:
             self.register_map(of_map, device, dtype)
-            self.declare_stored("weight", of_map, FanIn(), of_map.weight)
+            self.declare_stored("weight", of_map, FanIn())
 
     def forward(self, y: Tensor) -> Tensor:
         divided, modules = self.divided_weights, self._modules
@@ -62,7 +60,7 @@ class BlockMLP(Declared):
         return divided.total(mlp_output(divided.entering(y), *parts))
 
 
-class Block(AnswersForeignNames, nn.Module):
+class Block(ChecksKeywords, nn.Module):
     """A pre-norm block: z = x + attention(norm(x)), and the result z + MLP(norm(z)).
 
     Parameters
@@ -124,11 +122,8 @@ class Block(AnswersForeignNames, nn.Module):
         donate: bool = False,
         keep: int = 0,
         states_every: int | None = None,
-        **foreign: Never,
     ) -> LayerOutput:
         """The new x, and the extended cache if one is given; arguments as in `Attention`."""
-        if foreign:
-            refuse("Block", self.forward, foreign)
         y = self.attention(
             self.attention_norm(x),
             mask=mask,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Never
-
 import torch
 from torch import Tensor, nn
 
@@ -21,8 +19,8 @@ from precondattn.layers.decoder import (
     counted,
     embedding_weight,
 )
-from precondattn.layers.foreign_arguments import AnswersForeignNames, answering, refuse
 from precondattn.layers.functions import linear
+from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.torch.block import Block, Norm
 from precondattn.layers.torch.module import Declared, register
 from precondattn.layers.torch.sampling import chosen
@@ -30,7 +28,7 @@ from precondattn.layers.torch.sampling import chosen
 Caches = tuple[Cache, ...]
 
 
-class Decoder(AnswersForeignNames, Declared):
+class Decoder(ChecksKeywords, Declared):
     """A language model: an embedding, blocks, a norm, and the embedding as the output matrix.
 
     Parameters
@@ -84,7 +82,6 @@ class Decoder(AnswersForeignNames, Declared):
             for arguments in arguments_of(layers, heads, mechanism)
         )
         self.norm = Norm(width, device, dtype)
-        self.earlier = {}
         self.declared = {"embedding": embedding_weight(vocabulary, width)}
         register(self, "embedding", self.declared["embedding"], device, dtype)
         self.reset_parameters()
@@ -108,7 +105,6 @@ class Decoder(AnswersForeignNames, Declared):
         donate: bool = False,
         keep: int = 0,
         states_every: int | None = None,
-        **foreign: Never,
     ) -> LayerOutput:
         """The logits (b, t, vocabulary), and the extended caches if caches are given.
 
@@ -130,8 +126,6 @@ class Decoder(AnswersForeignNames, Declared):
             Which states at earlier lengths the extended caches keep for `crop`, as in
             `Mechanism.extend`. They need caches.
         """
-        if foreign:
-            refuse("Decoder", self.forward, foreign)
         self._check_tokens(tokens, mask, caches)
         masks = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         masks |= {"attn_mask": attn_mask, "prefix": prefix}
@@ -194,12 +188,10 @@ class Decoder(AnswersForeignNames, Declared):
         elif error is not None:
             raise error
 
-    @answering("Decoder.init_caches")
     def init_caches(self, batch: int, capacity: int | None = None) -> Caches:
         """A tuple with an empty cache for each block, as in `Attention.init_cache`."""
         return tuple(block.attention.init_cache(batch, capacity) for block in self.blocks)
 
-    @answering("Decoder.generate")
     @torch.no_grad()
     def generate(
         self,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,28 +24,11 @@ for _known in (torch.empty(0, device="cpu"), nn.Parameter(torch.empty(0, device=
     namespace(_known)
 
 
-class Earlier(NamedTuple):
-    """The change of a parameter that has another name in an earlier `state_dict`."""
-
-    name: str
-    stored: Stored
-
-    @property
-    def shape(self) -> Shape:
-        """The earlier shape of the parameter."""
-        return self.stored.declared_shape
-
-    def converted(self, before: Tensor) -> Tensor:
-        return self.stored(before).contiguous()
-
-
 class Declared(nn.Module):
     """A module with declarations of its own parameters and those of its linear maps."""
 
     declared: dict[str, Weight]
     """The parameters by their names in `state_dict`, in the order in which they are drawn."""
-    earlier: dict[str, Earlier]
-    """The changes of parameters, by earlier name."""
     divided_weights: DividedWeights | None = None
     """The division of the parameters among processes; `divide_weights` sets it."""
 
@@ -59,23 +42,10 @@ class Declared(nn.Module):
         module = empty_linear(*sizes, is_biased=bool(of_map.bias), device=device, dtype=dtype)
         self.add_module(of_map.name, module)
 
-    def declare_stored(self, own: str, of_map: Map, start: FirstValues, before: str) -> None:
-        """Declare the weight or the bias of a linear map, and its earlier name."""
+    def declare_stored(self, own: str, of_map: Map, start: FirstValues) -> None:
+        """Declare the weight or the bias of a linear map."""
         stored = Stored(of_map, is_bias=own == "bias", outer_first=True)
-        name = f"{of_map.name}.{own}"
-        self.declared[name] = stored.weight(start)
-        self.earlier[before] = Earlier(name, stored)
-
-    def _load_from_state_dict(
-        self, state_dict: MutableMapping[str, Tensor], prefix: str, *arguments: object
-    ) -> None:
-        for before, after in self.earlier.items():
-            if prefix + before in state_dict:
-                found = state_dict.pop(prefix + before)
-                # The parameter's own check raises an error for another shape.
-                is_same = tuple(found.shape) == after.shape
-                state_dict[prefix + after.name] = after.converted(found) if is_same else found
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self.declared[f"{of_map.name}.{own}"] = stored.weight(start)
 
 
 class ModuleMap(LinearMap):

@@ -15,7 +15,7 @@ class VisionAttention(Attention):
     """`Attention` for vision transformers: with biases, and without rotary embeddings.
 
     ===================================================  =====================================
-    mechanism                                            timm's module, of `from_timm`
+    mechanism                                            timm's module
     ===================================================  =====================================
     ``softmax[causal=false]``                            `Attention` of ViT and DeiT
     ``windowed[size=7,grid=14/14,bias=true]``            `WindowAttention` of Swin and its windows

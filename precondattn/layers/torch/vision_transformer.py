@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from precondattn.arrays import Device
 from precondattn.given import Arguments, Given
-from precondattn.layers.foreign_arguments import AnswersForeignNames
+from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.maps import Weight
 from precondattn.layers.torch.attention import is_autocast
 from precondattn.layers.torch.module import empty_linear, fill_all, register
@@ -97,10 +97,8 @@ class VisionBlock(nn.Module):
         return y
 
 
-class VisionTransformer(AnswersForeignNames, nn.Module):
+class VisionTransformer(ChecksKeywords, nn.Module):
     """A classifier of images: patches, learned positions, pre-norm blocks, and a linear head.
-
-    `from_timm` maps the weights of timm's `VisionTransformer` with the same sizes.
 
     Parameters
     ----------

@@ -13,7 +13,6 @@ Layers of Transformers with small widths, random weights, and few digits in x:
 of timm,
 
     xca             XCA: four heads, q, k and v with a bias
-    xca_block       XCABlock, with its local patch interaction on a grid of 3 × 4
     vit_attention   Attention of vision transformers: q, k and v with a bias
     window          WindowAttention with the windows around it, of 2 × 3 tokens on a grid of 4 × 6
     window_shifted  the same, shifted by 1 row and 2 columns
@@ -53,7 +52,6 @@ HERE = Path(__file__).resolve().parent
 BATCH, TIME = 2, 11
 TIMES = {
     "nystromformer": 12,
-    "xca_block": 12,
     "window": 24,
     "window_shifted": 24,
     "vision_transformer": 3,
@@ -186,15 +184,6 @@ def xca():
     layer = XCA(32, num_heads=4, qkv_bias=True)
     layer.fused_attn = False
     return 32, layer, layer
-
-
-def xca_block():
-    """A block of XCiT of timm, and its call."""
-    from timm.models.xcit import XCABlock
-
-    layer = XCABlock(32, num_heads=4, mlp_ratio=1.5, qkv_bias=True)
-    layer.attn.fused_attn = False
-    return 32, layer, lambda x: layer(x, 3, 4)
 
 
 def vit_attention():
@@ -335,7 +324,6 @@ def main(names):
         for make in (
             nystromformer,
             xca,
-            xca_block,
             vit_attention,
             window,
             window_shifted,

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from precondattn.algebra.foreign_keywords import (
-    LAYER,
-    NO_DROPOUT,
-    is_dropout,
-    keyword_elsewhere,
-)
-from precondattn.given import Arguments, Given
+from precondattn.algebra.other_names import NO_DROPOUT, is_dropout, keyword_elsewhere
+from precondattn.given import Given
 from precondattn.integrations.transformers.interface import PreTrainedConfig, strict
 from precondattn.integrations.transformers.model.layer_arguments import (
     DEFAULT,
@@ -53,9 +48,6 @@ class PrecondattnConfig(PreTrainedConfig):
     attention_arguments : dict, optional
         Other arguments of `precondattn.layers.torch.Attention` for the layers of one mechanism:
         `{"lucid": {"kv_heads": 2}}`.
-    recipes_version : int
-        2, or 1 in a configuration that was saved without it: then `qk_norm[gain=true]` norms what
-        is rotated already, and its scores depend on positions and not on their differences alone.
     initializer_range : float
         The standard deviation of the embedding, and of a head that is not tied to it. The other
         weights start as their recipes say.
@@ -96,7 +88,6 @@ class PrecondattnConfig(PreTrainedConfig):
     layer_types: Given = None
     recipes: Given = None
     attention_arguments: Given = None
-    recipes_version: int = 2
     initializer_range: float = 0.02
     use_cache: bool = True
     tie_word_embeddings: bool = True
@@ -108,9 +99,7 @@ class PrecondattnConfig(PreTrainedConfig):
         for name in (name for name, rate in kwargs.items() if rate and is_dropout(name)):
             raise TypeError(f"PrecondattnConfig: {name}: {NO_DROPOUT}")
         for name in (name for name in OF_OTHERS if kwargs.get(name) is not None):
-            raise TypeError(
-                f"PrecondattnConfig: {name} has no effect{keyword_elsewhere(name, LAYER)}"
-            )
+            raise TypeError(f"PrecondattnConfig: {name} has no effect{keyword_elsewhere(name)}")
         if self.mechanism is not None and self.layer_types is not None:
             raise ValueError(
                 f"pass mechanism or layer_types, not both; found mechanism={self.mechanism!r} and "
@@ -132,11 +121,6 @@ class PrecondattnConfig(PreTrainedConfig):
         self.attention_arguments = attention_arguments(self.attention_arguments, mechanisms)
         super().__post_init__(**kwargs)
         check_layers(self)
-
-    @classmethod
-    def from_dict(cls, config_dict: Arguments, **kwargs: Given) -> Given:
-        """As of Transformers; a configuration without a version of its recipes is of the first."""
-        return super().from_dict({"recipes_version": 1, **config_dict}, **kwargs)
 
     def validate_layer_type(self) -> None:
         """Skip Transformers' check, which knows only its own layer types."""

@@ -11,7 +11,6 @@ from precondattn.integrations.transformers.interface import HFConfig
 from precondattn.integrations.transformers.model.recipes import from_json, to_json
 from precondattn.json_types import JsonObject
 from precondattn.layers.decoder import check_mlp
-from precondattn.layers.norm_order import gains
 from precondattn.layers.plan import plan_for
 
 DEFAULT = "softmax"
@@ -104,8 +103,6 @@ def layer_arguments(config: HFConfig) -> list[JsonObject]:
         own = (config.attention_arguments or {}).get(mechanism, {})
         given = {**shared, **own, "mechanism": mechanism, "depth": depth}
         given["recipes"] = from_json(given["recipes"])
-        if config.recipes_version == 1:
-            given["recipes"] = {**gains(parse(mechanism)), **(given["recipes"] or {})}
         arguments.append(given)
     return arguments
 
@@ -113,8 +110,6 @@ def layer_arguments(config: HFConfig) -> list[JsonObject]:
 def check_layers(config: HFConfig) -> None:
     """Raise the error that constructing the layers would raise."""
     check_mlp(config.mlp)
-    if config.recipes_version not in (1, 2):
-        raise ValueError(f"recipes_version must be 1 or 2; found {config.recipes_version!r}")
     for arguments in layer_arguments(config):
         options = {name: given for name, given in arguments.items() if name != "depth"}
         plan_for(config.hidden_size, options.pop("heads"), options.pop("mechanism"), **options)

@@ -5,8 +5,6 @@ logits = norm(block(… block(E[tokens]))) Hᵀ,    H = E where they are tied
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +22,6 @@ from precondattn.integrations.transformers.interface import (
 )
 from precondattn.integrations.transformers.model.cache import PrecondattnCache
 from precondattn.integrations.transformers.model.configuration import PrecondattnConfig
-from precondattn.integrations.transformers.model.earlier_weights import converters
 from precondattn.integrations.transformers.model.inputs import (
     LOSS,
     RECORDED,
@@ -103,26 +100,6 @@ class PrecondattnPreTrainedModel(PreTrainedModel):
     def is_custom_code(cls) -> bool:
         """False: `_init_weights` below keeps loaded weights, as Transformers' own models do."""
         return False
-
-    @staticmethod
-    def _load_pretrained_model(
-        model: nn.Module,
-        state_dict: Tensor,
-        checkpoint_files: object,
-        load_config: Given,
-        *given: object,
-        **named: object,
-    ) -> Given:
-        """As of Transformers, and from folders that were saved by earlier names of weights."""
-        ours = converters(model)
-        mapping = [*(load_config.weight_mapping or []), *ours]
-        load_config = replace(load_config, weight_mapping=mapping)
-        loaded = PreTrainedModel._load_pretrained_model(
-            model, state_dict, checkpoint_files, load_config, *given, **named
-        )
-        # Transformers reverses what remains here when the model is saved.
-        model._weight_conversions = [c for c in model._weight_conversions if c not in ours]
-        return loaded
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

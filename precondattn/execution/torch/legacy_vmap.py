@@ -1,9 +1,10 @@
-"""PyTorch's older vmap, which maps cotangents, implemented by `torch.vmap`.
+"""PyTorch's legacy vmap, which maps cotangents, implemented by `torch.vmap`.
 
 It has no public name. `torch.autograd.grad(is_grads_batched=True)`, `gradcheck(
-check_batched_grad=True)` and `torch.autograd.functional.jacobian(vectorize=True)` use it, and it
-does not use the rules for `torch.vmap`. A mapped tensor does not show its level. Removing an axis
-at a level where it has one gives the axis; at any other level the tensor is expanded.
+check_batched_grad=True)` and `torch.autograd.functional.jacobian(vectorize=True)` use it in every
+supported version, and it does not use the rules for `torch.vmap`. A mapped tensor does not show its
+level. Removing an axis at a level where it has one gives the axis; at any other level the tensor is
+expanded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _library = torch.library.Library("precondattn", "FRAGMENT")
 
 
 def register(operator: Tree) -> None:
-    """Register a rule of the older vmap for an operator that `torch.vmap` can map."""
+    """Register a rule of the legacy vmap for an operator that `torch.vmap` can map."""
 
     def kernel(*arguments: Tree) -> Tree:
         leaves, structure = pytree.tree_flatten(arguments)
@@ -42,7 +43,7 @@ def register(operator: Tree) -> None:
 
 
 def mapped(function: Callable[..., Tree], tensors: Sequence[Tensor]) -> Tree:
-    """`function(*tensors)`, by `torch.vmap` over the axes that the older vmap maps."""
+    """`function(*tensors)`, by `torch.vmap` over the axes that the legacy vmap maps."""
     plain, levels = list(tensors), []
     for level in range(1, LEVELS + 1):
         if not any(map(is_mapped, plain)):
@@ -65,7 +66,7 @@ def mapped(function: Callable[..., Tree], tensors: Sequence[Tensor]) -> Tree:
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether the older vmap maps a tensor."""
+    """Whether the legacy vmap maps a tensor."""
     return bool(torch._C._dispatch_keys(tensor).has(_key))
 
 
