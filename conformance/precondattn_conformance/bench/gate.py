@@ -41,7 +41,6 @@ ROWS = {
     "numpy_lucid": "base",
     "packed_lucid": "batch",
     "lucid_decode": "sdpa",
-    "transformers_mamba2_backward": "transformers",
 }
 """The peer of each row, by the name of the case."""
 
