@@ -109,13 +109,6 @@ LIMITS = (
         "cumulative sums, which loses accuracy with strong gates. Copies to and from chunks take "
         "an eighth, as in the peer.",
     ),
-    Limit(
-        "transformers_mamba2_backward",
-        "transformers",
-        "0.81–0.93",
-        0.5,
-        "Projections, convolution and norms run the code of Transformers in both cases.",
-    ),
     Limit("deltaformer", "sdpa", "2.68", 2.2, ""),
     Limit(
         "atk_gated_delta",

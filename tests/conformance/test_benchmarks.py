@@ -22,12 +22,11 @@ from precondattn_conformance.bench import (
     command,
     correct,
     layers,
-    models,
     neighbours,
     plot,
 )
 from precondattn_conformance.bench.beside_plain import ratios_to_plain
-from precondattn_conformance.bench.cases import COMPARED, MODELS, declared, layout
+from precondattn_conformance.bench.cases import COMPARED, declared, layout
 from precondattn_conformance.bench.compare import (
     IMPROVED,
     NEW,
@@ -126,55 +125,6 @@ def test_a_layer_that_is_not_written_by_hand_is_not_measured(tmp_path):
     run_quick(mechanisms=("path",), works=("layer_step",), save=tmp_path / "run.json")
     (row,) = load(tmp_path / "run.json").rows
     assert "path is not written by hand" in row.reason
-
-
-OF_TWO_MODELS = 8e-5
-"""The bound on the difference of two models, relative to the largest number. Both round: compared
-with the float64 gradient, Transformers' own OLMo Hybrid in float32 has an error of 3.6e-5 and ours
-4.4e-5; how large it is depends on the processor's products."""
-
-
-@pytest.mark.thorough
-def test_models_of_transformers_are_measured_beside_themselves(tmp_path):
-    pytest.importorskip("transformers")
-    code, printed = run_quick("transformers_*", save=tmp_path / "run.json")
-    assert code == 0, printed
-    rows = load(tmp_path / "run.json").rows
-    assert {row.work for row in rows} == set(models.WORKS)
-    assert len(rows) == len(models.WORKS) * len(MODELS)
-    for row in rows:
-        assert row.status == TIMED, row.case
-        assert row.error < OF_TWO_MODELS, row.case
-        assert row.ratios["transformers"]["median"] > 0, row.case
-
-
-NAMES = ("qwen3_next", "olmo_hybrid", "kimi_linear", "mamba2", "bamba")
-
-
-@pytest.mark.thorough(but=("qwen3_next", "mamba2_decode"))
-@pytest.mark.parametrize(
-    "case", [f"{name}{work}" for name in NAMES for work in ("", "_backward", "_decode")]
-)
-def test_a_model_with_a_wrong_recurrence_is_not_timed(monkeypatch, tmp_path, case):
-    """Each model has weights that make an error of a hundredth in its linear layers visible."""
-    pytest.importorskip("transformers")
-    from precondattn.integrations.transformers.linear import delta_rule, mamba2
-
-    for module, function in ((delta_rule, "unit_rows"), (mamba2, "step_size")):
-        right = getattr(module, function)
-        monkeypatch.setattr(module, function, lambda *x, right=right: 1.01 * right(*x))
-    run_quick(f"transformers_{case}", save=tmp_path / "run.json")
-    (row,) = load(tmp_path / "run.json").rows
-    assert row.status == WRONG, row.reason
-    assert "the logits of" in row.reason
-
-
-@pytest.mark.thorough
-def test_models_are_not_measured_without_transformers(monkeypatch, tmp_path):
-    monkeypatch.setattr(models, "is_installed", lambda package: False)
-    run_quick("transformers_mamba2", save=tmp_path / "run.json")
-    (row,) = load(tmp_path / "run.json").rows
-    assert (row.status, row.reason) == ("unsupported", "transformers is not installed")
 
 
 @pytest.mark.thorough(but=("packed_lucid_backward",))

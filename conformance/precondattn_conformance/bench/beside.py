@@ -1,4 +1,4 @@
-"""A layer or a model, and the same computed by a peer: both compared, and ready to be timed."""
+"""A layer, and the same computed by a peer: both compared, and ready to be timed."""
 
 from __future__ import annotations
 

@@ -18,15 +18,10 @@ WORKS = (
     "memory",
     "layer_step",
     "layer_token",
-    "model_forward",
-    "model_step",
-    "model_token",
-    "model_generate",
 )
 """`decode` is one new token after a cache of t tokens. `memory` is the peak of a forward and a
 backward pass at t tokens and at its multiples; it is not timed. `layer_step` is a training step of
-an attention layer, and `layer_token` a token of a decoder of four blocks. `model_*` are the same of
-a model of Transformers, its forward pass, and `generate`."""
+an attention layer, and `layer_token` a token of a decoder of four blocks."""
 
 SIZES = ("b", "t", "h", "n", "d", "e", "m")
 """The sizes that can be set; there are as many keys as queries."""
@@ -52,15 +47,12 @@ class BenchCase:
     packed: bool = False
     """Whether the b sequences of t tokens are packed into one row; the peer `batch` has them as a
     batch."""
-    model: str = ""
-    """The model of Transformers whose layers are measured, one of `MODELS`; empty for none."""
 
     def text(self) -> str:
         """A description in one line."""
         sizes = " ".join(f"{letter}{getattr(self.layout, letter)}" for letter in "bthnde")
         packed = ", packed" if self.packed else ""
-        whose = f" of {self.model}" if self.model else ""
-        return f"{self.mechanism}{whose} {self.work}{packed}, {sizes}, {self.library} {self.dtype}"
+        return f"{self.mechanism} {self.work}{packed}, {sizes}, {self.library} {self.dtype}"
 
 
 def layout(t: int = 4096, h: int = 8, n: int | None = None, d: int = 64, e: int = 0) -> CallLayout:
@@ -169,34 +161,6 @@ LAYERS = tuple(
     for suffix, work, sizes in (
         ("", "layer_step", layout(t=256, d=32)._replace(b=8)),
         ("_decode", "layer_token", layout(t=128, d=32)),
-    )
-)
-
-MODELS = {
-    "Qwen3Next": ("qwen3_next", "gated_delta", layout(t=512, h=4)),
-    "OlmoHybrid": ("olmo_hybrid", "gated_delta", layout(t=512, h=4)),
-    "KimiLinear": ("kimi_linear", "kda", layout(t=512, h=4)),
-    "Mamba2": ("mamba2", "ssd", layout(t=512, n=1)),
-    "Bamba": ("bamba", "ssd", layout(t=512, n=1)),
-}
-"""The name of the cases, the mechanism and the sizes of the layers, by model of Transformers."""
-
-IN_TRANSFORMERS = tuple(
-    BenchCase(
-        f"transformers_{name}{suffix}",
-        mechanism,
-        work,
-        sizes,
-        peers=("transformers",),
-        calls=calls,
-        model=model,
-    )
-    for model, (name, mechanism, sizes) in MODELS.items()
-    for suffix, work, calls in (
-        ("", "model_forward", 1),
-        ("_backward", "model_step", 1),
-        ("_decode", "model_token", 16),
-        ("_generate", "model_generate", 16),
     )
 )
 
@@ -327,7 +291,6 @@ COMPARED = (
     *_PACKED,
     *OVERHEAD,
     *LAYERS,
-    *IN_TRANSFORMERS,
 )  # fmt: skip
 
 

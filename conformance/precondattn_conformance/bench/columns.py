@@ -49,7 +49,7 @@ def columns_of(case: BenchCase, library: str, backend: str | None, device: str |
     """The columns of a case that one library computes by a backend, or by a peer of this name."""
     mechanism = str(pa.parse(case.mechanism))
     return Columns(
-        f"{mechanism} of {case.model}" if case.model else mechanism,
+        mechanism,
         library,
         backend or DEFAULT,
         device_on(library, device),

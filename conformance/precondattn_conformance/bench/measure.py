@@ -20,7 +20,7 @@ from precondattn.arrays import Array
 from precondattn.backend import UnsupportedError
 from precondattn.json_types import JsonObject
 from precondattn_conformance import libraries
-from precondattn_conformance.bench import layers, machine, models
+from precondattn_conformance.bench import layers, machine
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import (
     Computation,
@@ -97,8 +97,7 @@ def measure(
     library = libraries.named(case.library, options.device)
     try:
         with library.precision(case.dtype):
-            is_beside = case.work in layers.WORKS or case.work in models.WORKS
-            one = _measure_beside if is_beside else _measure
+            one = _measure_layer if case.work in layers.WORKS else _measure
             one(case, backend, options, benchmark, library, row)
     except (UnsupportedError, UncheckedError) as reason:
         row.status, row.reason = UNSUPPORTED, str(reason)
@@ -154,7 +153,7 @@ def _measure(
     _add_extra(benchmark, row)
 
 
-def _measure_beside(
+def _measure_layer(
     case: BenchCase,
     backend: str | None,
     options: MeasureOptions,
@@ -162,13 +161,12 @@ def _measure_beside(
     library: Library,
     row: Row,
 ) -> None:
-    """A layer or a model."""
-    is_layer = case.work in layers.WORKS
-    if is_layer and backend is not None:
+    """A layer."""
+    if backend is not None:
         raise UnsupportedError("a layer is measured on the backends that are chosen by default")
-    of_mechanism = replace(case, work=(layers.WORKS | models.WORKS)[case.work])
+    of_mechanism = replace(case, work=layers.WORKS[case.work])
     plan(of_mechanism, backend, options.device, row, case.layout)
-    found = layers.measured(case, library) if is_layer else models.measured(case, backend, library)
+    found = layers.measured(case, library)
     row.error, row.bound, row.checked = found.checked.error, found.checked.bound, found.checked.what
     row.first_call_seconds = found.first_call_seconds
     peers = {peer.name: found.peer for peer in peers_of(case) if peer.name == found.peer_name}

@@ -48,7 +48,7 @@ from precondattn.installed import is_installed
 from precondattn_conformance import libraries
 from precondattn_conformance.bench.adapters import KERNELS, NAIVE, OF_TRANSFORMERS
 from precondattn_conformance.bench.by_hand import by_hand, is_written, lack
-from precondattn_conformance.bench.cases import MODELS, BenchCase
+from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import Computation, ours, token_count
 from precondattn_conformance.bench.naive_lucid import naive_lucid
 from precondattn_conformance.libraries import Library
@@ -235,17 +235,10 @@ def _jax_attention_by(implementation: str) -> Callable[..., Array]:
 
 # Transformers: only the module is imported, no model is loaded.
 
-OF_MODELS = tuple(mechanism for _, mechanism, _ in MODELS.values())
-"""The mechanisms of the models that are measured."""
-
 
 def _lacks_transformers(case: BenchCase, device: str) -> str:
     if not is_installed("transformers"):
         return "transformers is not installed"
-    if case.model:
-        return ""
-    if case.mechanism not in OF_TRANSFORMERS.adapters:
-        return f"{case.mechanism} of Transformers is measured in its models"
     return OF_TRANSFORMERS.lack(case, device)
 
 
@@ -330,7 +323,7 @@ PEERS = (
     TimedPeer(
         "transformers",
         "torch",
-        lambda m: str(m) in (*OF_TRANSFORMERS.adapters, *OF_MODELS),
+        lambda m: str(m) in OF_TRANSFORMERS.adapters,
         _lacks_transformers,
         _transformers,
     ),

@@ -25,8 +25,8 @@ WIDE = ("float32", "float64")
 HALF = ("float16", "bfloat16")
 
 LIBRARIES = {
-    "torch": TemplateLibrary("PyTorch", "torch>=2.6", WIDE + HALF, "lucid_solve_torch.py.j2"),
-    "jax": TemplateLibrary("JAX", "jax>=0.6", WIDE + HALF, "lucid_solve_jax.py.j2"),
+    "torch": TemplateLibrary("PyTorch", "torch>=2.11", WIDE + HALF, "lucid_solve_torch.py.j2"),
+    "jax": TemplateLibrary("JAX", "jax>=0.10", WIDE + HALF, "lucid_solve_jax.py.j2"),
     "numpy": TemplateLibrary("NumPy", "numpy>=2.0", WIDE, "lucid_solve_numpy.py.j2"),
     "cupy": TemplateLibrary("CuPy", "cupy-cuda13x>=14", WIDE, "lucid_solve_numpy.py.j2"),
 }

@@ -3,16 +3,10 @@
 `interface.py` imports the names of Transformers. For existing models, `replace.py` and `options.py`
 replace the softmax by a mechanism, `attention.py` and `masks.py` have the functions that
 Transformers calls, and `cache_layers.py` puts our layers (`dynamic_cache.py`, `static_cache.py`)
-into its caches. `model/` is a new model class, and `linear/` computes the linear layers of existing
-models.
+into its caches. `model/` is a new model class.
 """
 
 from precondattn.integrations.transformers.cache_layers import static_cache
-from precondattn.integrations.transformers.linear import (
-    add_ccq,
-    restore_backend_for,
-    use_backend_for,
-)
 from precondattn.integrations.transformers.model import (
     PrecondattnCache,
     PrecondattnConfig,
@@ -26,10 +20,7 @@ __all__ = [
     "PrecondattnConfig",
     "PrecondattnForCausalLM",
     "PrecondattnModel",
-    "add_ccq",
     "replace_attention",
     "restore_attention",
-    "restore_backend_for",
     "static_cache",
-    "use_backend_for",
 ]

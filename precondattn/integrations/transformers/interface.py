@@ -31,7 +31,6 @@ USED = {
         "StaticLayer",
         "StaticSlidingWindowLayer",
     ),
-    "transformers.integrations.accelerate": ("force_accelerate_hooks",),
     "transformers.masking_utils": (
         "ALL_MASK_ATTENTION_FUNCTIONS",
         "and_masks",
@@ -156,4 +155,3 @@ BaseModelOutputWithPast = _found["BaseModelOutputWithPast"]
 CausalLMOutputWithPast = _found["CausalLMOutputWithPast"]
 can_return_tuple = _found["can_return_tuple"]
 capture_outputs = _found["capture_outputs"]
-force_accelerate_hooks = _found["force_accelerate_hooks"]

@@ -23,7 +23,6 @@ from precondattn.integrations.transformers.interface import (
     HFConfig,
     PreTrainedModel,
 )
-from precondattn.integrations.transformers.linear.computed import class_of, code_of
 from precondattn.integrations.transformers.masks import mask_of_encoder, mask_of_tokens
 from precondattn.integrations.transformers.options import AttentionOptions, options_of, with_options
 
@@ -124,11 +123,14 @@ def _attention_of(model: nn.Module) -> tuple[HFConfig, list[nn.Module]]:
         )
     if getattr(config, "attention_chunk_size", None):
         raise TypeError("model: chunked attention is a pattern that no mechanism has")
-    found = [m for m in model.modules() if _calls_attention(m)]
+    of_attention = _attention_class(model)
+    # A function of the interface gets the scale of its module.
+    found = [m for m in model.modules() if isinstance(m, of_attention) and hasattr(m, "scaling")]
     if len(found) != config.num_hidden_layers:
         raise TypeError(
             f"model: one attention module in each of {config.num_hidden_layers} layers expected; "
-            f"{type(model).__name__} has {len(found)}"
+            f"{type(model).__name__} has {len(found)}, and for other layers Transformers has no "
+            f"interface"
         )
     if len({bool(getattr(m, "is_causal", True)) for m in found}) > 1:
         raise TypeError(f"model: some layers of {type(model).__name__} are causal, and some not")
@@ -140,10 +142,16 @@ def _attention_of(model: nn.Module) -> tuple[HFConfig, list[nn.Module]]:
     return config, found
 
 
-def _calls_attention(module: nn.Module) -> bool:
-    """Whether its forward calls a function of the `AttentionInterface`, with a scale of its own."""
-    names = code_of(class_of(module), "forward").co_names
-    return "ALL_ATTENTION_FUNCTIONS" in names and hasattr(module, "scaling")
+def _attention_class(model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """The class of the attention modules that use the `AttentionInterface`; empty without one.
+
+    Transformers names it as the one whose outputs are a model's `attentions`.
+    """
+    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("attentions")
+    recorded = getattr(recorded, "target_class", recorded)
+    if not model._supports_attention_backend or not isinstance(recorded, type):
+        return ()
+    return (recorded,)
 
 
 def _for_layers(

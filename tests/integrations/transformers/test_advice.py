@@ -10,15 +10,9 @@ pytest.importorskip("transformers")
 import torch
 from transformers import DynamicCache, StaticCache
 
-from precondattn.integrations.transformers import (
-    add_ccq,
-    replace_attention,
-    static_cache,
-    use_backend_for,
-)
+from precondattn.integrations.transformers import replace_attention, static_cache
 from precondattn.integrations.transformers.attention import NAME
 from tests.integrations.transformers.small_models import model_of, prompts
-from tests.integrations.transformers.test_linear_layers import made
 
 IDS, MASK = prompts()
 
@@ -100,34 +94,6 @@ def by_name_only(model):
     return model(IDS)
 
 
-def linear_prompts(side):
-    """A token after a prompt whose first sequence has padding at one side."""
-    model = use_backend_for(made("Mamba2", num_hidden_layers=1))
-    ids, mask = IDS[:, :8] % 50 + 2, torch.ones(2, 8, dtype=torch.int64)
-    mask[0, side] = 0
-    found = model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
-    alone = model.generate(ids[:1, 3:], max_new_tokens=2, do_sample=False)
-    assert found[0, -2:].tolist() == alone[0, -2:].tolist()
-
-
-def linear_parts(cuts):
-    """A prefill in parts, of a sequence with padding at the left."""
-    model = use_backend_for(made("Mamba2", num_hidden_layers=1))
-    ids, mask, cache = IDS[:, :8] % 50 + 2, torch.ones(2, 8, dtype=torch.int64), {}
-    mask[0, :5] = 0
-    for start, stop in zip((0, *cuts), (*cuts, 8), strict=True):
-        outputs = model(ids[:, start:stop], attention_mask=mask[:, :stop], use_cache=True, **cache)
-        cache = {"cache_params": outputs.cache_params}
-    close(outputs.logits[:1, -1], model(ids[:1, 5:], use_cache=False).logits[:, -1])
-
-
-def with_ccq(advised):
-    model = made("Qwen3Next", num_hidden_layers=1)
-    if advised:
-        return add_ccq(model, backend="reference")(IDS % 50, use_cache=False)
-    return use_backend_for(add_ccq(model), "reference")
-
-
 ADVICE = [
     ModelAdvice(
         "set attention_dropout, or attention_probs_dropout_prob, to 0 in the model's config",
@@ -165,17 +131,6 @@ ADVICE = [
         lambda: ours("linear"),
         lambda: [ours("lucid"), ours("lucid(laser)")],
     ),
-    ModelAdvice(
-        "pad prompts at the left",
-        lambda: linear_prompts(slice(5, 8)),
-        lambda: linear_prompts(slice(0, 3)),
-    ),
-    ModelAdvice(
-        "give its first token together with one before or after it",
-        lambda: linear_parts((5, 6)),
-        lambda: [linear_parts((4, 6)), linear_parts((5, 7))],
-    ),
-    ModelAdvice("pass the backend to add_ccq", lambda: with_ccq(False), lambda: with_ccq(True)),
 ]
 
 

@@ -9,7 +9,14 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.masking_utils import or_masks
 
 import precondattn as pa
@@ -252,6 +259,15 @@ def test_what_a_model_has_and_a_mechanism_has_not_is_refused():
         replace_attention(t5, "lucid")
     with pytest.raises(TypeError, match="PreTrainedModel"):
         replace_attention(torch.nn.Linear(2, 2), "lucid")
+    config = Mamba2Config(
+        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_heads=4, head_dim=4, state_size=4
+    )
+    with pytest.raises(TypeError, match="has 0, and for other layers Transformers has no interf"):
+        replace_attention(Mamba2ForCausalLM(config), "lucid")
+    llama = model_of()
+    llama._supports_attention_backend = False
+    with pytest.raises(TypeError, match="each of 2 layers expected; LlamaForCausalLM has 0"):
+        replace_attention(llama, "lucid")
 
 
 def test_arguments_are_checked():
