@@ -352,7 +352,7 @@ def host_integers(array: Array) -> list[int] | None:
 
 
 def host_array(array: Array) -> Array:
-    """The array as a NumPy array, after waiting for its device; None if it is traced."""
+    """The array as a NumPy array, after waiting for its device; None if it can not be read."""
     library = library_of(array)
     if library == "numpy":
         return array
@@ -365,7 +365,9 @@ def host_array(array: Array) -> Array:
         return array.detach().cpu().numpy()
     if library == "jax":
         return np.asarray(array)
-    return array.get() if library == "cupy" else None
+    if library == "cupy":
+        return array.get()
+    return np.from_dlpack(array) if hasattr(array, "__dlpack__") else None
 
 
 def on_device_of(like: Array, array: Array) -> Array:

@@ -72,4 +72,6 @@ def _on(device: Device, array: Array) -> Array:
         raise ValueError(f"to: arrays of numpy are on 'cpu'; found the device {device!r}")
     if str(exact_device(array)) == str(device):
         return array
+    if isinstance(device, str) and library_of(array) == "array_api_strict":
+        device = type(array.device)(device)  # The library's functions take no names.
     return array_api_compat.to_device(array, device)
