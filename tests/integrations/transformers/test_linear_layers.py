@@ -11,8 +11,10 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 
+import precondattn as pa
 from precondattn.integrations.transformers import add_ccq, restore_backend_for, use_backend_for
 from precondattn.integrations.transformers.linear.layers import KINDS
+from precondattn.integrations.transformers.linear.states import computed_from
 from precondattn_torch.runners import UnrecordedRunner
 
 VOCABULARY = 61
@@ -436,3 +438,11 @@ def test_compiled_calls_refuse_the_same_padding_in_one_graph(compiler):
             in_parts(right, cuts)
     with pytest.raises(RuntimeError, match=r"a sequence has only had padding, .* a single token"):
         in_parts(left, (3, 4))
+
+
+def test_states_that_are_expanded_are_copied_before_a_step_writes_into_them():
+    m, x, states = pa.Linear(), torch.ones(2, 1, 2, 4), torch.ones(1, 2, 4, 4).expand(2, 2, 4, 4)
+    with torch.no_grad():
+        out, _ = computed_from(m, {"q": x, "k": x, "v": x}, (states,), True, None)
+    cache = m.init_cache(x, x, x, states={"S": states})
+    torch.testing.assert_close(out, m.extend(cache, x, x, x)[0])

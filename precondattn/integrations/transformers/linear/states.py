@@ -9,6 +9,7 @@ from torch import Tensor
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.algebra.piece import BackendNames
+from precondattn.arrays import writable
 from precondattn.cache import Cache, Replace
 from precondattn.cache.kinds import STATE, Kind
 from precondattn.execution.preparation import prepared
@@ -73,6 +74,6 @@ def _one_token(
 
 def _holding(mechanism: Mechanism, states: States) -> Cache:
     """A cache of the mechanism with these states, which are all of its states."""
-    store = dict(zip(mechanism.program.slots, (x.float() for x in states), strict=True))
+    store = dict(zip(mechanism.program.slots, (writable(x.float()) for x in states), strict=True))
     length = torch.zeros(states[0].shape[0], dtype=torch.int32, device=states[0].device)
     return Cache(length, store, {name: {KIND: ()} for name in store})
