@@ -340,6 +340,17 @@ def writes_in_place(array: Array, *updates: Array) -> bool:
     return library != "torch" or not any(map(_is_transformed, updates))
 
 
+def writable(array: Array) -> Array:
+    """The array; a copy of a view that is read-only or repeats entries, if a library has such."""
+    library = library_of(array)
+    if library not in ("numpy", "torch", "cupy"):
+        return array
+    strides = array.stride() if library == "torch" else array.strides
+    repeats = 0 in [step for size, step in zip(array.shape, strides, strict=True) if size > 1]
+    is_read_only = library == "numpy" and not array.flags.writeable
+    return copied(array) if repeats or is_read_only else array
+
+
 def host_integers(array: Array) -> list[int] | None:
     """The entries of an integer array (b,) as a list; None if it is traced or not on the CPU."""
     if library_of(array) not in ("numpy", "torch") or device_of(array) != "cpu":
@@ -351,7 +362,7 @@ def host_integers(array: Array) -> list[int] | None:
 
 
 def host_array(array: Array) -> Array:
-    """The array as a NumPy array, after waiting for its device; None if it is traced."""
+    """The array as a NumPy array, after waiting for its device; None if it can not be read."""
     library = library_of(array)
     if library == "numpy":
         return array
@@ -364,7 +375,9 @@ def host_array(array: Array) -> Array:
         return array.detach().cpu().numpy()
     if library == "jax":
         return np.asarray(array)
-    return array.get() if library == "cupy" else None
+    if library == "cupy":
+        return array.get()
+    return np.from_dlpack(array) if hasattr(array, "__dlpack__") else None
 
 
 def on_device_of(like: Array, array: Array) -> Array:

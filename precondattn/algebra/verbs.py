@@ -13,10 +13,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
-from precondattn.arrays import Array, is_compiling
+from precondattn.arrays import Array, Arrays, is_compiling
 from precondattn.cache import Cache
+from precondattn.cache.conversion import in_library_of, with_writable_buffers
 from precondattn.cache.kept import without_kept
 from precondattn.cache.kinds import holding
+from precondattn.given import Given
 
 if TYPE_CHECKING:
     from precondattn.algebra.registry import AnyMechanism
@@ -291,7 +293,7 @@ class Verbs(Piece):
         """
         if not isinstance(donate, bool):
             raise TypeError(f"{self}: donate must be true or false; found {donate!r}")
-        whole, cache = cache, without_kept(cache) if isinstance(cache, Cache) else cache
+        whole, cache = cache, _read(cache, arrays, named)
         masks, is_packed = _masks_of_extension(segment_ids, cu_seqlens, lengths, key_mask)
         masks |= {"prefix": prefix, "attn_mask": attn_mask}
         keeping = None
@@ -318,6 +320,7 @@ class Verbs(Piece):
             return out, holding(cache, length, dict(zip(store, buffers, strict=True)))
         from precondattn.execution import run
 
+        cache = with_writable_buffers(cache) if donate and isinstance(cache, Cache) else cache
         extend = run.extend_packed if is_packed else run.extend
         given = self, cache, arrays, named, backend, masks
         result = extend(*given, donate=donate, keeping=keeping)
@@ -359,7 +362,7 @@ class Verbs(Piece):
         from precondattn.execution import run
 
         masks, is_packed = _masks_of_extension(segment_ids, cu_seqlens, lengths, key_mask)
-        cache = without_kept(cache) if isinstance(cache, Cache) else cache
+        cache = _read(cache, arrays, named)
         extend_vjp = run.extend_vjp_packed if is_packed else run.extend_vjp
         return extend_vjp(self, cache, arrays, named, backend, masks)
 
@@ -390,11 +393,18 @@ class Verbs(Piece):
         """
         from precondattn.execution.run import explain
 
-        cache = without_kept(cache) if isinstance(cache, Cache) else cache
+        cache = _read(cache, arrays, named)
         masks = {"lengths": lengths, "key_mask": key_mask}
         masks |= {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         masks |= {"prefix": prefix, "attn_mask": attn_mask}
         return explain(self, verb, cache, arrays, named, backend, masks)
+
+
+def _read(cache: Given, arrays: tuple[Array, ...], named: Arrays) -> Given:
+    """The cache without kept states, in the library of the inputs where that is possible."""
+    if not isinstance(cache, Cache) or is_compiling():
+        return without_kept(cache) if isinstance(cache, Cache) else cache
+    return in_library_of(next(iter((*arrays, *named.values())), None), without_kept(cache))
 
 
 def _masks_of_extension(

@@ -193,7 +193,7 @@ class Cache(NamedTuple):
         Parameters
         ----------
         device : device or str, optional
-        A device of the array library, or its name.
+            A device of the array library; in PyTorch and array-api-strict also its name.
         dtype : str or dtype of the library, optional
             The dtype of later inputs, such as `"float32"`. For half precision, buffers that need
             float32 keep it.

@@ -17,8 +17,10 @@ from precondattn.arrays import (
     dtype_name,
     exact_device,
     fresh,
+    is_traced,
     library_of,
     namespace,
+    writable,
 )
 from precondattn.cache.kinds import C, holding, kinds_of
 
@@ -32,6 +34,29 @@ def to(cache: C, device: Device, dtype: DType) -> C:
         new = buffer if dtype is None else _in_dtype(dtype, buffer, kinds[name].is_wide)
         store[name] = _apart(device, new, buffer)
     return holding(cache, _apart(device, cache.length, cache.length), store)
+
+
+def with_writable_buffers(cache: C) -> C:
+    """The cache, for donation: buffers that can not be written to are copied."""
+    return holding(cache, cache.length, {name: writable(a) for name, a in cache.store.items()})
+
+
+def in_library_of(like: Array, cache: C) -> C:
+    """The cache with NumPy's arrays as JAX's if `like` is one: JAX's own functions accept both.
+
+    Serialisers return NumPy's. Those with a dtype that JAX would change are left as they are.
+    """
+    arrays = (cache.length, *cache.store.values())
+    if library_of(like) != "jax" or "numpy" not in map(library_of, arrays):
+        return cache
+    jax = sys.modules["jax"]
+
+    def moved(a: Array) -> Array:
+        is_same = library_of(a) == "numpy" and jax.dtypes.canonicalize_dtype(a.dtype) == a.dtype
+        return jax.numpy.array(a) if is_same else a
+
+    with jax.default_device(None if is_traced(like) else next(iter(like.devices()))):
+        return holding(cache, moved(cache.length), {n: moved(a) for n, a in cache.store.items()})
 
 
 def _apart(device: Device, new: Array, old: Array) -> Array:
@@ -72,4 +97,6 @@ def _on(device: Device, array: Array) -> Array:
         raise ValueError(f"to: arrays of numpy are on 'cpu'; found the device {device!r}")
     if str(exact_device(array)) == str(device):
         return array
+    if isinstance(device, str) and library_of(array) == "array_api_strict":
+        device = type(array.device)(device)  # The library's functions take no names.
     return array_api_compat.to_device(array, device)

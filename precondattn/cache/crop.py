@@ -22,6 +22,7 @@ from precondattn.arrays import (
     writes_in_place,
     zero_where_not,
 )
+from precondattn.cache.conversion import with_writable_buffers
 from precondattn.cache.integers import Integers, entries, integers
 from precondattn.cache.kept import FROM, checkpoints, is_kept, states_at, without_kept
 from precondattn.cache.kinds import (
@@ -84,6 +85,7 @@ def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
             f"{verb}: donate=True writes in place, so it can not be differentiated; call it under "
             f"torch.no_grad(), or without donate"
         )
+    given, cache = cache, with_writable_buffers(cache) if donate else cache
     capacity = capacity_of(cache)
     invalid = invalid_length(capacity)
     first, reach = cache.store.get(FIRST), reach_of(cache) or 0
@@ -119,7 +121,7 @@ def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
             store[name] = fresh(buffer)
     cropped = without_kept(holding(cache, length, store))
     if donate:
-        cache.store.clear()
+        given.store.clear()
     return cropped
 
 

@@ -56,7 +56,7 @@ def integers(name: str, given: Given, like: Array, count: int | None = None) -> 
 
 
 def entries(array: Array) -> list[int]:
-    """The entries of an integer array (n,) that is not traced."""
+    """The entries of an array (n,) of integers or booleans that is not traced."""
     if hasattr(array, "tolist"):
         return [int(n) for n in array.tolist()]
     return [int(array[i]) for i in range(array.shape[0])]

@@ -70,7 +70,9 @@ def select(cache: C, rows: Given) -> C:
                 "select: rows is a traced mask, and the number of sequences can not depend on it; "
                 "pass their indices"
             )
-        rows = _marked([bool(n) for n in entries(namespace(rows).astype(rows, "int32"))], b)
+        if tuple(rows.shape) != (b,):
+            raise ValueError(f"select: a mask must have shape ({b},); found {tuple(rows.shape)}")
+        rows = _marked(entries(rows), b)
     _, known = integers("select: rows", rows, cache.length)
     if known is not None and len(set(known)) < len(known):
         raise ValueError(
@@ -80,7 +82,7 @@ def select(cache: C, rows: Given) -> C:
     return reorder(cache, rows, "select")
 
 
-def _marked(mask: Sequence[bool], b: int) -> list[int]:
+def _marked(mask: Sequence[int], b: int) -> list[int]:
     if len(mask) != b:
         raise ValueError(f"select: a mask must have {b} entries, one for each; found {len(mask)}")
     return [i for i, is_marked in enumerate(mask) if is_marked]

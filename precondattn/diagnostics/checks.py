@@ -12,8 +12,6 @@ def check_floating(name: str, array: Array, axes: str) -> None:
     """
     from precondattn.execution.array_checks import check_stored
 
-    if library_of(array) is None:
-        raise TypeError(f"{name} must be an array; found {type(array).__name__}")
     check_stored(name, array)
     if dtype_name(array) not in FLOATING:
         raise TypeError(f"{name} must be of a floating dtype; found {dtype_name(array)}")

@@ -25,6 +25,7 @@ from precondattn.execution.masks import (
     check_lengths,
     check_mask,
     segments_of,
+    sequences_between,
     zero_padding,
 )
 from precondattn.execution.pair_masks import (
@@ -110,7 +111,7 @@ def _prefix(
 ) -> Array | None:
     """The end of each query's prefix (b, t)."""
     bounds = masks["cu_seqlens"]
-    count, letter = (sizes["b"], "b") if bounds is None else (len(bounds) - 1, "n")
+    count, letter = (sizes["b"], "b") if bounds is None else (sequences_between(bounds), "n")
     prefix = check_prefix(owner, masks.get(PREFIX), like, count, letter, checks)
     if prefix is None:
         return None

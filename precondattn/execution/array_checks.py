@@ -25,19 +25,13 @@ def check_arrays(owner: str, declared: Inputs, inputs: ByName) -> str:
     """
     libraries = {}
     for name, array in inputs.items():
-        library = library_of(array)
-        if library is None:
-            raise TypeError(
-                f"{owner}: {name} must be an array of NumPy, PyTorch, JAX, CuPy or another "
-                f"array-API library; found {type(array).__name__}"
-            )
         check_stored(
             f"{owner}: {name}",
             array,
             of_nested=f"use torch.nested.to_padded_tensor({name}, 0.0), and give "
             f"lengths=[len(x) for x in {name}.unbind()]",
         )
-        libraries[name] = library
+        libraries[name] = str(library_of(array))
     if "torch" in libraries.values() and is_recorded_by_jit():
         raise UnsupportedError(
             f"{owner}: torch.jit.trace would record the call for one number of tokens; use "
@@ -71,10 +65,15 @@ def check_arrays(owner: str, declared: Inputs, inputs: ByName) -> str:
 
 
 def check_stored(what: str, array: Array, *, of_nested: str = "give a dense tensor") -> None:
-    """Raise a TypeError for a nested or sparse tensor, which has no entry for every index.
+    """Raise a TypeError for what has no entry for every index, such as a list or a sparse tensor.
 
-    `what` names it in the message, and `of_nested` says what to do with a nested one.
+    Masked arrays are such too. `what` names it, and `of_nested` says what to do with a nested one.
     """
+    if library_of(array) is None:
+        raise TypeError(
+            f"{what} must be an array of NumPy, PyTorch, JAX, CuPy or another array-API library; "
+            f"found {type(array).__name__}"
+        )
     storage = storage_of(array)
     if storage == "nested":
         raise TypeError(f"{what} is a nested tensor, which is not supported; {of_nested}")

@@ -10,7 +10,7 @@ from precondattn.algebra.text import nearest
 from precondattn.arrays import HALF, Array, Arrays, dtype_name, fresh, library_of
 from precondattn.cache.kinds import STATE
 from precondattn.cache.states import names_of_states
-from precondattn.execution.array_checks import check_device
+from precondattn.execution.array_checks import check_device, check_stored
 from precondattn.given import Given
 
 
@@ -43,6 +43,7 @@ def given_states(mechanism: Piece, given: Given, sizes: Sizes, like: Array) -> A
         if library_of(state) != library:
             found = type(state).__name__ if library_of(state) is None else library_of(state)
             raise TypeError(f"{what} must be an array of {library}, as the inputs; found {found}")
+        check_stored(what, state)
         if tuple(state.shape) != shape:
             is_of_others = tuple(state.shape)[1:] == shape[1:]
             hint = f"; write sequences={state.shape[0]}" if is_of_others else ""

@@ -213,6 +213,11 @@ def packed_by(owner: str, given: Given, like: Array, b: int, s: int, checks: Val
     return Packed(segment_ids, None, on_device_of(like, bounds[-1:]))
 
 
+def sequences_between(bounds: Given) -> int:
+    """The number of sequences of `cu_seqlens`. Arrays need not have a `len`."""
+    return (len(bounds) if isinstance(bounds, list | tuple) else int(bounds.shape[0])) - 1
+
+
 def _checked_bounds(name: str, given: Given, like: Array) -> Array:
     """`given` as a NumPy array or an array of the inputs' library, with checked type and shape."""
     if isinstance(given, list | tuple):

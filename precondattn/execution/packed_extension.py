@@ -35,7 +35,7 @@ from precondattn.execution.input_names import (
     inputs_by_name,
     shapes_of,
 )
-from precondattn.execution.masks import ValueChecks, check_mask, segments_of
+from precondattn.execution.masks import ValueChecks, check_mask, segments_of, sequences_between
 from precondattn.execution.packed import (
     MovedRows,
     gathered,
@@ -128,8 +128,8 @@ class PackedExtension:
             )
         if borders["cu_seqlens"] is None:
             return runs(packed.on_host)
-        lengths = np.bincount(packed.on_host[0], minlength=len(borders["cu_seqlens"]))
-        lengths = lengths[: len(borders["cu_seqlens"]) - 1]
+        n = sequences_between(borders["cu_seqlens"])
+        lengths = np.bincount(packed.on_host[0], minlength=n)[:n]
         return np.cumsum(lengths) - lengths, lengths
 
     def _check_capacity(self, lengths: np.ndarray) -> None:

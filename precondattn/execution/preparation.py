@@ -118,7 +118,8 @@ def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
     library = check_arrays(owner, declared, inputs)
     given_masks = {name: mask for name, mask in call.masks.items() if mask is not None}
     for name, mask in given_masks.items():
-        check_stored(f"{owner}: {name}", mask)
+        if library_of(mask) is not None:  # `bind` checks what else a mask may be.
+            check_stored(f"{owner}: {name}", mask)
     shapes, like = shapes_of(inputs), next(iter(inputs.values()))
     # Backends get `cu_seqlens` as `segment_ids`.
     masks = {"segment_ids" if name == "cu_seqlens" else name for name in given_masks}

@@ -9,7 +9,7 @@ trained with one layout can not be used with the other:
 
 from __future__ import annotations
 
-from precondattn.arrays import Array, library_of, namespace
+from precondattn.arrays import Array, namespace
 
 LAYOUTS = ("adjacent", "halves")
 
@@ -45,8 +45,6 @@ def split_heads(x: Array, layout: str) -> tuple[Array, Array]:
 
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be 'adjacent' or 'halves'; found {layout!r}")
-    if library_of(x) is None:
-        raise TypeError(f"x must be an array (b, t, 2h, d); found {type(x).__name__}")
     check_stored("x", x)
     if x.ndim != 4 or x.shape[2] % 2:
         raise ValueError(

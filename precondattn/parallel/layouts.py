@@ -21,6 +21,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from precondattn.arrays import Array, namespace
+from precondattn.execution.array_checks import check_stored
 
 ORDERS = ("contiguous", "zigzag", "cyclic[block=512]")
 """The layouts that divide tokens. `heads`, the other layout, has no order of tokens."""
@@ -211,6 +212,7 @@ def to_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
     >>> to_layout(np.arange(7), "cyclic[block=2]", 2, axis=0)
     array([0, 1, 4, 5, 2, 3, 6])
     """
+    check_stored("x", x)
     parts = TokenOrder.read(layout).parts_of(x.shape[axis], devices)
     by_device = sorted(parts, key=lambda part: (part.device, part.first))
     return _joined(x, [(part.first, part.tokens) for part in by_device], axis)
@@ -225,6 +227,7 @@ def from_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
     >>> from_layout(np.asarray([0, 1, 6, 7, 2, 3, 4, 5]), "zigzag", 2, axis=0)
     array([0, 1, 2, 3, 4, 5, 6, 7])
     """
+    check_stored("x", x)
     parts = TokenOrder.read(layout).parts_of(x.shape[axis], devices)
     counts = [0] * devices
     for part in parts:

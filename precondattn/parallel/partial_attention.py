@@ -237,14 +237,18 @@ def merge(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
 
 
 def _check_parts(outs: tuple[Array, ...], lses: tuple[Array, ...]) -> None:
+    from precondattn.execution.array_checks import check_stored
+
     if not outs or len(outs) != len(lses):
         raise ValueError(
             f"merge: there must be as many outs as lses, at least one; found {len(outs)} outs and "
             f"{len(lses)} lses"
         )
+    check_stored("merge: outs[0]", outs[0])
     shape = tuple(outs[0].shape)
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         for name, found, expected in (("outs", out, shape), ("lses", lse, shape[:-1])):
+            check_stored(f"merge: {name}[{i}]", found)
             if tuple(found.shape) != expected:
                 raise ValueError(
                     f"merge: {name}[{i}] must have the shape {expected}, like outs[0]; found "

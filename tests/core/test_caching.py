@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import precondattn as pa
+from precondattn.arrays import read_only
 from precondattn.frame import EXTENSION, Frame, extending_frame
 from precondattn.frame import Layout as FrameLayout
 from precondattn_conformance.declared import expressions
@@ -81,6 +82,37 @@ def test_donated_caches_give_the_same_output_and_are_written_in_place(expression
             m.extend(old, **slice_tokens(m, x, start, start + 4))
     assert all(cache.store[key] is buffer for key, buffer in buffers.items())
     np.testing.assert_allclose(np.concatenate(outs, axis=1), expected, rtol=1e-10, atol=1e-12)
+
+
+VIEWS = {
+    "read-only": lambda a: read_only(np.concatenate([a, a])),
+    "broadcast": lambda a: np.broadcast_to(a, (2, *a.shape[1:])),
+    "expanded": lambda a: pytest.importorskip("torch").tensor(a).expand(2, *a.shape[1:]),
+}
+DONATING = {
+    "one token": lambda m, x, c, **d: m.extend(c, **slice_tokens(m, x, 6, 7), **d)[1],
+    "lengths": lambda m, x, c, **d: m.extend(c, **slice_tokens(m, x, 6, 9), lengths=[3, 1], **d)[1],
+    "crop": lambda m, x, c, **d: c.crop([2, 5], **d) if c.can_crop else c,
+    "restore": lambda m, x, c, **d: c.restore(c.snapshot(), **d),
+}
+
+
+@pytest.mark.parametrize("operation", DONATING)
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("expression", ["softmax", "softmax[window=3]", "lucid(path)", "gla"])
+def test_a_donated_cache_that_can_not_be_written_to_is_copied_once(expression, view, operation):
+    m, run, viewed = pa.parse(expression), DONATING[operation], VIEWS[view]
+    made = inputs_of(m, b=1)
+    _, old = m.extend(m.init_cache(**made, capacity=LENGTH), **slice_tokens(m, made, 0, 6))
+    x, store = ({n: viewed(a) for n, a in arrays.items()} for arrays in (made, old.store))
+    cache = old._replace(length=viewed(old.length), store=dict(store))
+    expected, after = run(m, x, cache), run(m, x, cache, donate=True)
+    for name, buffer in after.store.items():
+        np.testing.assert_array_equal(store[name], np.concatenate([old.store[name]] * 2))
+        np.testing.assert_allclose(buffer, expected.store[name], rtol=1e-12, atol=1e-14)
+    last, buffers = slice_tokens(m, x, 9, 10), dict(after.store)
+    after = m.extend(after, **last, donate=True)[1]
+    assert operation == "crop" or all(after.store[name] is buffers[name] for name in buffers)
 
 
 def test_a_cache_that_is_not_donated_can_be_continued_twice():

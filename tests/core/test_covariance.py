@@ -155,7 +155,7 @@ K = keys("random")
 @pytest.mark.parametrize(
     ("g", "error", "message"),
     [
-        ([0.0], TypeError, "g must be an array; found list"),
+        ([0.0], TypeError, "g must be an array of .*; found list"),
         (np.zeros((2, 6, 2)), ValueError, r"g must have the shape \(b, s, h\) = \(2, 7, 2\)"),
         (np.zeros((2, 7, 3)), ValueError, "g must have a multiple of n = 2 heads; found 3"),
     ],

@@ -63,6 +63,28 @@ def test_only_the_array_api_standard_is_used_and_arrays_stay_on_their_device(bac
     )
 
 
+@pytest.mark.parametrize("expression", ["softmax", "gated_delta"])
+def test_operations_on_caches_take_arrays_of_the_library_on_its_device(expression):
+    m, device = pa.parse(expression), strict.Device("device1")
+    made = make_inputs(m, CallLayout("test", b=1, t=5, s=5), "clustered")
+
+    def saved(asarray, name):
+        x = {name: asarray(array) for name, array in made.items()}
+        rows, ends = asarray(np.asarray([0, 1])), asarray(np.asarray([0, 2, 5]))
+        empty = m.init_cache(**x, capacity=9, sequences=2)
+        cache = m.extend(empty, **x, cu_seqlens=ends, keep=1)[1].crop(rows + 1)
+        parts = cache.select(rows > 0), cache.reorder(rows).restore(empty.snapshot()).grow(12)
+        return pa.Cache.concatenate(parts).to(device=name).state_dict()
+
+    with strict.ArrayAPIStrictFlags(
+        boolean_indexing=False, data_dependent_shapes=False, enabled_extensions=()
+    ):
+        found = saved(lambda array: strict.asarray(array, device=device), "device1")
+    for name, expected in saved(np.asarray, "cpu").items():
+        assert found[name].device == device
+        np.testing.assert_allclose(np.from_dlpack(found[name]), expected, rtol=0, atol=1e-12)
+
+
 def test_the_suite_refuses_optional_features_and_arrays_of_another_device():
     library = libraries.named("array_api_strict")
     with library.precision("float64"):

@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import precondattn as pa
 from precondattn import arrays
+from precondattn.parallel.layouts import from_layout, to_layout
 from precondattn_conformance.inputs import CallLayout, make_inputs
 
 pytestmark = [
@@ -36,6 +37,11 @@ ENTRIES = {
     "cu_seqlens": lambda x: LUCID(X[:1], X[:1], X[:1], cu_seqlens=x),
     "mask of extend": lambda x: LINEAR.extend(LINEAR.init_cache(X, X, X), X, X, X, key_mask=x),
     "alignment": lambda x: pa.alignment(x, 4),
+    "to_layout": lambda x: to_layout(x, "zigzag", 2),
+    "from_layout": lambda x: from_layout(x, "zigzag", 2),
+    "outs of merge": lambda x: pa.merge([x], [X[..., 0]]),
+    "lses of merge": lambda x: pa.merge([X], [x]),
+    "states": lambda x: LINEAR.init_cache(X, X, X, states={"S": x}),
 }
 
 
@@ -96,6 +102,9 @@ def test_arrays_whose_entries_are_no_plain_numbers_are_refused():
     ):
         with pytest.raises(TypeError, match=f"q must be .*; found {found}"):
             LUCID(bad, bad, bad)
+    for entry in ENTRIES.values():
+        with pytest.raises(TypeError, match=r"must be .*; found MaskedArray"):
+            entry(np.ma.masked_array(numbers))
 
 
 def test_an_array_of_float0_is_refused_and_arrays_of_numpy_stay_arrays_of_numpy():

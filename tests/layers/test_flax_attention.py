@@ -1,5 +1,7 @@
 """`precondattn.layers.flax.Attention`: its numbers are PyTorch's, and Flax's own machinery."""
 
+from functools import partial
+
 import pytest
 
 pytest.importorskip("flax")
@@ -7,7 +9,7 @@ pytest.importorskip("flax")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, serialization
 from jax.sharding import PartitionSpec
 
 import precondattn as pa
@@ -190,3 +192,14 @@ def test_bad_input_is_named():
         attn(x, cache=made("gla").init_cache(2))
     with pytest.raises(ValueError, match="gla has no value heads"):
         Attention(24, heads=4, mechanism="gla", value_heads=8, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("expression", ["softmax[window=9]", "ccq(gated_delta)"])
+def test_caches_that_flax_has_restored_have_arrays_of_numpy_and_are_continued(expression):
+    attn = made(expression)
+    step, empty = partial(attn, hidden(2, 6), mask=jnp.asarray(MASK)), attn.init_cache(2, 16)
+    _, cache = step(cache=empty)
+    restored = serialization.from_bytes(empty, serialization.to_bytes(cache))
+    found = step(cache=restored)
+    jax.tree.map(np.testing.assert_array_equal, found, step(cache=cache))
+    assert all(isinstance(array, jax.Array) for array in jax.tree.leaves(found))
