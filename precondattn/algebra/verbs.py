@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
 from precondattn.arrays import Array, is_compiling
 from precondattn.cache import Cache
+from precondattn.cache.conversion import ordinary
 from precondattn.cache.kept import without_kept
-from precondattn.cache.kinds import holding
+from precondattn.cache.kinds import empty_if_donated, holding
 
 if TYPE_CHECKING:
     from precondattn.algebra.registry import AnyMechanism
@@ -256,7 +257,7 @@ class Verbs(Piece):
             support it.
         donate : bool
             Write into the cache's own buffers if the library can (NumPy, PyTorch, CuPy). The old
-            cache must not be used again; using it raises an error.
+            cache must not be used again; using it raises an error, also if this call has failed.
         keep : int
             The number of last new tokens of each sequence before which the new cache keeps the
             states, so that `crop` can remove these tokens, for example rejected drafts.
@@ -291,7 +292,7 @@ class Verbs(Piece):
         """
         if not isinstance(donate, bool):
             raise TypeError(f"{self}: donate must be true or false; found {donate!r}")
-        whole, cache = cache, without_kept(cache) if isinstance(cache, Cache) else cache
+        whole, cache = cache, ordinary(without_kept(cache)) if isinstance(cache, Cache) else cache
         masks, is_packed = _masks_of_extension(segment_ids, cu_seqlens, lengths, key_mask)
         masks |= {"prefix": prefix, "attn_mask": attn_mask}
         keeping = None
@@ -320,10 +321,11 @@ class Verbs(Piece):
 
         extend = run.extend_packed if is_packed else run.extend
         given = self, cache, arrays, named, backend, masks
-        result = extend(*given, donate=donate, keeping=keeping)
-        if donate:
-            whole.store.clear()
-        return result
+        try:
+            return extend(*given, donate=donate, keeping=keeping)
+        finally:
+            if whole is not cache:
+                empty_if_donated(whole, cache)
 
     def extend_vjp(
         self,

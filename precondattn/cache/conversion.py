@@ -17,6 +17,7 @@ from precondattn.arrays import (
     dtype_name,
     exact_device,
     fresh,
+    is_traced_by_dynamo,
     library_of,
     namespace,
 )
@@ -32,6 +33,19 @@ def to(cache: C, device: Device, dtype: DType) -> C:
         new = buffer if dtype is None else _in_dtype(dtype, buffer, kinds[name].is_wide)
         store[name] = _apart(device, new, buffer)
     return holding(cache, _apart(device, cache.length, cache.length), store)
+
+
+def ordinary(cache: C) -> C:
+    """The cache, copied if it was made in PyTorch's inference mode.
+
+    Outside this mode PyTorch neither writes to such tensors nor records them. Dynamo can not ask.
+    """
+    if library_of(cache.length) != "torch" or is_traced_by_dynamo():
+        return cache
+    is_made_in_it = any(a.is_inference() for a in (cache.length, *cache.store.values()))
+    if not is_made_in_it or sys.modules["torch"].is_inference_mode_enabled():
+        return cache
+    return holding(cache, fresh(cache.length), {n: fresh(a) for n, a in cache.store.items()})
 
 
 def _apart(device: Device, new: Array, old: Array) -> Array:

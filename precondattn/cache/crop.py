@@ -22,6 +22,7 @@ from precondattn.arrays import (
     writes_in_place,
     zero_where_not,
 )
+from precondattn.cache.conversion import ordinary
 from precondattn.cache.integers import Integers, entries, integers
 from precondattn.cache.kept import FROM, checkpoints, is_kept, states_at, without_kept
 from precondattn.cache.kinds import (
@@ -76,7 +77,7 @@ def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
 
     Traced lengths can not be checked; a length out of range makes its sequence invalid.
     """
-    xp = namespace(cache.length)
+    xp, cache = namespace(cache.length), ordinary(cache)
     kinds = kinds_of(cache)
     refuse_distributed(cache, verb)
     if donate and wants_gradient(*cache.store.values()) and writes_in_place(cache.length):
@@ -109,18 +110,17 @@ def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
             (after - start, before - start)
             for after, before, start in zip(new.known, held, starts, strict=True)
         ]
-    store = dict(cache.store)  # `restore`, or kept states, replace the states in it.
-    if has_kept:
-        store |= states_at(cache, new.array)
-    for name, buffer in cache.store.items():
+    buffers = dict(cache.store)
+    # `restore`, or kept states, replace the states in it.
+    store = buffers | (states_at(cache, new.array) if has_kept else {})
+    if donate:
+        cache.store.clear()  # Before the first write: the cache is refused if one fails.
+    for name, buffer in buffers.items():
         if kinds[name].rows == TOKENS:
             store[name] = _without_rows(buffer, kinds[name], row, removed, donate)
         elif kinds[name].rows == WINDOW and not donate:
             store[name] = fresh(buffer)
-    cropped = without_kept(holding(cache, length, store))
-    if donate:
-        cache.store.clear()
-    return cropped
+    return without_kept(holding(cache, length, store))
 
 
 def _check_kept(verb: str, new: list[int], held: list[int], kept: list[list[int]]) -> None:
