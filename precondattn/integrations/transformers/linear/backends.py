@@ -12,11 +12,13 @@ from precondattn.integrations.transformers.linear.fla.layers import (
 )
 from precondattn.integrations.transformers.linear.layers import KINDS, linear_layers
 from precondattn.integrations.transformers.linear.state_padding import checked
+from precondattn.integrations.transformers.rollback import whole_or_not
 
 if TYPE_CHECKING:
     from torch import nn
 
 
+@whole_or_not
 def use_backend_for(model: nn.Module, backend: str | tuple[str, ...] | None = None) -> nn.Module:
     """Make this library compute the recurrences of a model's linear layers.
 
@@ -66,6 +68,7 @@ def use_backend_for(model: nn.Module, backend: str | tuple[str, ...] | None = No
     return model
 
 
+@whole_or_not
 def restore_backend_for(model: nn.Module) -> nn.Module:
     """Restore Transformers' own functions in a model's linear layers, and remove gates of CCQ."""
     if is_of_fla(model):

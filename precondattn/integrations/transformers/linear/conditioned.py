@@ -24,6 +24,7 @@ from precondattn.integrations.transformers.linear.delta_rule import called_as_by
 from precondattn.integrations.transformers.linear.gated_delta import CHUNKS, STEP
 from precondattn.integrations.transformers.linear.layers import linear_layers
 from precondattn.integrations.transformers.linear.state_padding import checked
+from precondattn.integrations.transformers.rollback import whole_or_not
 from precondattn.preconditioners.ccq import CCQ
 from precondattn.spec.contraction_gate import ContractionGate
 from precondattn.spec.delta import GatedDelta
@@ -48,6 +49,7 @@ class Gate(nn.Module):
         return gate
 
 
+@whole_or_not
 def add_ccq(model: nn.Module, contraction: float = 0.01, backend: BackendNames = None) -> nn.Module:
     """Put `ccq` around the gated delta layers of a model, with initially small changes of outputs.
 
