@@ -68,7 +68,7 @@ class StatefulAlgorithm(Algorithm[S]):
         leaf, form, steps = self.leaf, self.in_chunks(), self.leaf.steps_per_token
         if leaf.computes_with_states or type(form) is not Chunkwise:
             return None
-        if not columns or any(n * steps % form.chunk for n in columns):
+        if not columns or any(not n or n * steps % form.chunk for n in columns):
             return None
         form = Chunkwise(self.ops, kept_after=[n * steps // form.chunk for n in columns])
         out, states = leaf.run(past, x, frame, form)

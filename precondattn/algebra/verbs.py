@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
 from precondattn.arrays import Array, Arrays, is_compiling
 from precondattn.cache import Cache
-from precondattn.cache.conversion import in_library_of, with_writable_buffers
+from precondattn.cache.conversion import in_library_of, ordinary, with_writable_buffers
 from precondattn.cache.kept import without_kept
-from precondattn.cache.kinds import holding
+from precondattn.cache.kinds import empty_if_donated, holding
 from precondattn.given import Given
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ class Verbs(Piece):
             support it.
         donate : bool
             Write into the cache's own buffers if the library can (NumPy, PyTorch, CuPy). The old
-            cache must not be used again; using it raises an error.
+            cache must not be used again; using it raises an error, also if this call has failed.
         keep : int
             The number of last new tokens of each sequence before which the new cache keeps the
             states, so that `crop` can remove these tokens, for example rejected drafts.
@@ -323,10 +323,11 @@ class Verbs(Piece):
         cache = with_writable_buffers(cache) if donate and isinstance(cache, Cache) else cache
         extend = run.extend_packed if is_packed else run.extend
         given = self, cache, arrays, named, backend, masks
-        result = extend(*given, donate=donate, keeping=keeping)
-        if donate:
-            whole.store.clear()
-        return result
+        try:
+            return extend(*given, donate=donate, keeping=keeping)
+        finally:
+            if whole is not cache:
+                empty_if_donated(whole, cache)
 
     def extend_vjp(
         self,
@@ -402,9 +403,12 @@ class Verbs(Piece):
 
 def _read(cache: Given, arrays: tuple[Array, ...], named: Arrays) -> Given:
     """The cache without kept states, in the library of the inputs where that is possible."""
-    if not isinstance(cache, Cache) or is_compiling():
-        return without_kept(cache) if isinstance(cache, Cache) else cache
-    return in_library_of(next(iter((*arrays, *named.values())), None), without_kept(cache))
+    if not isinstance(cache, Cache):
+        return cache
+    cache = ordinary(without_kept(cache))
+    if is_compiling():
+        return cache
+    return in_library_of(next(iter((*arrays, *named.values())), None), cache)
 
 
 def _masks_of_extension(

@@ -18,6 +18,7 @@ from precondattn.arrays import (
     exact_device,
     fresh,
     is_traced,
+    is_traced_by_dynamo,
     library_of,
     namespace,
     writable,
@@ -57,6 +58,19 @@ def in_library_of(like: Array, cache: C) -> C:
 
     with jax.default_device(None if is_traced(like) else next(iter(like.devices()))):
         return holding(cache, moved(cache.length), {n: moved(a) for n, a in cache.store.items()})
+
+
+def ordinary(cache: C) -> C:
+    """The cache, copied if it was made in PyTorch's inference mode.
+
+    Outside this mode PyTorch neither writes to such tensors nor records them. Dynamo can not ask.
+    """
+    if library_of(cache.length) != "torch" or is_traced_by_dynamo():
+        return cache
+    is_made_in_it = any(a.is_inference() for a in (cache.length, *cache.store.values()))
+    if not is_made_in_it or sys.modules["torch"].is_inference_mode_enabled():
+        return cache
+    return holding(cache, fresh(cache.length), {n: fresh(a) for n, a in cache.store.items()})
 
 
 def _apart(device: Device, new: Array, old: Array) -> Array:

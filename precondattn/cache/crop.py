@@ -22,7 +22,7 @@ from precondattn.arrays import (
     writes_in_place,
     zero_where_not,
 )
-from precondattn.cache.conversion import with_writable_buffers
+from precondattn.cache.conversion import ordinary, with_writable_buffers
 from precondattn.cache.integers import Integers, entries, integers
 from precondattn.cache.kept import FROM, checkpoints, is_kept, states_at, without_kept
 from precondattn.cache.kinds import (
@@ -77,7 +77,7 @@ def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
 
     Traced lengths can not be checked; a length out of range makes its sequence invalid.
     """
-    xp = namespace(cache.length)
+    xp, given, cache = namespace(cache.length), cache, ordinary(cache)
     kinds = kinds_of(cache)
     refuse_distributed(cache, verb)
     if donate and wants_gradient(*cache.store.values()) and writes_in_place(cache.length):
@@ -85,7 +85,7 @@ def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
             f"{verb}: donate=True writes in place, so it can not be differentiated; call it under "
             f"torch.no_grad(), or without donate"
         )
-    given, cache = cache, with_writable_buffers(cache) if donate else cache
+    cache = with_writable_buffers(cache) if donate else cache
     capacity = capacity_of(cache)
     invalid = invalid_length(capacity)
     first, reach = cache.store.get(FIRST), reach_of(cache) or 0
@@ -111,18 +111,18 @@ def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
             (after - start, before - start)
             for after, before, start in zip(new.known, held, starts, strict=True)
         ]
-    store = dict(cache.store)  # `restore`, or kept states, replace the states in it.
-    if has_kept:
-        store |= states_at(cache, new.array)
-    for name, buffer in cache.store.items():
+    buffers = dict(cache.store)
+    # `restore`, or kept states, replace the states in it.
+    store = buffers | (states_at(cache, new.array) if has_kept else {})
+    if donate:  # Before the first write: the cache is refused if one fails.
+        given.store.clear()
+        cache.store.clear()
+    for name, buffer in buffers.items():
         if kinds[name].rows == TOKENS:
             store[name] = _without_rows(buffer, kinds[name], row, removed, donate)
         elif kinds[name].rows == WINDOW and not donate:
             store[name] = fresh(buffer)
-    cropped = without_kept(holding(cache, length, store))
-    if donate:
-        given.store.clear()
-    return cropped
+    return without_kept(holding(cache, length, store))
 
 
 def _check_kept(verb: str, new: list[int], held: list[int], kept: list[list[int]]) -> None:

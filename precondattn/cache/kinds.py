@@ -132,6 +132,12 @@ def kinds_of(cache: CacheLike) -> dict[str, Kind]:
     return {name: Kind.read(next(iter(cache.kinds[name]))) for name in cache.store}
 
 
+def empty_if_donated(cache: CacheLike, part: CacheLike) -> None:
+    """Empty a cache if `part`, which has its buffers, was donated, also by a call that failed."""
+    if not part.store:
+        cache.store.clear()
+
+
 def holding(cache: C, length: Array, store: Arrays) -> C:
     """The cache with other contents. Up to 2.11, PyTorch's compiler loses those of `_replace`."""
     return type(cache)(length, store, cache.kinds)

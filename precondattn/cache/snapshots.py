@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from precondattn.arrays import Array, fresh, is_traced, writes_in_place
-from precondattn.cache.conversion import with_writable_buffers
+from precondattn.cache.conversion import ordinary, with_writable_buffers
 from precondattn.cache.crop import cropped, fixed_buffers
 from precondattn.cache.integers import Integers, entries
 from precondattn.cache.kept import without_kept
-from precondattn.cache.kinds import C, CacheLike, holding
+from precondattn.cache.kinds import C, CacheLike, empty_if_donated, holding
 from precondattn.cache.windows import reach_of
 
 
@@ -51,20 +51,23 @@ def restore(cache: C, earlier: Snapshot, *, donate: bool) -> C:
             f"restore: the snapshot is of another cache: its arrays have the shapes {shapes[0]}, "
             f"and {shapes[1]} are needed"
         )
-    given, cache = cache, without_kept(with_writable_buffers(cache) if donate else cache)
+    given, cache = cache, ordinary(without_kept(cache))
+    cache = with_writable_buffers(cache) if donate else cache
     known = None if is_traced(earlier.length) else entries(earlier.length)
     buffers = dict(cache.store)
-    if reach_of(cache) is None:
-        new = cropped(cache, Integers(fresh(earlier.length), known), "restore", donate)
-    else:
-        new = holding(cache, fresh(earlier.length), {})
+    try:
+        if reach_of(cache) is None:
+            new = cropped(cache, Integers(fresh(earlier.length), known), "restore", donate)
+        else:
+            new = holding(cache, fresh(earlier.length), {})
+    finally:
+        empty_if_donated(given, cache)
+    if donate:
+        given.store.clear()
     for name, kept in earlier.store.items():
         if donate and writes_in_place(kept):
             buffers[name][...] = kept
             new.store[name] = buffers[name]
         else:
             new.store[name] = fresh(kept)
-    if donate:
-        given.store.clear()
-        cache.store.clear()
     return new

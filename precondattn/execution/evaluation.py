@@ -186,6 +186,10 @@ def extend(
     call: BoundCall, cache: Cache, *, donate: bool, keeping: Keeping | None = None
 ) -> tuple[Array, Cache]:
     """The output for the new tokens, and the cache with them."""
+    if donate:
+        # The given cache is empty before the first write, so that it is refused if this fails.
+        given, cache = cache, holding(cache, cache.length, dict(cache.store))
+        given.store.clear()
     if call.prepared.is_direct:
         call.frame.may_overwrite = donate and not call.prepared.plan.shares_buffers
     parts = None if keeping is None else Parts(call, cache.length, keeping)
@@ -194,8 +198,6 @@ def extend(
     extended = _extended(updates, call, cache, donate=donate)
     if parts is not None:
         extended = parts.added_to(extended, cache)
-    if donate:
-        cache.store.clear()
     return finished(out, call), extended
 
 

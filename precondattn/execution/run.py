@@ -12,6 +12,7 @@ from typing import Any
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
 from precondattn.arrays import Array, Arrays, is_distributed, namespace
 from precondattn.cache import Cache
+from precondattn.cache.kinds import empty_if_donated
 from precondattn.dispatch.discovery import discover
 from precondattn.dispatch.explanation import Explanation
 from precondattn.execution import checks, evaluation, packed, packed_extension, windows
@@ -147,9 +148,12 @@ def extend(
                     f"{mechanism}: the cache of a window keeps the last tokens only, and {lacks}; "
                     f"use full calls, or a mechanism without a window"
                 )
-        plain = windows.ordinary(given)
-        out, plain = extend(mechanism, plain, arrays, named, backend, masks, donate=donate)
-        return out, windows.moved_on(mechanism, cache, plain, donate=donate)
+        plain, old = windows.ordinary(given), cache._replace(store=dict(cache.store))
+        try:
+            out, longer = extend(mechanism, plain, arrays, named, backend, masks, donate=donate)
+        finally:
+            empty_if_donated(cache, plain)
+        return out, windows.moved_on(mechanism, old, longer, donate=donate)
     bound = bind_extension(given, signature)
     if keeping is not None and keeping.needs_lengths(bound, cache.length):
         b, t = (bound.sizes[letter] for letter in "bt")

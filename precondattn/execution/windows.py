@@ -84,7 +84,4 @@ def moved_on(mechanism: Piece, cache: Cache, plain: Cache, *, donate: bool) -> C
             for name, buffer in store.items():
                 cache.store[name][...] = buffer
             store = cache.store
-    extended = cache._replace(length=position, store={name: store[name] for name in cache.store})
-    if donate:
-        cache.store.clear()
-    return extended
+    return cache._replace(length=position, store={name: store[name] for name in cache.store})

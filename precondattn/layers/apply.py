@@ -7,7 +7,9 @@ from typing import Any, Protocol
 
 from precondattn.arrays import Array, Arrays, arange_like, cast, namespace, zero_where_not
 from precondattn.cache import Cache
+from precondattn.cache.conversion import ordinary
 from precondattn.cache.kept import without_kept
+from precondattn.cache.kinds import empty_if_donated
 from precondattn.execution.keeping import Keeping, Places
 from precondattn.layers.functions import causal_convolution, linear, rotation
 from precondattn.layers.histories import Histories, joined, split
@@ -67,7 +69,7 @@ def apply(
     if valid is not None:
         x = zero_where_not(valid, x)
     count = None if tokens is None else tokens.count
-    given, cache = cache, None if cache is None else without_kept(cache)
+    given, cache = cache, None if cache is None else ordinary(without_kept(cache))
     inner, rows = (None, None) if cache is None else split(cache, plan)
     place = None if segments is None else segments.place
     histories = Histories(rows, count, place)
@@ -102,14 +104,15 @@ def apply(
         places = None
         if keeping is not None and histories.kept:
             places = Places(inner.length, x.shape[1], count, keeping)
-        values[OUT], longer = plan.mechanism.extend(
-            inner, **inputs, **masks, donate=donate, **options
-        )
+        try:
+            values[OUT], longer = plan.mechanism.extend(
+                inner, **inputs, **masks, donate=donate, **options
+            )
+        finally:
+            empty_if_donated(given, inner)  # type: ignore[arg-type]
         after = joined(longer, histories.kept, cache.kinds)  # type: ignore[union-attr]
         if places is not None:
             after = places.kept_in(after, histories.between(places))
-        if donate:
-            given.store.clear()  # type: ignore[union-attr]
     out = _made(plan.entries[-1], weights, x, rotation_of, values, histories, depth, divided)
     last, bias = weights[OUT][PROJECTION], weights[OUT].get(AFTER_PROJECTION)
     if summed is None:

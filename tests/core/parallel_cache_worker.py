@@ -4,6 +4,9 @@ As in `parallel_worker.py`, a process writes the names of its cases, and the err
 failed.
 """
 
+from functools import partial
+from unittest.mock import patch
+
 import pytest
 
 pytest.importorskip("torch")
@@ -16,7 +19,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import precondattn as pa
 from precondattn.parallel import ring_reads
 from precondattn.parallel.layouts import tokens_of
-from precondattn.parallel.torch import context_parallel, redistribute, solve_cache, states_cache
+from precondattn.parallel.torch import (
+    context_parallel,
+    divided_cache,
+    redistribute,
+    solve_cache,
+    states_cache,
+)
 from tests.core.parallel_worker import layout_of, require_equal, run, sent_bytes, time_of, whole
 from tests.representatives import SCANNED
 
@@ -510,10 +519,14 @@ def refusals(mesh):
 
 
 def donated(mesh):
-    attn, cache, _, new = made(mesh)
+    (attn, cache, _, new), failed = made(mesh), made(mesh)[1]
     attn.extend(cache, **new, donate=True)
-    for call in (lambda: attn.extend(cache, **new), lambda: redistribute(cache)):
-        require_refused(mesh, ValueError, "this cache was donated", call)
+    without_memory = patch.object(divided_cache, "append", side_effect=MemoryError)
+    with without_memory, pytest.raises(RuntimeError, match="process 0"):
+        attn.extend(failed, **new, donate=True)
+    for each in (cache, failed):
+        for call in (partial(attn.extend, each, **new), partial(redistribute, each)):
+            require_refused(mesh, ValueError, "this cache was donated", call)
     with torch.enable_grad():
         m, x = whole("lucid", layout_of(mesh.size()))
         own = own_of(8, mesh.size(), mesh.get_local_rank(), by="contiguous")

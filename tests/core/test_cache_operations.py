@@ -7,6 +7,7 @@ operations`.
 import io
 import re
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -117,12 +118,37 @@ def test_bad_arguments(operation, error, words):
         operation(cache)
 
 
-def test_a_donated_cache_can_not_be_used_again():
-    _, cache = cache_of(CROPPED)
-    cache.crop(3, donate=True)
-    for operation in (lambda: cache.crop(1), lambda: cache.reorder([0]), cache.snapshot):
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize(
+    ("verb", "expression", "stop"),
+    [
+        ("extend", "lucid", "execution.evaluation.updated"),
+        ("extend", "gla", "execution.evaluation.updated"),
+        ("extend", "softmax[window=3]", "execution.windows.moved_on"),
+        ("crop", "lucid", "cache.crop._without_rows"),
+        ("crop", "lucid", "cache.crop.without_kept"),
+        ("restore", "gla", "cache.snapshots.writes_in_place"),
+        ("restore", "gla", "cache.crop.without_kept"),
+    ],
+)
+def test_a_cache_that_was_donated_is_refused(verb, expression, stop, library, monkeypatch):
+    """Also where the call that it was donated to has failed half-way."""
+    m = pa.parse(expression)
+    x, cache = cache_of(m, library, "float32")
+    before, new = cache.snapshot(), slice_tokens(m, x, 6, 7)
+    _, cache = m.extend(cache, **new, **({"keep": 1} if expression == "gla" else {}))
+    verbs = {
+        "extend": lambda: m.extend(cache, **new, donate=True),
+        "crop": lambda: cache.crop(3, donate=True),
+        "restore": lambda: cache.restore(before, donate=True),
+    }
+    monkeypatch.setattr(f"precondattn.{stop}", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        verbs[verb]()
+    monkeypatch.undo()
+    for again in (*verbs.values(), lambda: cache.reorder([0]), cache.snapshot):
         with pytest.raises(ValueError, match="was donated"):
-            operation()
+            again()
 
 
 OPERATIONS = {

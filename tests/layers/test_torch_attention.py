@@ -1,6 +1,7 @@
 """`precondattn.layers.torch.Attention`: calls, caches, padding, gradients, and bad input."""
 
 import pickle
+from unittest.mock import Mock
 
 import pytest
 
@@ -96,15 +97,42 @@ def test_the_cache_is_one_with_all_operations():
     torch.testing.assert_close(y, attn(x)[:, 5:])
 
 
-def test_a_donated_cache_gives_the_same_and_is_spent():
+@pytest.mark.parametrize("stop", [None, "execution.evaluation.updated", "layers.apply.joined"])
+def test_a_donated_cache_gives_the_same_and_is_spent(stop, monkeypatch):
     attn, x = made("ccq(gated_delta)"), hidden(1, 6)
     with torch.no_grad():
         full = attn(x)
         _, cache = attn(x[:, :5], cache=attn.init_cache(1), donate=True)
-        y, _ = attn(x[:, 5:], cache=cache, donate=True)
-        torch.testing.assert_close(y, full[:, 5:])
+        if stop is None:
+            y, _ = attn(x[:, 5:], cache=cache, donate=True)
+            torch.testing.assert_close(y, full[:, 5:])
+        else:
+            monkeypatch.setattr(f"precondattn.{stop}", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                attn(x[:, 5:], cache=cache, donate=True)
+            monkeypatch.undo()
         with pytest.raises(ValueError, match="donated"):
             attn(x[:, 5:], cache=cache)
+
+
+@pytest.mark.parametrize(
+    "expression", ["softmax", "softmax[window=3]", "lucid", "gated_delta", "mlstm"]
+)
+def test_a_cache_made_in_inference_mode_is_continued_outside_it(expression):
+    attn, x = made(expression), hidden(2, 7)
+    full, first, last = attn(x)[:, 5:], x[:, 5:6], x[:, 6:]
+    with torch.inference_mode():
+        caches = [attn(x[:, :5], cache=attn.init_cache(2, 8))[1] for _ in range(3)]
+        before = caches[2].snapshot()
+    y, after = attn(first, cache=caches[0])
+    y.sum().backward()
+    torch.testing.assert_close(torch.cat([y, attn(last, cache=after)[0]], 1), full)
+    with torch.no_grad():
+        y, after = attn(first, cache=caches[1], donate=True)
+        torch.testing.assert_close(torch.cat([y, attn(last, cache=after, donate=True)[0]], 1), full)
+        after = caches[2].restore(before, donate=True)
+        after = after.crop(5, donate=True) if after.can_crop else after
+        torch.testing.assert_close(attn(x[:, 5:], cache=after, donate=True)[0], full)
 
 
 def test_positions_can_be_given_to_interpolate():

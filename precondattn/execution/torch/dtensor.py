@@ -18,6 +18,7 @@ from precondattn.algebra.declaration import Pattern, ShapeError
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
 from precondattn.arrays import Arrays, Tree
 from precondattn.cache import KEY_MASK, Cache
+from precondattn.cache.kinds import empty_if_donated
 from precondattn.cache.windows import FIRST
 from precondattn.dispatch.explanation import Explanation
 from precondattn.execution import input_names, run
@@ -88,9 +89,11 @@ def init_cache(
 
 def extend(given: GivenCall, *, donate: bool) -> tuple[DTensor, Cache]:
     divided = _divided(given)
-    out, extended = run.extend(given.mechanism, divided.cache, *divided.arguments, donate=donate)
-    if donate:
-        given.cache.store.clear()
+    try:
+        results = run.extend(given.mechanism, divided.cache, *divided.arguments, donate=donate)
+    finally:
+        empty_if_donated(given.cache, divided.cache)
+    out, extended = results
     return divided.whole(out), divided.whole_cache(extended)
 
 

@@ -38,6 +38,16 @@ class CacheLayer(CacheLayerMixin):
         super().__init__()
         self.cache: Cache | None = None
         """The cache of the mechanism; None before the first tokens."""
+        self.first: CacheLayer | None = None
+        """The first layer of the model's cache, which a call extends before this one."""
+
+    def check_first(self, held: int, new: int) -> None:
+        """Raise an error unless the first layer had equally many tokens before these new ones."""
+        if self.first is not None and int(self.first.get_seq_length()) != held + new:
+            raise ValueError(
+                "past_key_values: the layers have different numbers of tokens, because an earlier "
+                "call failed between them; begin with a new cache"
+            )
 
     @abstractmethod
     def extend(

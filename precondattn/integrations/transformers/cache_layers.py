@@ -39,7 +39,9 @@ def layer_for(cache: Given, index: int) -> CacheLayer:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]
     if not isinstance(layer, CacheLayer):
+        first = next((each for each in cache.layers if isinstance(each, CacheLayer)), None)
         layer = cache.layers[index] = _ours(layer, cache)
+        layer.first = first
     return layer
 
 
@@ -87,4 +89,7 @@ def static_cache(model: nn.Module, max_cache_len: int) -> Given:
         The number of tokens, padding included, that fit.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    return HFCache(layers=[StaticCacheLayer(max_cache_len) for _ in range(count)])
+    layers = [StaticCacheLayer(max_cache_len) for _ in range(count)]
+    for layer in layers[1:]:
+        layer.first = layers[0]
+    return HFCache(layers=layers)

@@ -11,6 +11,7 @@ from precondattn.algebra.mechanism import Mechanism
 from precondattn.cache import Cache, Snapshot
 from precondattn.integrations.transformers.cache import ANY, CacheLayer
 from precondattn.integrations.transformers.padding import check_held, new_columns, with_key_mask
+from precondattn.integrations.transformers.rollback import undone_if_failed
 
 FEWEST = 64
 """The smallest capacity."""
@@ -44,15 +45,21 @@ class DynamicCacheLayer(CacheLayer):
         new = arrays["q"].shape[1]
         cache = self._with_room(mechanism, arrays, new)
         if not torch.compiler.is_compiling():
+            self.check_first(self.tokens, new)
             check_held(cache, key_mask, self.tokens, new)
         if key_mask is not None:
             key_mask = new_columns(key_mask, self.tokens, new)
             cache = with_key_mask(cache)
-        if self.record_past and not cache.can_crop:
-            self._record(cache, mechanism, arrays, key_mask)
+        is_recorded = self.record_past and not cache.can_crop
+        if is_recorded and self._recording is None:
+            self._recording = Recording(cache.snapshot() if self.tokens else None, [])
+        if self.cache is not None:
+            self.cache = cache  # It is refused if this call fails after it was donated.
         donate = not torch.is_grad_enabled()
         given = {**arrays, "key_mask": key_mask, "attn_mask": attn_mask}
         out, self.cache = mechanism.extend(cache, **given, donate=donate)
+        if is_recorded:
+            self._recording.calls.append((mechanism, arrays, key_mask))  # type: ignore[union-attr]
         self.tokens += new
         self.is_initialized = True
         return out
@@ -68,17 +75,6 @@ class DynamicCacheLayer(CacheLayer):
             )
         capacity = self.cache.capacity
         return self.cache if capacity is None or capacity >= needed else self.cache.grow(room)
-
-    def _record(
-        self,
-        cache: Cache,
-        mechanism: Mechanism,
-        arrays: dict[str, Tensor],
-        key_mask: Tensor | None,
-    ) -> None:
-        if self._recording is None:
-            self._recording = Recording(cache.snapshot() if self.tokens else None, [])
-        self._recording.calls.append((mechanism, arrays, key_mask))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens.
@@ -98,19 +94,20 @@ class DynamicCacheLayer(CacheLayer):
                 f"crop: minus the number of tokens to remove expected; found {tokens_to_remove}"
             )
         kept = self.tokens + tokens_to_remove
-        recording, self._recording = self._recording, None
-        if tokens_to_remove == 0 or self.cache is None:
-            return
-        if self.cache.can_crop:
-            self.cache = self.cache.crop(kept, donate=not torch.is_grad_enabled())
-            self.tokens = kept
-        elif recording is None:
-            raise ValueError(
-                "crop: the cache of a window or of a state can not be cropped; call "
-                "activate_past_recording() before the tokens that may be removed"
-            )
-        else:
-            self._replay(recording, kept)
+        with undone_if_failed(self):
+            recording, self._recording = self._recording, None
+            if tokens_to_remove == 0 or self.cache is None:
+                return
+            if self.cache.can_crop:
+                self.cache = self.cache.crop(kept, donate=not torch.is_grad_enabled())
+                self.tokens = kept
+            elif recording is None:
+                raise ValueError(
+                    "crop: the cache of a window or of a state can not be cropped; call "
+                    "activate_past_recording() before the tokens that may be removed"
+                )
+            else:
+                self._replay(recording, kept)
 
     def _replay(self, recording: Recording, kept: int) -> None:
         """Go back to the start of the recording, and extend the cache again to `kept` tokens."""
@@ -141,8 +138,8 @@ class DynamicCacheLayer(CacheLayer):
         self.record_past = True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._recording = None
         super().reorder_cache(beam_idx)
+        self._recording = None
 
     def reset(self) -> None:
         self.cache, self._recording, self.tokens = None, None, 0

@@ -25,6 +25,7 @@ from precondattn.integrations.transformers.interface import (
 )
 from precondattn.integrations.transformers.masks import mask_of_encoder, mask_of_tokens
 from precondattn.integrations.transformers.options import AttentionOptions, options_of, with_options
+from precondattn.integrations.transformers.rollback import whole_or_not
 
 PREVIOUS = "precondattn_replaces"
 """The attribute of a model with the name of its former implementation."""
@@ -35,6 +36,7 @@ for _name, _mask in ((NAME, mask_of_tokens), (OF_ENCODER, mask_of_encoder)):
     MASK_FUNCTIONS.register(_name, _mask)
 
 
+@whole_or_not
 def replace_attention(
     model: nn.Module,
     mechanism: str | Mechanism | None = None,
@@ -93,6 +95,7 @@ def replace_attention(
     return model
 
 
+@whole_or_not
 def restore_attention(model: nn.Module) -> nn.Module:
     """Restore a model's own attention, and remove the parameters that were added."""
     previous = getattr(model, PREVIOUS, None)

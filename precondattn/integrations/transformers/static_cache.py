@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.cache import KEY_MASK, Cache
-from precondattn.cache.kinds import holding
+from precondattn.cache.conversion import ordinary
+from precondattn.cache.kinds import empty_if_donated, holding, kinds_of
 from precondattn.cache.windows import FIRST
 from precondattn.integrations.transformers.cache import ANY, CacheLayer
 from precondattn.integrations.transformers.padding import check_held, new_columns
@@ -44,12 +47,15 @@ class StaticCacheLayer(CacheLayer):
             )
         if self.cache is None:
             self.cache = self._empty(mechanism, arrays)
-        new, cache = arrays["q"].shape[1], self.cache
+        self.cache = cache = ordinary(self.cache)
+        new = arrays["q"].shape[1]
         if torch.compiler.is_compiling() or FIRST in cache.store:
             self.may_have_padding = True
         if not torch.compiler.is_compiling():
+            kinds_of(cache)  # It refuses a cache that was donated.
             held = int(cache.length[0])
             self._check_room(held, new)
+            self.check_first(held, new)
             check_held(cache, key_mask, held, new)
         if key_mask is not None:
             key_mask = new_columns(key_mask, cache.length[0], new)
@@ -59,10 +65,7 @@ class StaticCacheLayer(CacheLayer):
             self.may_have_padding = True
         # A donation empties the dict, and the buffers stay.
         given = holding(cache, cache.length, dict(cache.store))
-        named = {**arrays, "key_mask": key_mask, "attn_mask": attn_mask}
-        out, longer = mechanism.extend(given, **named, donate=True)
-        self._write(longer)
-        return out
+        return self._donated(mechanism, given, **arrays, key_mask=key_mask, attn_mask=attn_mask)
 
     def _extend_without_padding(
         self,
@@ -80,9 +83,18 @@ class StaticCacheLayer(CacheLayer):
             {name: buffer for name, buffer in store.items() if name != KEY_MASK},
             {name: kind for name, kind in kinds.items() if name != KEY_MASK},
         )
-        out, longer = mechanism.extend(without, **arrays, attn_mask=attn_mask, donate=True)
-        store[KEY_MASK][:, held : held + new] = True
-        self._write(holding(longer, longer.length, {**longer.store, KEY_MASK: store[KEY_MASK]}))
+        store[KEY_MASK][:, held : held + new] = True  # No call reads it before the length changes.
+        return self._donated(mechanism, without, **arrays, attn_mask=attn_mask)
+
+    def _donated(self, mechanism: Mechanism, given: Cache, **named: Any) -> Tensor:
+        """The output; the cache is refused until `reset` if this fails after its first write."""
+        assert self.cache is not None
+        try:
+            out, longer = mechanism.extend(given, **named, donate=True)
+            self._write(longer)
+        except BaseException:
+            empty_if_donated(self.cache, given)
+            raise
         return out
 
     def _check_room(self, held: int, new: int) -> None:
@@ -113,9 +125,9 @@ class StaticCacheLayer(CacheLayer):
     def _write(self, longer: Cache) -> None:
         """Copy arrays that are not already in their buffers."""
         assert self.cache is not None
-        for name, buffer in self.cache.store.items():
-            if longer.store[name] is not buffer:
-                buffer.copy_(longer.store[name])
+        for name, array in longer.store.items():
+            if array is not self.cache.store[name]:
+                self.cache.store[name].copy_(array)
         self.cache.length.copy_(longer.length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -140,6 +152,8 @@ class StaticCacheLayer(CacheLayer):
 
     def reset(self) -> None:
         self.may_have_padding = False
+        if self.cache is not None and not self.cache.store:
+            self.cache = None  # A call has failed.
         if self.cache is not None:
             for buffer in (self.cache.length, *self.cache.store.values()):
                 buffer.zero_()

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from precondattn.arrays import take_tokens
 from precondattn.cache import Cache, append
+from precondattn.cache.conversion import ordinary
 from precondattn.cache.kinds import holding, kinds_of
 from precondattn.parallel.layouts import TokenPart
 
@@ -156,10 +157,13 @@ def extended(
 ) -> DividedCache:
     """The cache after new tokens, of which the first `counts[i]` of sequence i are valid."""
     old, store = cache.part, {**cache.part.store, **kept.states}
+    donate_rows = donate and ordinary(old) is old  # Rows of inference mode are copied.
     lengths = tuple(n + new for n, new in zip(cache.lengths, counts, strict=True))
     who, held = keepers(cache.held, counts) if cache.token_buffers else ([], ())
     own = [[i for i, process in enumerate(of) if process == rank] for of in who]
     count, position = torch.tensor(counts).to(old.length), cache.position
+    if donate:
+        old.store.clear()  # Before the first write: the cache is refused if one fails.
     if cache.token_buffers:
         most, device = max(map(len, own)), old.length.device
         padded = [of + [0] * (most - len(of)) for of in own]
@@ -169,13 +173,11 @@ def extended(
         before = cache.held[rank][0] if is_same else None
 
         def with_rows(buffer: Tensor, new: Tensor) -> Tensor:
-            result: Tensor = append(buffer, new, old.length, count, donate=donate, held=before)
+            result: Tensor = append(buffer, new, old.length, count, donate=donate_rows, held=before)
             return result
 
         position = with_rows(position, cache.length[:, None] + chosen)
         for name in cache.token_buffers:
             store[name] = with_rows(store[name], take_tokens(kept.rows[name], chosen))
-    if donate:
-        old.store.clear()
     part = holding(old, old.length + count, store)
     return replace(cache, part=part, position=position, held=held, lengths=lengths)

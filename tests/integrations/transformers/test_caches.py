@@ -1,5 +1,7 @@
 """Layers of ours in Transformers' caches: windows, crops, masks, compiled steps, refusals."""
 
+from unittest.mock import Mock
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -9,7 +11,14 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from precondattn.cache import KEY_MASK
-from precondattn.integrations.transformers import replace_attention, static_cache
+from precondattn.execution import evaluation
+from precondattn.integrations.transformers import (
+    PrecondattnCache,
+    PrecondattnConfig,
+    PrecondattnForCausalLM,
+    replace_attention,
+    static_cache,
+)
 from precondattn.integrations.transformers.dynamic_cache import DynamicCacheLayer
 from precondattn.integrations.transformers.static_cache import StaticCacheLayer
 from tests.integrations.transformers.small_models import FAMILIES, model_of, prompts
@@ -351,6 +360,36 @@ def test_gradients_reach_the_tokens_of_a_growing_cache_and_not_of_a_static_one()
     torch.testing.assert_close(*gradients)
     with pytest.raises(ValueError, match="static cache is written to in place"):
         model(ids, past_key_values=static_cache(model, 16))
+
+
+@pytest.mark.parametrize("stop", ["within a layer", "between layers"])
+@pytest.mark.parametrize("kind", ["dynamic", "static", "own", "own, with gradients"])
+def test_a_cache_after_an_interrupted_call_is_refused_or_as_before(kind, stop, monkeypatch):
+    ids, model = prompts()[0][:1], double(mechanism="softmax")
+    cache = DynamicCache() if kind == "dynamic" else static_cache(model, 16)
+    if kind.startswith("own"):
+        sizes = {"vocab_size": 97, "hidden_size": 16, "num_attention_heads": 2}
+        model = PrecondattnForCausalLM(PrecondattnConfig(**sizes, layer_types=["softmax", "gla"]))
+        cache = PrecondattnCache(model.config)
+    with torch.inference_mode():
+        model(ids[:, :8], past_key_values=cache)
+    with torch.set_grad_enabled(kind.endswith("gradients")):
+        expected = model(ids).logits
+        model(ids[:, 8:9], past_key_values=cache)
+        of_layer = stop == "within a layer"
+        where = evaluation if of_layer else model.model.layers[1]
+        interrupt = Mock(side_effect=KeyboardInterrupt)
+        monkeypatch.setattr(where, "updated" if of_layer else "forward", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 9:], past_key_values=cache)
+        monkeypatch.undo()
+        if torch.is_grad_enabled():
+            close(model(ids[:, 9:], past_key_values=cache).logits, expected[:, 9:])
+        else:
+            with pytest.raises(ValueError, match=r"was donated|different numbers of tokens"):
+                model(ids[:, 9:], past_key_values=cache)
+        cache.reset()
+        close(model(ids, past_key_values=cache).logits, expected)
 
 
 def test_caches_that_hold_something_else_are_refused():

@@ -529,6 +529,9 @@ def test_caches_that_can_not_be_are_refused():
     model, (ids, _) = made("lucid"), prompts()
     with pytest.raises(ValueError, match="'dynamic' or 'static' for this model; found 'quantized'"):
         model.generate(ids, max_new_tokens=2, cache_implementation="quantized")
+    with pytest.raises(ValueError, match="assistant_early_exit: this model runs all layers"):
+        model.generate(ids[:1], max_new_tokens=2, assistant_early_exit=1)
+    assert model.config.num_hidden_layers == 2
     with pytest.raises(ValueError, match="has 2 layers, and the model has 1"):
         made("lucid", num_hidden_layers=1)(ids, past_key_values=PrecondattnCache(model.config))
     with pytest.raises(ValueError, match="capacity must be a whole number"):

@@ -6,6 +6,7 @@ those of padding too: the length that it sees, `seen`, is the same for all seque
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import NoReturn, cast
 
 import torch
@@ -16,6 +17,7 @@ from precondattn.cache.kept import without_kept, without_way_back
 from precondattn.given import Given
 from precondattn.integrations.transformers.interface import CacheLayerMixin, HFCache, HFConfig
 from precondattn.integrations.transformers.model.drafts import DraftRecording, Extend
+from precondattn.integrations.transformers.rollback import undone_if_failed
 from precondattn.layers.torch import Attention
 
 ROOM = 32
@@ -172,15 +174,21 @@ class PrecondattnCache(HFCache):
         self.drafts = 0
         """The number of drafts among the next tokens, of which `crop` may remove any number."""
 
+    def undone_if_failed(self) -> AbstractContextManager[None]:
+        """A block after whose failure the cache is as before, but donated parts stay refused."""
+        recordings = [each.recording for each in self.layers if each.recording is not None]
+        return undone_if_failed(self, *self.layers, *recordings)
+
     def reset(self) -> None:
         super().reset()
         self.valid = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace sequence i by sequence `beam_idx[i]`."""
-        super().reorder_cache(beam_idx)
-        if self.valid is not None:
-            self.valid = self.valid.index_select(0, beam_idx.to(self.valid.device))
+        with self.undone_if_failed():
+            super().reorder_cache(beam_idx)
+            if self.valid is not None:
+                self.valid = self.valid.index_select(0, beam_idx.to(self.valid.device))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the sequences `indices`."""
@@ -217,13 +225,14 @@ class PrecondattnCache(HFCache):
                 f"{', '.join(self.layers[fixed[0]].held.store)}, which can not be cropped; call "
                 f"activate_past_recording() before the tokens that may be removed"
             )
-        if tokens_to_remove:
-            if self.valid is not None:
-                self.valid = self.valid[:, :left]
-            for layer in self.layers:
-                lengths: Given = left
+        with self.undone_if_failed():
+            if tokens_to_remove:
                 if self.valid is not None:
-                    lengths = self.valid.sum(1, dtype=layer.held.length.dtype)
-                layer.crop(left, lengths)
-        for layer in self.layers:
-            layer.forget()
+                    self.valid = self.valid[:, :left]
+                for layer in self.layers:
+                    lengths: Given = left
+                    if self.valid is not None:
+                        lengths = self.valid.sum(1, dtype=layer.held.length.dtype)
+                    layer.crop(left, lengths)
+            for layer in self.layers:
+                layer.forget()

@@ -5,6 +5,8 @@ logits = norm(block(… block(E[tokens]))) Hᵀ,    H = E where they are tied
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -166,19 +168,19 @@ class PrecondattnModel(PrecondattnPreTrainedModel):
         check_positions(position_ids, attention_mask, past_key_values)
         new = x.shape[0], x.shape[1], past_key_values
         pairs = pairs_of_new(attention_mask, *new, self.layers)
-        mask = mask_of_new(attention_mask if pairs is None else None, *new)
-        for block in self.layers:
-            x = block(
-                x,
-                mask=mask,
-                positions=position_ids,
-                past_key_values=past_key_values,
-                attn_mask=pairs,
-                prefix=prefix,
-            )
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(x), past_key_values=past_key_values
-        )
+        with nullcontext() if past_key_values is None else past_key_values.undone_if_failed():
+            mask = mask_of_new(attention_mask if pairs is None else None, *new)
+            for block in self.layers:
+                x = block(
+                    x,
+                    mask=mask,
+                    positions=position_ids,
+                    past_key_values=past_key_values,
+                    attn_mask=pairs,
+                    prefix=prefix,
+                )
+            x = self.norm(x)
+        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values)
 
 
 class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
@@ -287,6 +289,9 @@ class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
         max_cache_length: int,
     ) -> None:
         """The cache of `generate`: of our own class, growing or of the length that is needed."""
+        early = generation_config.assistant_early_exit
+        if early is not None:
+            raise ValueError(f"assistant_early_exit: this model runs all layers; found {early!r}")
         given = model_kwargs.get("past_key_values")
         check_cache(given, len(self.model.layers))
         kind = generation_config.cache_implementation
