@@ -393,9 +393,7 @@ def bench(
         if instructions:
             of_runs = (backend, device, library, mechanism, work, peer, sizes, dtype, rounds)
             if any((*of_runs, not peers, memory, neighbours, quick, plot, benchmark_json)):
-                raise ValueError(
-                    "--instructions is combined with rows and --save only"
-                )
+                raise ValueError("--instructions is combined with rows and --save only")
             from precondattn_conformance.bench import instructions_command
 
             try:
