@@ -243,7 +243,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         x, frame, missing = _aligned(self.leaf, x, frame)
         view = self._full_view(x)
         rows = view.q.shape[:4]
-        o = self.ops.zeros((*rows, view.v.shape[3]), view.q)
+        o = self.ops.rows((*rows, view.v.shape[3]), view.q)
         log_total = self.ops.zeros((*rows, 1), view.q)
         xp = namespace(o)
         for group in self._groups(view, frame, gradient=False):
@@ -336,7 +336,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         pairs = None if frame.pairs is None else grouped_bias(known.frame.pairs, n)
         known_frame = known.frame.replaced(pairs=None)
         mask = Mask(known_frame, s, known.offset, window=leaf.window, pairs=pairs)
-        o = ops.empty((b, n, r, t, view.v.shape[3]), view.q)
+        o = ops.rows((b, n, r, t, view.v.shape[3]), view.q)
         size = block_size(t, r)
         for part in head_groups(b, n, r * size * s):
             group, group_mask = view.group(part), mask.of_part(part)
