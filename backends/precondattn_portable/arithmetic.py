@@ -63,11 +63,11 @@ class Arithmetic:
         return namespace(like).zeros(shape, dtype=like.dtype, **placement(like))
 
     def rows(self, shape: tuple[int, ...], like: Array) -> Array:
-        """Zeros (b, …, t, e), with tokens before heads in memory, as in the output of a call."""
+        """An uninitialized array (b, …, t, e), in memory (b, t, …, e) as the output of a call."""
         b, *heads, t, e = shape
-        zeros = self.zeros((b, t, *heads, e), like)
+        array = self.empty((b, t, *heads, e), like)
         return namespace(like).permute_dims(
-            zeros, (0, *range(2, len(shape) - 1), 1, len(shape) - 1)
+            array, (0, *range(2, len(shape) - 1), 1, len(shape) - 1)
         )
 
     def scratch(self, size: int, like: Array) -> Scratch:

@@ -244,6 +244,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         view = self._full_view(x)
         rows = view.q.shape[:4]
         o = self.ops.rows((*rows, view.v.shape[3]), view.q)
+        o[...] = 0.0
         log_total = self.ops.zeros((*rows, 1), view.q)
         xp = namespace(o)
         for group in self._groups(view, frame, gradient=False):

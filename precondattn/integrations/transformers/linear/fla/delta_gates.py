@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from precondattn.integrations.transformers.linear.delta_rule import unit_rows
+from precondattn.layers.functions import log_decay
 
 
 def delta_inputs(
@@ -57,5 +58,7 @@ def _gate(
         raise ValueError("A_log: the logarithm of a rate for each head expected; found None")
     if dt_bias is not None:
         x = x + dt_bias.float().reshape(x.shape[2:])
-    rate = 1.0 if A_log is None else A_log.float().exp().reshape(-1, *[1] * (x.ndim - 3))
-    return -rate * softplus(x) if lower_bound is None else lower_bound * (rate * x).sigmoid()
+    a = x.new_zeros(()) if A_log is None else A_log.float().reshape(-1, *[1] * (x.ndim - 3))
+    if lower_bound is None:
+        return log_decay(a, softplus(x))
+    return lower_bound * (a.clamp(max=80.0).exp() * x).sigmoid()  # Finite, for its gradient.
