@@ -424,6 +424,15 @@ def in_order(array: Array) -> Array:
     return array.copy(order="C") if library in ("numpy", "cupy") else fresh(array)
 
 
+def contiguous(array: Array) -> Array:
+    """The array in row-major order, copied only if it is not, in libraries with strides."""
+    library = library_of(array)
+    if library == "torch":
+        return array if array.is_contiguous() else array.contiguous()
+    has_strides = library in ("numpy", "cupy")
+    return in_order(array) if has_strides and not array.flags.c_contiguous else array
+
+
 def stop_gradient(array: Array) -> Array:
     """The array as a constant of automatic differentiation."""
     library = library_of(array)

@@ -67,7 +67,7 @@ from precondattn_portable.layout import (
 from precondattn_portable.masks import Mask
 from precondattn_portable.prefix_and_window import PartOfQueries, parts_of
 from precondattn_portable.read_log_mean_exp import LogMeanExpRead
-from precondattn_portable.read_mean import MeanAndLogSumRead, MeanRead, ReadRows
+from precondattn_portable.read_mean import MeanAndLogSumRead, MeanRead, ReadRows, are_far
 from precondattn_portable.scores import (
     BiasedScores,
     CappedScores,
@@ -243,7 +243,8 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         x, frame, missing = _aligned(self.leaf, x, frame)
         view = self._full_view(x)
         rows = view.q.shape[:4]
-        o = self.ops.zeros((*rows, view.v.shape[3]), view.q)
+        o = self.ops.rows((*rows, view.v.shape[3]), view.q)
+        o[...] = 0.0
         log_total = self.ops.zeros((*rows, 1), view.q)
         xp = namespace(o)
         for group in self._groups(view, frame, gradient=False):
@@ -263,6 +264,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
             return prefix_and_window.backward(OfSomeKeys(self.ops, self.leaf), *given)
         ops, leaf = self.ops, self.leaf
         logs, cotangent, n = residuals[0], zero_padding(cotangent, frame), x["k"].shape[2]
+        again = are_far(logs)
         if frame.q_valid is not None:
             # Weights of padded queries are 0, as their output is 0, whatever their scores are.
             logs = namespace(logs).where(frame.q_valid[:, :, None], logs, math.inf)
@@ -276,6 +278,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         summed = {"bias": view.bias, "distance": view.distance}
         d = {name: ops.zeros(a.shape, a) for name, a in summed.items() if a is not None}
         for group in self._groups(view, frame, d, gradient=True):
+            group.read.again = again
             for tile in group.tiles():
                 row_block = group.row_block(tile)
                 rows = ReadRows(*(tile.rows_of(a, group.part) for a in (logs, out, cotangent)))
@@ -336,7 +339,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         pairs = None if frame.pairs is None else grouped_bias(known.frame.pairs, n)
         known_frame = known.frame.replaced(pairs=None)
         mask = Mask(known_frame, s, known.offset, window=leaf.window, pairs=pairs)
-        o = ops.empty((b, n, r, t, view.v.shape[3]), view.q)
+        o = ops.rows((b, n, r, t, view.v.shape[3]), view.q)
         size = block_size(t, r)
         for part in head_groups(b, n, r * size * s):
             group, group_mask = view.group(part), mask.of_part(part)

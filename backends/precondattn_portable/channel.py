@@ -23,7 +23,8 @@ class ChannelProducts(WholeSequenceAlgorithm[pa.Channel]):
     def attend(self, x: Arrays, frame: Frame) -> Array:
         q, k, v = self._rows(x, frame)
         weights = self._weights(q, k, frame)
-        return time_first(self.ops.product(v, transpose(weights)))
+        out = self.ops.rows(v.shape, v) if self.ops.writes else None
+        return time_first(self.ops.product(v, transpose(weights), out))
 
     def attend_vjp(self, x: Arrays, frame: Frame, cotangent: Array) -> Arrays:
         ops, n, valid = self.ops, x["k"].shape[2], valid_as_both(frame.q_valid, frame.k_valid)

@@ -203,7 +203,7 @@ def _with_kept(kept: Sequence[Array], last: Array, state: Array) -> Array:
 
 
 class ChunkWork:
-    """A stream in chunks and groups of chunks. Results are collected as (b, chunks, C, m, …)."""
+    """A stream in chunks and groups of chunks. Results are collected as (b, t, m, …)."""
 
     def __init__(self, ops: Arithmetic, x: Stream, chunk: int) -> None:
         xp = namespace(x.k)
@@ -261,25 +261,31 @@ class ChunkWork:
         return xp.reshape(result, (len(part), self.b * self.m, self.size, *rest))
 
     def filled(self, first: int, part: range, whole: Array | None, tokens: Array) -> Array:
-        """The array (b, c, C, m, …) of chunks from `first` on, with the tokens of a group.
+        """The array (b, t, m, …) of tokens of chunks from `first` on, with those of a group.
 
         They are written to `whole`, or to a new array if that is None.
         """
         xp, rest = namespace(tokens), tokens.shape[3:]
         if whole is None:
-            whole = self.ops.empty((self.b, self.count - first, self.size, self.m, *rest), tokens)
+            shape = (self.b, self.s - first * self.size, self.m, *rest)
+            whole = self.ops.empty(shape, tokens)
         tokens = xp.reshape(tokens, (len(part), self.b, self.m, self.size, *rest))
-        order = (1, 0, 3, 2, *range(4, tokens.ndim))
-        whole[:, part.start - first : part.stop - first, ...] = xp.permute_dims(tokens, order)
+        tokens = xp.permute_dims(tokens, (1, 0, 3, 2, *range(4, tokens.ndim)))
+        low, full = (part.start - first) * self.size, min(part.stop, self.s // self.size)
+        count = (full - part.start) * self.size
+        # This reshapes to a view, since only the axis of tokens is split.
+        chunks = xp.reshape(
+            whole[:, low : low + count, ...], (self.b, -1, self.size, self.m, *rest)
+        )
+        chunks[...] = tokens[:, : full - part.start, ...]
+        if full < part.stop:
+            whole[:, low + count :, ...] = tokens[:, -1, : self.s % self.size, ...]
         return whole
 
     def tokens(self, whole: Array, t: int) -> Array:
-        """The last t tokens of an array (b, c, C, m, …), as (b, m, t, …)."""
-        xp = namespace(whole)
-        tokens = xp.reshape(whole, (self.b, -1, *whole.shape[3:]))
-        end = tokens.shape[1] - (self.count * self.size - self.s)
-        tokens = tokens[:, end - t : end, ...]
-        return xp.permute_dims(tokens, (0, 2, 1, *range(3, tokens.ndim)))
+        """The last t tokens of an array (b, tokens, m, …), as (b, m, t, …)."""
+        tokens = whole[:, whole.shape[1] - t :, ...]
+        return namespace(whole).permute_dims(tokens, (0, 2, 1, *range(3, tokens.ndim)))
 
 
 def kind_of(x: Stream) -> GroupKind:

@@ -143,7 +143,8 @@ class LucidMatrix:
             if leaf.normalize == "rows":
                 self.maximum, self.at_maximum = self._row_maxima(diagonal)
                 diagonal = diagonal - self.maximum
-                within = within - self._by_block(self.maximum)
+                # Only masked entries exceed 0, and might overflow.
+                within = xp.clip(within - self._by_block(self.maximum), max=0.0)
             if view.beta is not None:  # Without an input β it is 1 or, at padding, 0.
                 diagonal = xp.where(view.beta > 0, diagonal, 0.0)
             self.diagonal = xp.exp(diagonal)
@@ -201,6 +202,7 @@ class LucidMatrix:
         ops, row_block = self.ops, self.scores.row_block(tile, self.workspaces[0])
         if self.maximum is not None:
             row_block = ops.add(row_block, -self.maximum[tile.queries])
+            row_block = namespace(row_block).clip(row_block, max=0.0)
         elif self.shift:
             row_block = ops.add(row_block, -self.shift)
         return self.mask.apply(ops, ops.exp(row_block), tile, 0.0)

@@ -25,7 +25,7 @@ from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
 from precondattn.spec.laser import RANGE
 from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.layout import Tile, blocks
-from precondattn_portable.read_mean import ReadRows, exponentials
+from precondattn_portable.read_mean import ReadRows, exponentials, log_weights
 
 BLOCK = 128
 """Keys that share a shift if not all keys do."""
@@ -36,6 +36,9 @@ ELEMENTS = 16
 
 class LogMeanExpRead:
     """The read of a group of heads with values (b, n, s, e)."""
+
+    again = False
+    """Whether the gradient computes λ again (`log_weights`)"""
 
     def __init__(
         self, ops: Arithmetic, v: Array, sink: None = None, *, gradient: bool = False
@@ -101,9 +104,10 @@ class LogMeanExpRead:
     def backward(self, row_block: Array, tile: Tile, rows: ReadRows, workspace: Scratch) -> Array:
         """dS of the row block; adds dv to `d_v`."""
         ops, (log_total, o, d_o) = self.ops, rows
+        logs = log_weights(ops, row_block, log_total, None, again=self.again)
         if not self.is_narrow:
-            return self._merged_backward(row_block - log_total, tile, o, d_o)
-        weights = ops.exp(ops.add(row_block, -log_total))
+            return self._merged_backward(logs, tile, o, d_o)
+        weights = ops.exp(logs)
         # ν − o exceeds R only in rows without weights.
         g = d_o * namespace(o).exp(_at_most(self.shift - o, self.range))
         ops.add_product_at(self.d_v, tile.keys, transpose(weights), g)

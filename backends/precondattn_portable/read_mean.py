@@ -14,7 +14,7 @@ import math
 from typing import NamedTuple
 
 from precondattn.arrays import Array, namespace
-from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
+from precondattn.spec.array_functions import finite_or_zero, log_softmax, row_sum, transpose
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM, Read
 from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.layout import Tile, padded
@@ -47,6 +47,28 @@ def sink_of_rows(sink: Array | None, rows: int) -> Array | None:
     return xp.reshape(each, (b, n, rows, 1))
 
 
+FAR = 2.0**-13
+"""A λ beyond FAR / ε is rounded, as is a score that is computed twice, by more than weights may be;
+then the gradient normalises rows again. ε is the distance of 1 from the next number."""
+
+
+def are_far(log_total: Array) -> bool:
+    """Whether some λ are that large."""
+    xp = namespace(log_total)
+    return bool(xp.any(xp.abs(log_total) > FAR / xp.finfo(log_total.dtype).eps))
+
+
+def log_weights(
+    ops: Arithmetic, row_block: Array, log_total: Array, sink: Array | None, *, again: bool
+) -> Array:
+    """S − λ, in S; with λ computed `again`, where the given one is not ∞."""
+    if not again:
+        return ops.add(row_block, -log_total)
+    return namespace(row_block).where(
+        log_total < math.inf, log_softmax(row_block, sink)[0], -math.inf
+    )
+
+
 class ReadRows(NamedTuple):
     """The rows of a tile (b, n, rows, …) that its gradient reads: o, λ and do."""
 
@@ -60,6 +82,8 @@ class MeanRead:
     """The read of a group of heads with values (b, n, s, e), and sinks (b, n, r)."""
 
     kind: Read = MEAN
+    again = False
+    """Whether the gradient computes λ again (`log_weights`)"""
 
     def __init__(
         self, ops: Arithmetic, v: Array, sink: Array | None = None, *, gradient: bool = False
@@ -78,7 +102,8 @@ class MeanRead:
     def backward(self, row_block: Array, tile: Tile, rows: ReadRows, workspace: Scratch) -> Array:
         """dS of the row block; adds dv to `d_v`."""
         ops, d_mean = self.ops, self.of_mean(rows.d_o)
-        weights = ops.exp(ops.add(row_block, -rows.log_total))
+        sink = sink_of_rows(self.sink, row_block.shape[2]) if self.again else None
+        weights = ops.exp(log_weights(ops, row_block, rows.log_total, sink, again=self.again))
         ops.add_product_at(self.d_v, tile.keys, transpose(weights), d_mean)
         values = transpose(self.v[tile.keys])
         d_weights = ops.product(d_mean, values, workspace.shaped(row_block.shape))

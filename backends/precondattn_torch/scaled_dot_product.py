@@ -36,6 +36,7 @@ from precondattn.spec.sink import sink_vjp
 from precondattn.spec.softmax import SoftmaxAttention
 from precondattn_portable.attention import AttentionBlocks
 from precondattn_portable.layout import zero_padding
+from precondattn_portable.read_mean import are_far
 from precondattn_torch.arithmetic import TORCH
 from precondattn_torch.twice_differentiable import SdpaOptions, twice_differentiable
 
@@ -178,7 +179,7 @@ class KernelAttention(AttentionBlocks):
         self, x: Arrays, frame: Frame, out: Tensor, residuals: Residuals, cotangent: Tensor
     ) -> Arrays:
         kernel = self._kernel(x, frame) if residuals else None
-        if residuals and kernel is None:
+        if residuals and (kernel is None or are_far(residuals[0])):
             return super().backward(x, frame, out, residuals, cotangent)
         cotangent = zero_padding(cotangent, frame)
         if kernel is not None:

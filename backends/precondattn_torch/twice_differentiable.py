@@ -1,12 +1,14 @@
-"""Second derivatives of PyTorch's fused attention, whose kernels have none.
+"""Second derivatives of PyTorch's fused attention, whose kernels have none, and far scores.
 
 With `create_graph=True` the gradient has to be differentiable. Then the kernel's gradient is
 replaced by that of PyTorch's unfused attention, which has all derivatives and takes quadratic
-memory.
+memory. So is it on a CPU if scores are so large that their rounding alone changes e^{S − λ}, which
+the kernel computes from other roundings than λ: its gradient is wrong then, or not finite.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TypedDict
 
 import torch
@@ -38,21 +40,38 @@ def twice_differentiable(
     def replace(
         gradients: tuple[Tensor, ...], cotangents: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...] | None:
-        if not torch.is_grad_enabled():  # The gradient need not be differentiable.
+        is_differentiated = torch.is_grad_enabled()
+        if not is_differentiated and not _have_far_scores(*inputs[:2], options["scale"]):
             return None
         wanted = [i for i, gradient in enumerate(gradients[:3]) if gradient is not None]
         padding = gradients[wanted[0]].shape[-1] - inputs[wanted[0]].shape[-1]
-        padded = [functional.pad(a, (0, padding)) for a in inputs]
+        with torch.enable_grad():
+            padded = [functional.pad(a, (0, padding)) for a in inputs]
         if any(gradients[i].shape != padded[i].shape for i in wanted):
             raise NotImplementedError(
                 "this fused attention of PyTorch has no second derivative; "
                 'call with backend="reference"'
             )
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
             again = functional.scaled_dot_product_attention(*padded, **options)
         targets = [padded[i] for i in wanted]
-        result = torch.autograd.grad(again, targets, cotangents[0], create_graph=True)
+        result = torch.autograd.grad(again, targets, cotangents[0], create_graph=is_differentiated)
         differentiable = dict(zip(wanted, result, strict=True))
         return tuple(differentiable.get(i, gradient) for i, gradient in enumerate(gradients))
 
     node.register_hook(replace)
+
+
+FAR = 2.0**16
+"""Scores whose rounding in float32 may change weights by more than half a percent."""
+
+
+def _have_far_scores(q: Tensor, k: Tensor, scale: float) -> bool:
+    """Whether s ⟨q, k⟩ may exceed `FAR`, on a CPU; the longest rows bound it."""
+    if not q.is_cpu or not q.numel() or not k.numel():
+        return False
+    largest = torch.linalg.vector_norm(q, torch.inf) * torch.linalg.vector_norm(k, torch.inf)
+    if not largest.item() * q.shape[-1] * scale > FAR:
+        return False
+    longest = (torch.linalg.vector_norm(x, dim=-1).amax().item() for x in (q, k))
+    return math.prod(longest) * scale > FAR

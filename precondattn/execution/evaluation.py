@@ -6,8 +6,11 @@ The dtypes of intermediate results and of their cotangents are described in `cot
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from types import ModuleType
+from typing import Concatenate, ParamSpec, TypeVar
+
+import numpy as np
 
 from precondattn.algebra.piece import ExtendPullback
 from precondattn.arrays import (
@@ -16,6 +19,7 @@ from precondattn.arrays import (
     ByName,
     Residuals,
     cast,
+    contiguous,
     counts_flops,
     dtype_name,
     fresh,
@@ -44,6 +48,8 @@ from precondattn.native.ordinary import is_ordinary
 from precondattn.reversed_order import reversed_keys
 from precondattn.runner import LeafRunner
 
+P, R = ParamSpec("P"), TypeVar("R")
+
 Traced = tuple[PlannedCall, Arrays, Array, Residuals]
 """A planned call with its inputs, its output and its residuals."""
 Step = tuple[PlannedCall, Arrays, Arrays, Array]
@@ -51,6 +57,26 @@ Step = tuple[PlannedCall, Arrays, Arrays, Array]
 BridgeOfStep = Callable[..., tuple[Array, Updates]]
 
 
+def _tolerant(
+    function: Callable[Concatenate[BoundCall, P], R],
+) -> Callable[Concatenate[BoundCall, P], R]:
+    """A function of a call, for which two floating-point errors of NumPy are none.
+
+    Weights of masked and of decayed tokens are meant to underflow to 0. OpenBLAS may report an
+    invalid operation for finite numbers (numpy issues 13173 and 24067). Overflow and division by 0
+    are reported, as the result is then not finite either.
+    """
+    tolerant = np.errstate(under="ignore", invalid="ignore")(function)
+
+    @wraps(function)
+    def run(call: BoundCall, *args: P.args, **named: P.kwargs) -> R:
+        is_numpy = call.prepared.request.library not in ("torch", "jax")
+        return (tolerant if is_numpy else function)(call, *args, **named)
+
+    return run
+
+
+@_tolerant
 def forward(call: BoundCall) -> Array:
     """The output, which the arrays' own framework can differentiate."""
     values, plan, is_direct = dict(call.inputs), call.prepared.plan, call.prepared.is_direct
@@ -64,6 +90,7 @@ def forward(call: BoundCall) -> Array:
     return finished(values[plan.out], call)
 
 
+@_tolerant
 def vjp(call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
     """The output, and the pullback from its cotangent to the gradients by input name."""
     values, plan, is_direct = dict(call.inputs), call.prepared.plan, call.prepared.is_direct
@@ -85,6 +112,7 @@ def vjp(call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
     return out, partial(_pulled_back, call, trace)
 
 
+@_tolerant
 def _pulled_back(call: BoundCall, trace: list[Traced], cotangent: Array) -> Arrays:
     cotangents: Arrays = {call.prepared.plan.out: finished(cotangent, call, is_cotangent=True)}
     for planned, inputs, out, residuals in reversed(trace):
@@ -182,6 +210,7 @@ def _stepped_between(
     return out, updates
 
 
+@_tolerant
 def extend(
     call: BoundCall, cache: Cache, *, donate: bool, keeping: Keeping | None = None
 ) -> tuple[Array, Cache]:
@@ -201,6 +230,7 @@ def extend(
     return finished(out, call), extended
 
 
+@_tolerant
 def extend_vjp(call: BoundCall, cache: Cache) -> tuple[Array, Cache, ExtendPullback]:
     """The results of `extend`, and its pullback.
 
@@ -210,7 +240,8 @@ def extend_vjp(call: BoundCall, cache: Cache) -> tuple[Array, Cache, ExtendPullb
     dtypes, frame = {key: buffer.dtype for key, buffer in cache.store.items()}, call.frame
     output, updates, trace = _steps(call, cache, _bridge_of_mapped_step)
 
-    def pullback(cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
+    @_tolerant
+    def pullback(call: BoundCall, cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
         cotangents: Arrays = {call.prepared.plan.out: finished(cotangent, call, is_cotangent=True)}
         if call.non_finite is not None:
             d_store = call.non_finite.without_states(d_store)
@@ -240,7 +271,7 @@ def extend_vjp(call: BoundCall, cache: Cache) -> tuple[Array, Cache, ExtendPullb
         return _input_gradients(cotangents, call, cotangent), d_old_store
 
     extended = _extended(updates, call, cache, donate=False)
-    return finished(output, call), extended, pullback
+    return finished(output, call), extended, partial(pullback, call)
 
 
 def _extended(updates: Updates, call: BoundCall, cache: Cache, *, donate: bool) -> Cache:
@@ -290,7 +321,7 @@ def _input_gradients(cotangents: Arrays, call: BoundCall, given: Array) -> Array
 
 
 def finished(out: Array, call: BoundCall, *, is_cotangent: bool = False) -> Array:
-    """An output or its cotangent, with 0 at padding, and NaN if arguments were out of range.
+    """An output, contiguous, or its cotangent; 0 at padding, NaN if arguments were out of range.
 
     If an input has a NaN or infinity, the outputs it reaches are NaN, and their cotangents 0.
     """
@@ -302,9 +333,9 @@ def finished(out: Array, call: BoundCall, *, is_cotangent: bool = False) -> Arra
         out = zero_where_not(namespace(valid).reshape(valid, shape), out)
     if call.invalid is not None:
         out = nan_where_invalid(out, call.invalid)
-    if call.non_finite is None:
-        return out
-    return call.non_finite.replaced(out, 0.0 if is_cotangent else NAN)
+    if call.non_finite is not None:
+        out = call.non_finite.replaced(out, 0.0 if is_cotangent else NAN)
+    return out if is_cotangent else contiguous(out)
 
 
 def _frame(planned: PlannedCall, call: BoundCall) -> Frame:

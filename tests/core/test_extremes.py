@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 import precondattn as pa
+from precondattn_conformance.extremes import EXTREMES, at_an_extreme, makes_sense
 from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_conformance.libraries import named
+from tests.representatives import CACHED, CALLED
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -117,3 +119,39 @@ def test_a_system_that_exceeds_the_range_is_not_finite_and_affects_no_other_sequ
         assert np.isfinite(together[0][0, :1]).all()
     for both, alone in zip(together, results(k[1:], v[1:]), strict=True):
         np.testing.assert_allclose(both[1:], alone, rtol=1e-6)
+
+
+def calls_of_every_verb(text, x, backend):
+    """The results of a full call, its gradient, and steps, with masks."""
+    m, (b, t) = pa.parse(text), x["v"].shape[:2]
+    for masks in ({}, {"lengths": np.asarray([t, 2])}, {"segment_ids": np.arange(t)[None] // 3}):
+        if "segment_ids" in masks and "bias" in x:
+            continue  # Rows without visible keys.
+        masks = {name: np.broadcast_to(mask, (b, t)[: mask.ndim]) for name, mask in masks.items()}
+        out, pullback = m.vjp(**x, **masks, backend=backend)
+        yield from (out, *pullback(np.ones_like(out)).values())
+    if text in CACHED and "bias" not in x:
+        cache = m.init_cache(**x, capacity=t)
+        yield m.extend(cache, **x, backend=backend)[0]
+        if m.recurrence is not None:
+            out, _, pullback = m.extend_vjp(cache, **x, backend=backend)
+            yield from pullback(np.ones_like(out))[0].values()
+
+
+@pytest.mark.thorough(but=[f"None-{text}" for text in ("softmax", "path", "mlstm", "kda")])
+@pytest.mark.parametrize("text", CALLED)
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_finite_results_raise_no_floating_point_error(text, backend):
+    """Underflow is meant. A result that exceeds the range is reported, as NumPy's are."""
+    m, layout = pa.parse(text), CallLayout("strict", t=70, s=70)
+    for kind in ("random", *EXTREMES):
+        if kind != "random" and not makes_sense(m, kind):
+            continue
+        make = make_inputs if kind == "random" else at_an_extreme
+        x = make(m, layout, kind, *(() if kind == "random" else ("float32",)))
+        x = {name: array.astype(np.float32) for name, array in x.items()}
+        with np.errstate(all="ignore"):
+            is_finite = all(np.isfinite(a).all() for a in calls_of_every_verb(text, x, backend))
+        if is_finite:
+            with np.errstate(all="raise"):
+                list(calls_of_every_verb(text, x, backend))

@@ -1,12 +1,15 @@
-"""PyTorch's fused attention reads rows in one piece of memory; values may have any strides."""
+"""Memory: values of PyTorch's fused attention may have any strides; outputs are contiguous."""
 
 import pytest
 
 pytest.importorskip("torch")
 
+import numpy as np
 import torch
 
 import precondattn as pa
+from precondattn_conformance.inputs import CallLayout, make_inputs
+from tests.representatives import CACHED, CALLED
 
 
 @pytest.mark.parametrize("d", [4, 6])
@@ -22,3 +25,31 @@ def test_values_whose_tokens_are_contiguous(expression, d):
     torch.testing.assert_close(out, expected)
     for name, gradient in pull(out).items():
         torch.testing.assert_close(gradient, pull_expected(out)[name])
+
+
+GRADIENT = {"requires_grad": True}
+
+
+def is_contiguous(array):
+    if isinstance(array, torch.Tensor):
+        return array.is_contiguous()
+    return array.flags.c_contiguous
+
+
+@pytest.mark.thorough(but=["path", "ccq", "gated_delta", "softmax[bias=true]"])
+@pytest.mark.parametrize("text", CALLED)
+def test_outputs_are_contiguous(text):
+    """As `out.view(b, t, h * e)` needs them, whatever the length, the gradient and the verb."""
+    m = pa.parse(text)
+    for t in (1, 2, 8, 64, 65, 130):
+        x = make_inputs(m, CallLayout("layout", t=t, s=t), "random")
+        for asarray, named in ((np.asarray, {}), (torch.tensor, {}), (torch.tensor, GRADIENT)):
+            given = {name: asarray(array, **named) for name, array in x.items()}
+            lengths, ids = np.asarray([t, (t + 1) // 2]), np.broadcast_to(np.arange(t) // 5, (2, t))
+            for masks in ({}, {"lengths": lengths}, {"segment_ids": ids.copy()}):
+                masks = {name: asarray(mask) for name, mask in masks.items()}
+                assert is_contiguous(m(**given, **masks)), (t, masks)
+                assert is_contiguous(m.vjp(**given, **masks)[0]), (t, masks)
+                if text in CACHED and "bias" not in x and "segment_ids" not in masks:
+                    cache = m.init_cache(**given, capacity=t)
+                    assert is_contiguous(m.extend(cache, **given, **masks)[0]), (t, masks)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.arrays import Array, namespace
-from precondattn.layers.functions import linear, log_sigmoid, sigmoid, softplus, upcast
+from precondattn.layers.functions import linear, log_decay, log_sigmoid, sigmoid, softplus, upcast
 from precondattn.layers.parameters import (
     InverseSoftplus,
     LogUniform,
@@ -120,7 +120,7 @@ class DecayOfStep(Recipe):
         return {"A_log": Parameter("…", LogUniform(self.low, self.high))}
 
     def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
-        return -namespace(p["A_log"]).exp(upcast(p["A_log"])) * tokens.values["dt"]
+        return log_decay(p["A_log"], tokens.values["dt"])
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class DecayWithBias(Recipe):
 
     def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         step = softplus(upcast(linear(tokens.x, p["weight"])) + upcast(p["dt_bias"]))
-        return -namespace(step).exp(upcast(p["A_log"])) * step
+        return log_decay(p["A_log"], step)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class LowRankDecay(DecayWithBias):
     def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         score = linear(linear(tokens.x, p["down"]), p["up"])
         step = softplus(upcast(score) + upcast(p["dt_bias"]))
-        return -namespace(step).exp(upcast(p["A_log"]))[:, None] * step
+        return log_decay(p["A_log"][:, None], step)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,8 @@ class DecayMixedByToken(MixedByToken):
     def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         low = linear(self.mixed(tokens, p), p["down"])
         xp = namespace(low)
-        return -xp.exp(upcast(linear(xp.tanh(low), p["up"], bias=p.get("bias"))))
+        score = upcast(linear(xp.tanh(low), p["up"], bias=p.get("bias")))
+        return -xp.exp(xp.clip(score, max=80.0))  # Beyond, nothing is kept, and the gradient is 0.
 
 
 @dataclass(frozen=True)
