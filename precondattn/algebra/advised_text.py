@@ -15,7 +15,7 @@ from precondattn.algebra.foreign_mechanisms import expression_elsewhere, in_our_
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_-]*(?![A-Za-z0-9_-]*\s*=)")
 """A word that is not the name of an option."""
 _OPTIONS = re.compile(r"\(((?:\s*\w+\s*=\s*[^,()\[\]]+,?)+)\)")
-_LIST = re.compile(r"\s*[\w-]+(?:\s*(?:,|\+|->|∘|\s)\s*[\w-]+)+\s*")
+_LIST = re.compile(r"\s*[\w-]+(?:\s*(?:,|\+|->|\u2218|\s)\s*[\w-]+)+\s*")
 """A list of names."""
 _CLOSING = {"(": ")", "[": "]"}
 

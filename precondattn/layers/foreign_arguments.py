@@ -112,7 +112,7 @@ def refuse_by_position(
         each.kind is Parameter.VAR_POSITIONAL for each in signature(function).parameters.values()
     )
     if len(values) > len(first) and not takes_more:
-        found = ", ".join(repr(v) if isinstance(v, int | str) else "…" for v in values)
+        found = ", ".join(repr(v) if isinstance(v, int | str) else "..." for v in values)
         by_name = f", and the others by name, as {rest[0]}=" if rest else ""
         raise TypeError(f"{owner}: {', '.join(first)} by position{by_name}; found {owner}({found})")
 

@@ -7,12 +7,17 @@ any library, from the data of a call in a `RecipeTokens`.
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import ClassVar, Literal, NamedTuple
 
 from precondattn.arrays import Array
 from precondattn.layers.parameters import Parameter
+
+SIGNS = {"−": "-", "∘": "*", "·": "*", "…": "...", "₁": "1", "₂": "2", "²": "^2", "\u0304": "_bar"}
+SIGNS |= {"λ": "lambda", "Σ": "sum"}
+"""How signs of equations are printed. A Greek letter is printed by its name."""
 
 
 class RecipeTokens(NamedTuple):
@@ -67,7 +72,20 @@ class Recipe:
         return text if getattr(self, "bias", True) else text.replace(" + b", "")
 
     @property
+    def printed(self) -> str:
+        """The equation in ASCII, which every terminal and pipe shows."""
+        return "".join(map(_in_ascii, self.equation))
+
+    @property
     def source(self) -> str:
         """The source of the recipe: the last paragraph of its docstring."""
         text = " ".join((self.__doc__ or "").strip().split("\n\n")[-1].split())
         return text.removeprefix("Source: ") if text.startswith("Source: ") else ""
+
+
+def _in_ascii(sign: str) -> str:
+    """A sign of an equation in ASCII: `sigma` for σ, `Delta` for Δ."""
+    kind, _, letter = unicodedata.name(sign, "").partition(" LETTER ")
+    if sign not in SIGNS and kind.startswith("GREEK "):
+        return letter.lower() if kind == "GREEK SMALL" else letter.capitalize()
+    return SIGNS.get(sign, sign).encode("ascii", "backslashreplace").decode()
