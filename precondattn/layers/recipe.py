@@ -7,7 +7,6 @@ any library, from the data of a call in a `RecipeTokens`.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import ClassVar, Literal, NamedTuple
@@ -15,9 +14,10 @@ from typing import ClassVar, Literal, NamedTuple
 from precondattn.arrays import Array
 from precondattn.layers.parameters import Parameter
 
-SIGNS = {"−": "-", "∘": "*", "·": "*", "…": "...", "₁": "1", "₂": "2", "²": "^2", "\u0304": "_bar"}
-SIGNS |= {"λ": "lambda", "Σ": "sum"}
-"""How signs of equations are printed. A Greek letter is printed by its name."""
+SIGNS = """−- ∘* ·* …... ₁1 ₂2 ²^2 \u0304_bar αalpha βbeta γgamma δdelta εepsilon ηeta θtheta κkappa
+λlambda μmu ρrho σsigma ΔDelta Σsum"""
+"""The signs of equations, each followed by the text that is printed."""
+SPELLED = {ord(each[0]): each[1:] for each in SIGNS.split()}
 
 
 class RecipeTokens(NamedTuple):
@@ -74,18 +74,10 @@ class Recipe:
     @property
     def printed(self) -> str:
         """The equation in ASCII, which every terminal and pipe shows."""
-        return "".join(map(_in_ascii, self.equation))
+        return self.equation.translate(SPELLED).encode("ascii", "backslashreplace").decode()
 
     @property
     def source(self) -> str:
         """The source of the recipe: the last paragraph of its docstring."""
         text = " ".join((self.__doc__ or "").strip().split("\n\n")[-1].split())
         return text.removeprefix("Source: ") if text.startswith("Source: ") else ""
-
-
-def _in_ascii(sign: str) -> str:
-    """A sign of an equation in ASCII: `sigma` for σ, `Delta` for Δ."""
-    kind, _, letter = unicodedata.name(sign, "").partition(" LETTER ")
-    if sign not in SIGNS and kind.startswith("GREEK "):
-        return letter.lower() if kind == "GREEK SMALL" else letter.capitalize()
-    return SIGNS.get(sign, sign).encode("ascii", "backslashreplace").decode()

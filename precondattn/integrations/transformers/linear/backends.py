@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from precondattn.integrations.transformers.checked_calls import STATES, check_calls
 from precondattn.integrations.transformers.linear.computed import compute_by, restore
 from precondattn.integrations.transformers.linear.fla.layers import (
     compute_fla_by,
@@ -63,6 +64,7 @@ def use_backend_for(model: nn.Module, backend: str | tuple[str, ...] | None = No
         raise ValueError("model: it has ccq; pass the backend to add_ccq")
     for layer, kind in layers:
         compute_by(layer, KINDS[kind].functions, backend, checked)
+    check_calls(model, STATES)
     return model
 
 
@@ -70,6 +72,7 @@ def restore_backend_for(model: nn.Module) -> nn.Module:
     """Restore Transformers' own functions in a model's linear layers, and remove gates of CCQ."""
     if is_of_fla(model):
         return restore_fla(model)
+    check_calls(model, STATES, False)
     for layer, _ in [*linear_layers(model)]:
         restore(layer)
         if hasattr(layer, "contraction_gate"):

@@ -19,6 +19,7 @@ from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Tree
 from precondattn.cache import Cache
 from precondattn.given import Given
+from precondattn.integrations.transformers.checked_calls import STATES, check_calls
 from precondattn.integrations.transformers.linear.computed import Forward, Functions, compute_by
 from precondattn.integrations.transformers.linear.delta_rule import called_as_by_transformers
 from precondattn.integrations.transformers.linear.gated_delta import CHUNKS, STEP
@@ -88,6 +89,7 @@ def add_ccq(model: nn.Module, contraction: float = 0.01, backend: BackendNames =
         if not hasattr(layer, "contraction_gate"):
             own.contraction_gate = Gate(own.num_k_heads, own.head_k_dim, contraction, own.dt_bias)
         compute_by(layer, functions, backend, _with_gate)
+    check_calls(model, STATES)
     return model
 
 

@@ -19,16 +19,12 @@ from torch import Tensor, nn
 
 from precondattn.arrays import Tree
 from precondattn.given import Given
+from precondattn.integrations.transformers.checked_calls import require
 from precondattn.integrations.transformers.linear.computed import Forward
 
 NAME = "precondattn_padding"
 """The attribute of a layer's cache with the record."""
 
-UNTOLD = (
-    "attention_mask: a sequence has only had padding, and Transformers does not tell a linear "
-    "layer whether a single token is padding; give its first token together with one before or "
-    "after it"
-)
 AFTER = (
     "attention_mask: a token follows padding that is not at the left of its sequence, and the "
     "state of a linear layer in Transformers' cache has read that padding; pad prompts at the left"
@@ -76,8 +72,7 @@ def _check(layer: nn.Module, x: Tensor, mask: Tensor | None) -> None:
     Raises
     ------
     ValueError
-        for a token after padding that follows a token, and for a single token of a sequence that
-        has only had padding, which may be padding too. A RuntimeError in compiled code.
+        for a token after padding that follows a token. A RuntimeError in compiled code.
     """
     is_first = not _is_filled(layer)  # It is new, or was emptied.
     padding: Padding | None = getattr(layer, NAME, None)
@@ -92,14 +87,12 @@ def _check(layer: nn.Module, x: Tensor, mask: Tensor | None) -> None:
         selected, padding = padding, _noted(x, has_tokens=True)
         padding.write(selected.has_tokens.all(), selected.is_after.any())
     setattr(layer, NAME, padding)
-    if x.shape[1] == 1 and not is_first:
-        _require(padding.has_tokens.all(), UNTOLD)
     is_token = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
     if mask is not None:
         is_token = mask.bool()
     follows = (is_token.cumsum(1) > 0) | padding.has_tokens[:, None]
     is_after = ((~is_token & follows).cumsum(1) > 0) | padding.is_after[:, None]
-    _require(~(is_token & is_after).any(), AFTER)
+    require(~(is_token & is_after).any(), AFTER)
     padding.write(follows[:, -1], is_after[:, -1])
 
 
@@ -110,13 +103,6 @@ def _noted(x: Tensor, *, has_tokens: bool) -> Padding:
         for tensor in both:
             torch._dynamo.mark_static_address(tensor)  # As Transformers does with states.
     return Padding(*both, is_harmless=has_tokens)
-
-
-def _require(condition: Tensor, message: str) -> None:
-    if _is_compiled():
-        torch._assert_async(condition, message)
-    elif not condition:
-        raise ValueError(message)
 
 
 def _is_compiled() -> bool:

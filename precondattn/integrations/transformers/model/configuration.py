@@ -138,6 +138,11 @@ class PrecondattnConfig(PreTrainedConfig):
         """As of Transformers; a configuration without a version of its recipes is of the first."""
         return super().from_dict({"recipes_version": 1, **config_dict}, **kwargs)
 
+    def to_dict(self) -> Arguments:
+        """As of Transformers, but `num_key_value_heads` only if it is given: PEFT multiplies it."""
+        given: Arguments = super().to_dict()
+        return {k: v for k, v in given.items() if k != "num_key_value_heads" or v is not None}
+
     def validate_layer_type(self) -> None:
         """Skip Transformers' check, which knows only its own layer types."""
         check_layers(self)
