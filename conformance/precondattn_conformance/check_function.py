@@ -136,7 +136,7 @@ class CheckResult:
         lines += [f"  in outputs only ({n}): {why}" for why, n in self.outputs_only.items()]
         lines += [f"  failed {o.case.id}: {o.reason}" for o in self.failures[:SHOWN]]
         if len(self.failures) > SHOWN:
-            lines.append(f"  … and {len(self.failures) - SHOWN} more failures")
+            lines.append(f"  ... and {len(self.failures) - SHOWN} more failures")
         return "\n".join(lines)
 
     __repr__ = __str__

@@ -131,7 +131,7 @@ def _print_failures(report: Report, console: Console) -> None:
         text = outcome.text if outcome in in_full[:SHOWN_DETAILS] else outcome.reason
         console.print(_indented(text), markup=False, highlight=False, soft_wrap=True)
     if len(failures) > SHOWN_FAILURES:
-        console.print(f"… and {len(failures) - SHOWN_FAILURES} more", markup=False)
+        console.print(f"... and {len(failures) - SHOWN_FAILURES} more", markup=False)
     if failures:
         console.print()
 

@@ -34,7 +34,7 @@ HEAD_ORDER, HIDDEN_NAN = "head_order", "hidden_nan"
 
 MEANING = {
     BOTTOM_RIGHT: "with fewer queries than keys, the last query is aligned with the last key",
-    HEAD_ORDER: "of h query heads and n key heads, query head i reads key head ⌊i n / h⌋",
+    HEAD_ORDER: "of h query heads and n key heads, query head i reads key head floor(i n / h)",
     EMPTY_ROWS: "a row that sees no key is 0, and has no gradient",
     HIDDEN_NAN: "a NaN or infinity in a key reaches no query that does not see the key",
     FLOAT64: "float64 inputs are computed in float64",

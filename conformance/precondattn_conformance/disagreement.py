@@ -186,7 +186,7 @@ def _map(share: np.ndarray, axes: str) -> list[str]:
         name = " ".join(f"{axis}={i}" for axis, i in zip(letters, index, strict=True))
         lines.append(f"  {name:<12} {cells}")
     if len(rows) > ROWS:
-        lines.append(f"  … and {len(rows) - ROWS} rows more")
+        lines.append(f"  ... and {len(rows) - ROWS} rows more")
     return lines
 
 

@@ -134,4 +134,4 @@ def print_shares(found: Iterable[CheckShare], console: Console) -> None:
 def _listed(reasons: Counter[str], most: int) -> str:
     """Reasons with counts: `has no float64 (12), raised ValueError (4), …`."""
     named = [f"{why} ({count})" for why, count in reasons.most_common(most)]
-    return ", ".join([*named, "…"] if len(reasons) > most else named)
+    return ", ".join([*named, "..."] if len(reasons) > most else named)

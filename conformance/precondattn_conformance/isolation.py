@@ -185,7 +185,7 @@ def _serve(
 ) -> None:
     """The main loop of the process: receive a case, send its outcome."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when to stop.
-    with open(traces, "w") as file:
+    with open(traces, "w", encoding="utf-8") as file:
         faulthandler.enable(file)
         prepare()
         connection.send("started")

@@ -128,7 +128,7 @@ def _give_rows(metafunc: pytest.Metafunc, mark: pytest.Mark | None) -> None:
     name = metafunc.definition.name
     if mark is None:
         raise pytest.Collector.CollectError(
-            f"{name} takes {CHECKED}, so it has to be decorated with `benchmark_cases(…)`"
+            f"{name} takes {CHECKED}, so it has to be decorated with `benchmark_cases(...)`"
         )
     if CHECKED not in metafunc.fixturenames:
         raise pytest.Collector.CollectError(

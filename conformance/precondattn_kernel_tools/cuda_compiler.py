@@ -99,7 +99,7 @@ def compiled(variant: Variant, target: str) -> nvrtc.Compiled:
     folders = [include_folder()]
     code, name = str(variant.source), "kernel.cu"
     if isinstance(variant.source, Path):
-        code, name = variant.source.read_text(), variant.source.name
+        code, name = variant.source.read_text(encoding="utf-8"), variant.source.name
         folders.insert(0, variant.source.resolve().parent)
     options = (*variant.options, *(f"-I{folder}" for folder in folders))
     return nvrtc.compile_kernel(code, name, variant.name_expression, target, options)

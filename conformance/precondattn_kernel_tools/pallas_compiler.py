@@ -176,7 +176,7 @@ def _compiled(kernel: LoweredKernel, target: str) -> CompiledKernel:
     with tempfile.TemporaryDirectory() as folder, triton.knobs.compilation.scope():
         triton.knobs.compilation.always_compile = True  # A cached kernel would take no time.
         path = Path(folder) / "kernel.ttir"
-        path.write_text(kernel.code)
+        path.write_text(kernel.code, encoding="utf-8")
         machine = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
         return triton.compile(str(path), target=machine, options=dict(kernel.options))
 

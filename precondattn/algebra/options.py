@@ -232,7 +232,7 @@ def _shown(value: OptionValue) -> str:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of more than 4,300 digits.
         return "a larger number"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def text_of(value: OptionValue) -> str:

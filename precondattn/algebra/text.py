@@ -66,7 +66,7 @@ class _Reader:
 
     def fail(self, expected: str) -> NoReturn:
         start, end = max(0, self.at - SHOWN), self.at + SHOWN
-        before, after = "…" * (start > 0), "…" * (end < len(self.text))
+        before, after = "..." * (start > 0), "..." * (end < len(self.text))
         pointer = " " * (len(before) + self.at - start) + "^"
         part = f"{before}{self.text[start:end]}{after}"
         raise ValueError(f"expected {expected} here:\n  {part}\n  {pointer}")
@@ -135,7 +135,7 @@ class _Reader:
             name = self.word(_NAME, "the name of an option")
             if name not in known:
                 setting = _SETTING.match(self.text, self.at)
-                hint = hint_at_option(cls, name, "…" if setting is None else setting[1].rstrip())
+                hint = hint_at_option(cls, name, "..." if setting is None else setting[1].rstrip())
                 raise ValueError(
                     f"{self.shown}: {cls.name} has no option {_quoted(name)}{hint}; "
                     f"it has {', '.join(known) or 'none'}"
@@ -154,7 +154,7 @@ class _Reader:
 
 def _quoted(text: str) -> str:
     """The text, or the beginning of a long one, in quotes."""
-    return repr(text) if len(text) <= 2 * SHOWN else f"{text[: 2 * SHOWN]!r}…"
+    return repr(text) if len(text) <= 2 * SHOWN else f"{text[: 2 * SHOWN]!r}..."
 
 
 def hint_at_option(cls: type[Registered], name: str, value: str, *, in_python: bool = False) -> str:
@@ -185,7 +185,7 @@ def hint_at_keyword(owner: str, name: str, value: str, known: Iterable[str]) -> 
 
 def plain(value: OptionValue) -> str:
     """A setting as Python code; … for a value such as an array."""
-    return repr(value) if isinstance(value, bool | int | float | str | None) else "…"
+    return repr(value) if isinstance(value, bool | int | float | str | None) else "..."
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -128,7 +128,7 @@ def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
 def _check_kept(verb: str, new: list[int], held: list[int], kept: list[list[int]]) -> None:
     for i, (after, before, lengths) in enumerate(zip(new, held, kept, strict=True)):
         if after != before and after not in lengths:
-            some = [*lengths[:2], "…", *lengths[-2:]] if len(lengths) > 4 else lengths
+            some = [*lengths[:2], "...", *lengths[-2:]] if len(lengths) > 4 else lengths
             raise ValueError(
                 f"{verb}: the cache holds the states of {', '.join(map(str, [*some, before]))} "
                 f"tokens; found {after} (sequence {i} of the batch)"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 
 
 def main() -> None:
     """The entry point; it names the extra to install if a dependency is missing."""
+    if isinstance(sys.stdout, TextIOWrapper):  # A pipe or a terminal without UTF-8.
+        sys.stdout.reconfigure(errors="replace")
     try:
         from precondattn.command_line.commands import app
     except ModuleNotFoundError as error:

@@ -49,7 +49,7 @@ def list_all(
         from precondattn.command_line import listing
 
         if as_json:
-            print(json.dumps(listing.data(), indent=1, ensure_ascii=False))
+            print(json.dumps(listing.data(), indent=1))
         else:
             listing.print_lists(console)
 
@@ -80,7 +80,7 @@ def explain(
             pa.parse(mechanism), library, dtype, device, verb, read_sizes(sizes)
         )
         if as_json:
-            print(json.dumps(explained.as_dict(), indent=1, ensure_ascii=False))
+            print(json.dumps(explained.as_dict(), indent=1))
             return
         text = explained.text(others=others)
         console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -33,7 +33,7 @@ def print_lists(console: Console) -> None:
         (
             each["name"],
             each.get("error") or ", ".join(each["libraries"]) or "any library",
-            ", ".join(each["made_for"]) or "–",
+            ", ".join(each["made_for"]) or "-",
         )
         for each in listed["backends"]
     ]

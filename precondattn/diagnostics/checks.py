@@ -16,7 +16,7 @@ def check_floating(name: str, array: Array, axes: str) -> None:
     if dtype_name(array) not in FLOATING:
         raise TypeError(f"{name} must be of a floating dtype; found {dtype_name(array)}")
     letters = axes.strip("()").split(", ")
-    is_open = letters[0] == "…"
+    is_open = letters[0] == "..."
     least = len(letters) - is_open
     if array.ndim < least or (array.ndim > least and not is_open):
         raise ValueError(f"{name} must be an array {axes}; found shape {tuple(array.shape)}")

@@ -121,7 +121,7 @@ def mu(a: Array) -> Array:
 
 def _singular_values(a: Array) -> Array:
     """The singular values σ / σ₁ of every matrix, in descending order; 0 for a matrix of zeros."""
-    check_floating("a", a, "(…, n, d)")
+    check_floating("a", a, "(..., n, d)")
     if 0 in a.shape[-2:]:
         raise ValueError(f"a must have a row and a column; found shape {tuple(a.shape)}")
     sigma = namespace(a).linalg.svdvals(upcast(a))

@@ -114,6 +114,6 @@ def _checked(tokens: Sequence[int] | None, t: int) -> list[int]:
     are_whole = all(isinstance(x, int) and not isinstance(x, bool) for x in chosen)
     if not chosen or not are_whole or not all(0 <= x < t for x in chosen):
         raise ValueError(
-            f"tokens must be whole numbers from 0 to t − 1 = {t - 1}; found {tokens!r}"
+            f"tokens must be whole numbers from 0 to t - 1 = {t - 1}; found {tokens!r}"
         )
     return chosen

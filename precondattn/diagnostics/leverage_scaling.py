@@ -55,7 +55,7 @@ def leverage_scaling(a: Array, steps: int = 1) -> Array:
     >>> [np.linalg.cond(x).round(6).item() for x in (a, norm, rows)]
     [1.0, 3.0, 1.0]
     """
-    check_floating("a", a, "(…, n, d)")
+    check_floating("a", a, "(..., n, d)")
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ValueError(f"steps must be a whole number of at least 1; found {steps!r}")
     a = upcast(a)

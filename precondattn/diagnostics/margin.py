@@ -118,6 +118,6 @@ def _check(q: Array, k: Array, target: Array, contraction: Array) -> None:
     known = host_array(target)
     if known is not None and known.size and not 0 <= known.min() <= known.max() < s:
         raise ValueError(
-            f"target must be numbers of keys, from 0 to s − 1 = {s - 1}; found "
+            f"target must be numbers of keys, from 0 to s - 1 = {s - 1}; found "
             f"{known.min()} to {known.max()}"
         )

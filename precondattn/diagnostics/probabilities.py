@@ -70,7 +70,7 @@ def probability_histogram(
     [0.   0.01]
     [0.5  0.87]
     """
-    check_floating("probabilities", probabilities, "(…, t, s)")
+    check_floating("probabilities", probabilities, "(..., t, s)")
     edges = _checked(edges)
     p, xp = upcast(probabilities), namespace(probabilities)
     if visible is None:

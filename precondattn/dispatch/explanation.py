@@ -42,7 +42,7 @@ class Explanation:
         masks = f", with {', '.join(sorted(r.masks))}" if r.masks else ""
         lines = [f"{self.mechanism}: {r.verb} of {r.library} {r.dtype} on {r.device}{masks}"]
         if self.batches:
-            sizes = ", ".join(f"{b} × {t} tokens" for b, t in self.batches)
+            sizes = ", ".join(f"{b} x {t} tokens" for b, t in self.batches)
             lines.append(f"  segments as batches: {sizes}")
         for call in self.plan.calls:
             algorithm = f" ({call.runner.algorithm})" if call.runner.algorithm else ""

@@ -159,7 +159,7 @@ def _limits(dt_limit: Given) -> tuple[float, float]:
     except (TypeError, ValueError):
         low, high = math.nan, math.nan
     if not 0 <= low < high:
-        raise ValueError(f"mamba2: dt_limit must be 0 ≤ low < high; found {dt_limit!r}")
+        raise ValueError(f"mamba2: dt_limit must be 0 <= low < high; found {dt_limit!r}")
     return low, high
 
 

@@ -50,7 +50,7 @@ class LucidStepKernels:
         width = padded_width(max(d, e))
         if width > WIDEST or not self.fits(h // n + 1, request.dtype, width):
             found = f"found d={d}, e={e} and {h // n}"
-            return f"its step supports d, e ≤ {WIDEST}, and {self.fitting}; {found}"
+            return f"its step supports d, e <= {WIDEST}, and {self.fitting}; {found}"
         return None
 
     @staticmethod

@@ -72,7 +72,7 @@ class LayerPlan:
         """The plan as a text: each input, its shape, its number of parameters, and its recipe."""
         counts = {name: sum(prod(w.shape) for _, w in weights) for name, weights in self.weights}
         rows = [
-            (e.name, str(e.pattern), f"{counts[e.name]:,}", e.recipe.equation) for e in self.entries
+            (e.name, str(e.pattern), f"{counts[e.name]:,}", e.recipe.printed) for e in self.entries
         ]
         rows.append(("", "", f"{sum(counts.values()):,}", "parameters in all"))
         wide = [max(len(row[i]) for row in rows) for i in range(3)]

@@ -14,6 +14,11 @@ from typing import ClassVar, Literal, NamedTuple
 from precondattn.arrays import Array
 from precondattn.layers.parameters import Parameter
 
+SIGNS = """−- ∘* ·* …... ₁1 ₂2 ²^2 \u0304_bar αalpha βbeta γgamma δdelta εepsilon ηeta θtheta κkappa
+λlambda μmu ρrho σsigma ΔDelta Σsum"""
+"""The signs of equations, each followed by the text that is printed."""
+SPELLED = {ord(each[0]): each[1:] for each in SIGNS.split()}
+
 
 class RecipeTokens(NamedTuple):
     """The data of a call that a recipe may read."""
@@ -65,6 +70,11 @@ class Recipe:
             shown = f"{value:g}" if isinstance(value, float) else str(value)
             text = text.replace(f"`{field.name}`", shown)
         return text if getattr(self, "bias", True) else text.replace(" + b", "")
+
+    @property
+    def printed(self) -> str:
+        """The equation in ASCII, which every terminal and pipe shows."""
+        return self.equation.translate(SPELLED).encode("ascii", "backslashreplace").decode()
 
     @property
     def source(self) -> str:

@@ -89,5 +89,5 @@ def _check_recipe(plan: LayerPlan, entry: PlanEntry, devices: int) -> None:
         what = "all heads" if joins == "all" else "heads that share keys"
         raise ValueError(
             f"{plan.mechanism}: the recipe of {entry.name} computes {what} together, and each of "
-            f"{devices} devices has some: {entry.recipe.equation}"
+            f"{devices} devices has some: {entry.recipe.printed}"
         )

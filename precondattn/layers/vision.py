@@ -112,7 +112,7 @@ def vision_sizes(
     for side, of_patch in zip(sides, patches, strict=True):
         if side % of_patch:
             raise ValueError(
-                f"patch: {patches[0]} × {patches[1]} pixels must divide the image; found image="
+                f"patch: {patches[0]} x {patches[1]} pixels must divide the image; found image="
                 f"{sides}"
             )
     hidden = 4 * width if hidden is None and isinstance(width, int) else hidden

@@ -258,7 +258,7 @@ def metric_option(default: Metric) -> OptionValue:
             raise ValueError
         return value
 
-    expected = "one of dot, transported, transported/2, transported/3 …"
+    expected = "one of dot, transported, transported/2, transported/3 ..."
     return option(default, OptionKind(expected, accept, read))
 
 

@@ -431,7 +431,7 @@ def test_compare_judges_ratios_beyond_their_noise():
     assert verdict(beside(1.3), beside(1.0)) == IMPROVED
     assert verdict(beside(1.0), beside(1.05)) == SAME
     assert verdict(beside(1.0, 0.2), beside(1.3, 0.2)) == SAME
-    assert change(beside(1.0), beside(1.3)).text == "1.30 × the ratio to sdpa"
+    assert change(beside(1.0), beside(1.3)).text == "1.30 x the ratio to sdpa"
     base = {value: {"median": value, "q1": value, "q3": value, "rounds": 9} for value in (1.0, 2.0)}
     better_and_worse = beside(2.0, base=base[1.0]), beside(1.0, base=base[2.0])
     assert verdict(*better_and_worse) == REGRESSED

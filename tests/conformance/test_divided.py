@@ -133,7 +133,7 @@ def test_the_id_of_a_case_replays_it():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--devices", "1"), "--devices must be 2 … 64; found 1"),
+        (("--devices", "1"), "--devices must be 2 ... 64; found 1"),
         (("--devices", "2", "--library", "numpy"), "found the library 'numpy'"),
         (("--devices", "2", "--check", "outputs"), "no layout of divided sequences; there are"),
         (("--devices", "2", "--jobs", "2"), "--jobs does not go with --devices"),

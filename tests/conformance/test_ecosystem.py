@@ -119,7 +119,7 @@ def test_a_row_that_hangs_is_ended_and_the_next_one_runs(fakes):
 
 def test_rows_are_chosen_by_patterns_and_a_pattern_without_rows_is_an_error():
     assert [each.name for each in contenders(["precondattn/torch/k*"])] == ["precondattn/torch/kda"]
-    with pytest.raises(ValueError, match=r"'flaa/\*' matches no peer; there are .*fla/…"):
+    with pytest.raises(ValueError, match=r"'flaa/\*' matches no peer; there are .*fla/..."):
         contenders(["flaa/*"])
 
 

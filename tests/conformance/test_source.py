@@ -111,7 +111,7 @@ def test_an_unknown_peer_is_answered_with_those_of_its_project() -> None:
         peer_named("pytorch/none")
     result = CliRunner().invoke(app, ["conformance", "--peer", "nobody/none"])
     assert result.exit_code != 0
-    assert "pytorch/…" in result.output
+    assert "pytorch/..." in result.output
 
 
 def test_a_missing_project_says_what_is_missing(

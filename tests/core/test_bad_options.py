@@ -48,7 +48,7 @@ NORMALIZE = (
         ),
         case(
             "a setting of many characters",
-            f"softmax: {SCALE}'{'9' * 199}…",
+            f"softmax: {SCALE}'{'9' * 199}...",
             lambda: pa.Softmax(scale="9" * 10_000),
         ),
         *(

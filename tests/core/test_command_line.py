@@ -29,9 +29,17 @@ def precondattn(*arguments, prefix="", **environment):
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
+        encoding=environment.get("PYTHONIOENCODING"),
         timeout=300,
         check=False,
     )
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+@pytest.mark.parametrize("command", ["bench --list", "bench --help", "list", "explain ccq(gla)"])
+def test_commands_print_to_a_pipe_without_utf_8(command, encoding):
+    done = precondattn(*command.split(), PYTHONIOENCODING=encoding)
+    assert done.returncode == 0, done.stderr
 
 
 def test_list_names_mechanisms_with_inputs_and_backends_with_their_errors():

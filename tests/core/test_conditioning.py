@@ -116,7 +116,7 @@ def test_half_precision_is_computed_in_float32(dtype):
     [
         ([[1.0]], TypeError, r"a must be an array of .*; found list"),
         (np.ones((2, 2), dtype=int), TypeError, r"a must be of a floating dtype; found int64"),
-        (np.ones(3), ValueError, r"a must be an array \(…, n, d\); found shape \(3,\)"),
+        (np.ones(3), ValueError, r"a must be an array \(\.\.\., n, d\); found shape \(3,\)"),
         (np.ones((2, 0, 3)), ValueError, r"a must have a row and a column; found .*\(2, 0, 3\)"),
     ],
 )

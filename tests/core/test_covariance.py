@@ -182,7 +182,7 @@ def test_gates_are_checked(g, error, message):
             ValueError,
             r"target must have the shape \(b, t\)",
         ),
-        ({"target": np.full((2, 4), 7)}, ValueError, "from 0 to s − 1 = 6; found 7 to 7"),
+        ({"target": np.full((2, 4), 7)}, ValueError, "from 0 to s - 1 = 6; found 7 to 7"),
     ],
 )
 def test_the_arguments_of_a_margin_are_checked(changed, error, message):

@@ -149,7 +149,7 @@ def test_half_precision_is_computed_in_float32():
         ({"of": "qk"}, r"of must be names of inputs of per_dim_scale.*, among q, k, v; found 'qk'"),
         ({"of": ()}, "of must be names"),
         ({"of": ("per_dim",)}, r"found \('per_dim',\)"),
-        ({"tokens": (5,)}, r"tokens must be whole numbers from 0 to t − 1 = 4; found \(5,\)"),
+        ({"tokens": (5,)}, r"tokens must be whole numbers from 0 to t - 1 = 4; found \(5,\)"),
         ({"tokens": (-1,)}, r"found \(-1,\)"),
         ({"tokens": ()}, "tokens must be whole numbers"),
     ],

@@ -57,3 +57,16 @@ def test_a_class_name_has_one_meaning():
             f"{name} is in {named}, which are not {rooms_of[name]}"
         )
     assert rooms_of.keys() <= several.keys()
+
+
+def test_texts_that_are_printed_or_raised_are_ascii():
+    """Docstrings, "…" as axes of recipes, and the signs of their equations are exempt."""
+    files = [path for folder in FOLDERS[:2] for path in (ROOT / folder).rglob("*.py")]
+    for path in (*files, *(ROOT / "conformance/precondattn_conformance").glob("*.py")):
+        nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+        exempt = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        has_axes = path.parent.name == "recipes" or path.name in ("parameters.py", "plan.py")
+        for node in nodes if path.name != "recipe.py" else ():
+            if isinstance(node, ast.Constant) and id(node) not in exempt:
+                text = str(node.value).replace("…", "" if has_axes else "…")
+                assert text.isascii(), (path, text)

@@ -89,5 +89,5 @@ def test_negative_weights_and_other_arrays_are_refused():
         histogram(a, visible=np.ones((5, 8)))
     with pytest.raises(ValueError, match=r"visible must broadcast to the shape \(2, 4, 5, 8\)"):
         histogram(a, visible=np.ones((8, 5), dtype=bool))
-    with pytest.raises(ValueError, match=r"probabilities must be an array \(…, t, s\)"):
+    with pytest.raises(ValueError, match=r"probabilities must be an array \(\.\.\., t, s\)"):
         histogram(a[0, 0, 0])

@@ -8,15 +8,17 @@ pytest.importorskip("transformers")
 import peft
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from precondattn.integrations.transformers import PrecondattnConfig, PrecondattnForCausalLM
+from precondattn.integrations.transformers import replace_attention as replace
 from precondattn.layers.torch import Decoder
 
 pytestmark = [
     pytest.mark.thorough,
     # PEFT calls what Transformers has renamed.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is dep:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning"),
 ]
 
 LAYERS = ["gated_delta", "lucid", "mlstm"]
@@ -126,3 +128,27 @@ def test_an_adapted_decoder_generates_and_is_compiled():
         compiled = torch.compile(tuned, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(TOKENS), tuned(TOKENS), rtol=1e-4, atol=1e-5)
     assert torch.equal(whole[:, 3:-1], new)
+
+
+def replaced():
+    config = LlamaConfig(vocab_size=31, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    return replace(LlamaForCausalLM(config).eval(), "lucid")
+
+
+@pytest.mark.parametrize("made", [causal_lm, replaced])
+@pytest.mark.parametrize("way", [peft.PromptTuningConfig, peft.PromptEncoderConfig])
+def test_virtual_tokens_with_their_mask_of_floats_are_trained_and_generate(made, way):
+    tuned = peft.get_peft_model(made(), way(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    mask = torch.ones_like(TOKENS)
+    mask[0, :4] = 0
+    tuned(TOKENS, attention_mask=mask, labels=TOKENS).loss.backward()
+    assert all(p.grad.abs().sum() > 0 for p in tuned.prompt_encoder.parameters())
+    given = {"input_ids": TOKENS, "attention_mask": mask, "max_new_tokens": 4}
+    assert torch.equal(tuned.generate(**given), tuned.generate(**given, use_cache=False))
+    base = made()
+    assert torch.equal(base(TOKENS, mask.float()).logits, base(TOKENS, mask).logits)
+    with pytest.raises(ValueError, match="must have 1 for tokens and 0 for padding"):
+        base(TOKENS, mask * 0.5)
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises((TypeError, ValueError), match="its prompt tuning and P-tuning can"):
+        peft.get_peft_model(base, prefix)(TOKENS)

@@ -175,7 +175,7 @@ def test_bfloat16_parameters():
 def test_print_shows_mechanism_recipes_and_parameters():
     shown = str(made("retention"))
     assert shown.startswith("Attention(24, mechanism='retention')\n  q")
-    assert "RoPE(W x), with θ = 10000, on 1 of the channels" in shown
+    assert "RoPE(W x), with theta = 10000, on 1 of the channels" in shown
 
 
 def test_bad_input_is_named():

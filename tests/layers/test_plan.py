@@ -43,6 +43,7 @@ def test_every_input_of_every_mechanism_has_a_recipe_with_an_equation(expression
     for entry in made.entries:
         assert entry.recipe.equation, entry
         assert "`" not in entry.recipe.equation, entry
+        assert "\\" not in entry.recipe.printed, entry
     assert hash(made) == hash(plan(expression, **sizes_for(expression)))
 
 

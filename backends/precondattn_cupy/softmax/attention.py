@@ -109,7 +109,7 @@ def call_of(
 def refusal(algorithm: str, leaf: Softmax, request: Request) -> str | None:
     """The reason why the kernels do not support a full call, or None."""
     if leaf.metric != DOT:
-        return f"has kernels for {algorithm} with scores ⟨q, k⟩ only, not of {leaf.name}"
+        return f"has kernels for {algorithm} with scores <q, k> only, not of {leaf.name}"
     reason = declined_option(leaf, algorithm)
     if reason is not None:
         return reason

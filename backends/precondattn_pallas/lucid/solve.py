@@ -225,7 +225,7 @@ class LucidSolveKernels:
         shapes = dict(request.shapes)
         d, e = shapes["k"][3], shapes["v"][3]
         if d > 256 or e > 512:
-            return f"its solve supports d ≤ 256 and e ≤ 512; found d={d}, e={e}"
+            return f"its solve supports d <= 256 and e <= 512; found d={d}, e={e}"
         if 0 in shapes["v"]:
             return "its solve supports no empty arrays"
         if shapes["k"][0] * shapes["k"][2] > MOST_HEADS:

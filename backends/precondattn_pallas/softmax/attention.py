@@ -107,7 +107,7 @@ class SoftmaxKernels:
 
     def refuses(self, leaf: Softmax, request: Request) -> str | None:
         if leaf.metric != DOT:
-            return f"has kernels for attention with scores ⟨q, k⟩ only, not of {leaf.name}"
+            return f"has kernels for attention with scores <q, k> only, not of {leaf.name}"
         reason = declined_option(leaf, "attention")
         if reason is not None:
             return reason

@@ -302,7 +302,7 @@ class LucidSolveKernels:
         shapes = dict(request.shapes)
         d, e = shapes["k"][3], shapes["v"][3]
         if d > 256 or e > 512:
-            return f"its solve supports d ≤ 256 and e ≤ 512; found d={d}, e={e}"
+            return f"its solve supports d <= 256 and e <= 512; found d={d}, e={e}"
         if 0 in shapes["v"]:
             return "its solve supports no empty arrays"
         if shapes["k"][0] * shapes["k"][2] > MOST_HEADS:
@@ -314,7 +314,7 @@ class LucidSolveKernels:
         if "segment_ids" in request.masks:
             return "its step of the solve supports no packed sequences"
         if leaf.metric != DOT and d > WIDEST:
-            return f"its step of the solve in PaTH's metric supports d ≤ {WIDEST}; found d={d}"
+            return f"its step of the solve in PaTH's metric supports d <= {WIDEST}; found d={d}"
         if leaf.metric == DOT and t < FEWEST_NEW_TOKENS:
             return f"its step of the solve supports {FEWEST_NEW_TOKENS} or more tokens; found t={t}"
         return None

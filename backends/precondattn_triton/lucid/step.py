@@ -56,7 +56,7 @@ class LucidStep(LucidStepKernels):
         fits = self.fits(t * (h // n + 1), request.dtype, 2 * width if is_wide else width)
         if width > WIDEST or not fits:
             return (
-                f"its step by fewer than {FEWEST_NEW_TOKENS} tokens supports d, e ≤ {WIDEST}, and "
+                f"its step by fewer than {FEWEST_NEW_TOKENS} tokens supports d, e <= {WIDEST}, and "
                 f"as many queries and keys of a key/value head as fit a tile; found d={d}, e={e} "
                 f"and {t * (h // n + 1)}"
             )

@@ -38,7 +38,7 @@ def refuses_extension(dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str 
     """The reason why there is no step of several tokens for these shapes, or None."""
     d, e = shapes["k"][3], shapes["v"][3]
     if d > WIDEST:
-        return f"its step of PaTH by several tokens supports d ≤ {WIDEST}; found d={d}"
+        return f"its step of PaTH by several tokens supports d <= {WIDEST}; found d={d}"
     return refuses_widths("PaTH", dtype, d, e)
 
 

@@ -32,7 +32,7 @@ def refuses_step(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     rows, width = padded_width(h // n), padded_width(max(d, e))
     if width > 256 or rows > 64 or rows * width > LARGEST_TILE:
         return (
-            f"its step of PaTH by one token supports d, e ≤ 256, and as many query heads per "
+            f"its step of PaTH by one token supports d, e <= 256, and as many query heads per "
             f"key/value head as fit a tile; found d={d}, e={e} and {h // n}"
         )
     return None

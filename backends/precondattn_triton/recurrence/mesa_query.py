@@ -75,7 +75,7 @@ class SolvedQuery(StatefulKernels):
     def refuses(self, leaf: MesaQuery, request: Request) -> str | None:  # type: ignore[override]
         d = dict(request.shapes)["k"][-1]
         if d > WIDEST:
-            return f"its solve supports d ≤ {WIDEST}; found d={d}"
+            return f"its solve supports d <= {WIDEST}; found d={d}"
         return super().refuses(leaf, request)
 
     def form(self, leaf: MesaQuery, x: Mapping[str, Tensor], frame: Frame) -> SolvingChunkwise:  # type: ignore[override]

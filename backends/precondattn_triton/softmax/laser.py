@@ -44,7 +44,7 @@ class LaserKernels:
         if request.dtype == "float64":
             return "has kernels for LASER in float16, bfloat16 and float32, not in float64"
         if leaf.metric != DOT:
-            return f"has kernels for LASER with scores ⟨q, k⟩ only, not of {leaf.name}"
+            return f"has kernels for LASER with scores <q, k> only, not of {leaf.name}"
         reason = declined_option(leaf, "LASER", SUPPORTED)
         if reason is not None:
             return reason

@@ -206,7 +206,7 @@ def finish(
 def refuses_laser_step(leaf: Softmax, request: Request) -> str | None:
     """The reason why there is no step of LASER for this request, or None."""
     if leaf.metric != DOT:
-        return f"has a step of LASER with scores ⟨q, k⟩ only, not of {leaf.name}"
+        return f"has a step of LASER with scores <q, k> only, not of {leaf.name}"
     reason = declined_option(leaf, "a step of LASER", SUPPORTED)
     shapes = dict(request.shapes)
     return reason or refuses_step("LASER", shapes["q"], shapes["v"], request.dtype)

@@ -42,7 +42,7 @@ class SoftmaxKernels:
     def refuses(self, leaf: Softmax, request: Request) -> str | None:
         """The reason why the kernels do not support this call, or None."""
         if leaf.metric != DOT:
-            return f"has kernels for softmax with scores ⟨q, k⟩ only, not of {leaf.name}"
+            return f"has kernels for softmax with scores <q, k> only, not of {leaf.name}"
         reason = declined_option(leaf, "softmax", SUPPORTED)
         if reason is not None:
             return reason

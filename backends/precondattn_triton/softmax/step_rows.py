@@ -193,7 +193,7 @@ def refuses_step(
     most = MOST_ROWS if dtype != "float32" else MOST_ROWS // 2
     if width > WIDEST or rows > most or rows * width > LARGEST_TILE:
         return (
-            f"its step of {kernels} supports d, e ≤ {WIDEST}, and as many new tokens and query "
+            f"its step of {kernels} supports d, e <= {WIDEST}, and as many new tokens and query "
             f"heads per key/value head as fit a tile; found d={d}, e={e}, t={t} and {h // n}"
         )
     return None

@@ -142,7 +142,7 @@ def benchmark_cases(
         if isinstance(texts, str):
             raise TypeError(f"{argument} is a list of texts; write [{texts!r}]")
     if not names and not mechanisms:
-        raise ValueError("name cases, or mechanisms=[…]")
+        raise ValueError("name cases, or mechanisms=[...]")
     selection = Selection(
         names=names,
         **{argument: tuple(texts) for argument, texts in given.items()},

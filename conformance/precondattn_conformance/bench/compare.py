@@ -59,15 +59,15 @@ def _change(old: Row, new: Row, threshold: float) -> Change:
         factor = now["median"] / then["median"]
         if factor > 1 + threshold and now["q1"] > then["q3"]:
             verdicts.add(REGRESSED)
-            texts.append(f"{factor:.2f} × the ratio to {peer}")
+            texts.append(f"{factor:.2f} x the ratio to {peer}")
         if factor < 1 / (1 + threshold) and now["q3"] < then["q1"]:
             verdicts.add(IMPROVED)
-            texts.append(f"{factor:.2f} × the ratio to {peer}")
+            texts.append(f"{factor:.2f} x the ratio to {peer}")
     old_peaks = dict(zip(old.peak_tokens, old.peak_bytes, strict=True))
     for tokens, peak in zip(new.peak_tokens, new.peak_bytes, strict=True):
         if tokens in old_peaks and peak > (1 + threshold) * old_peaks[tokens]:
             verdicts.add(REGRESSED)
-            texts.append(f"{peak / old_peaks[tokens]:.2f} × the memory at t={tokens}")
+            texts.append(f"{peak / old_peaks[tokens]:.2f} x the memory at t={tokens}")
     time = None
     if old.seconds and new.seconds:
         time = new.seconds["median"] / old.seconds["median"]

@@ -102,7 +102,7 @@ def divided_cases(
         for another level, library, layout or dtype, and for fewer than two devices.
     """
     if not LEAST <= devices <= MOST:
-        raise ValueError(f"--devices must be {LEAST} … {MOST}; found {devices}")
+        raise ValueError(f"--devices must be {LEAST} ... {MOST}; found {devices}")
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}; found {level!r}")
     for names, known, what in (

@@ -150,4 +150,4 @@ def _every() -> Iterator[Contender]:
 
 
 def _projects(every: list[Contender]) -> str:
-    return ", ".join(dict.fromkeys(each.name.partition("/")[0] + "/…" for each in every))
+    return ", ".join(dict.fromkeys(each.name.partition("/")[0] + "/..." for each in every))

@@ -52,7 +52,7 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """The cell's text: `12%`, `12% ○3`, `✗2 41×`, `x1`, `○9`, `·4`; `ok` without an error."""
+        """The cell's text: `12%`, `12% ○3`, `✗2 41x`, `x1`, `○9`, `·4`; `ok` without an error."""
         if not self.results:
             return ""
         if self.status == PASSED:

@@ -173,7 +173,7 @@ def _about(kind: str, difference: CaseDifference) -> str:
     old, new = difference.old, difference.new
     if kind == "grew" and old is not None and new is not None:
         factor = new.error / old.error if new.error and old.error else float("inf")
-        change = f"{old.error:.2g} before, {new.error:.2g} now ({factor:.3g}×)"
+        change = f"{old.error:.2g} before, {new.error:.2g} now ({factor:.3g}x)"
         share = f"{share_text(new.share or 0.0)} of its bound {new.bound:.2g}"
         changed_bound = f", which was {old.bound:.2g}" if old.bound != new.bound else ""
         return f"{change}, {share}{changed_bound}"

@@ -26,9 +26,9 @@ LONGEST = 300
 def in_one_line(result: Result, *, share: bool = True) -> str:
     """The reason for a failure and its size, in one line."""
     text = result.headline or "no reason was given"
-    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
     factor = "" if result.share is None or not share else share_text(result.share)
-    return f"{text} ({factor} its bound)" if factor.endswith("×") else text
+    return f"{text} ({factor} its bound)" if factor.endswith("x") else text
 
 
 class Failures:
@@ -49,7 +49,7 @@ class Failures:
         self.listed, self.left_out = others[:LISTED], max(len(others) - LISTED, 0)
         self.number = {result.id: i for i, result in enumerate(self.in_full)}
         alike = grouped_by(
-            results, lambda result: NUMBER.sub("…", in_one_line(result, share=False))
+            results, lambda result: NUMBER.sub("...", in_one_line(result, share=False))
         )
         kinds = sorted(alike.items(), key=lambda kind: -len(kind[1]))
         self.kinds = [(text, len(group), self.link(group)) for text, group in kinds[:KINDS]]

@@ -169,7 +169,7 @@ def _print_legend(results: list[Result], console: Console) -> None:
     """Print an explanation of the symbols that were used."""
     cell = Cell(results)
     is_measured = any(result.share is not None for result in results)
-    texts = ["12% or 4×: the largest error relative to its bound"] if is_measured else []
+    texts = ["12% or 4x: the largest error relative to its bound"] if is_measured else []
     for status, symbol in SYMBOLS.items():
         if cell.counts[status]:
             texts.append(f"{symbol}2 {WORDS[status]}")

@@ -146,11 +146,11 @@ def worst(results: Iterable[Result]) -> Result | None:
 
 
 def share_text(share: float) -> str:
-    """An error / bound in at most five characters: `<1%`, `12%`, `100%`, `3.1×`, `4e3×`."""
+    """An error / bound in at most five characters: `<1%`, `12%`, `100%`, `3.1x`, `4e3x`."""
     if math.isnan(share):
         return "NaN"
     if math.isinf(share):
-        return "∞"
+        return "inf"
     if share == 0:
         return "0"
     if share < 0.01:
@@ -158,18 +158,18 @@ def share_text(share: float) -> str:
     if share <= 1:
         return f"{100 * share:.0f}%"
     if share < 1.1:
-        return f"{share:.2f}×"
+        return f"{share:.2f}x"
     if share < 100:
-        return f"{share:.2g}×"
+        return f"{share:.2g}x"
     if share < 1000:
-        return f"{share:.0f}×"
+        return f"{share:.0f}x"
     digits, _, exponent = f"{share:.0e}".partition("e")
-    return f"{digits}e{int(exponent)}×"
+    return f"{digits}e{int(exponent)}x"
 
 
 def error_text(result: Result) -> str:
     """The error in words: `error 3.2e-06 of 2e-05 allowed (16%)`; empty if nothing was measured."""
     if result.error is None or result.bound is None or result.share is None:
         return ""
-    error = f"{result.error:.2g}".replace("nan", "NaN").replace("inf", "∞")
+    error = f"{result.error:.2g}".replace("nan", "NaN")
     return f"error {error} of {result.bound:.2g} allowed ({share_text(result.share)})"

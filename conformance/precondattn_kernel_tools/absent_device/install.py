@@ -61,7 +61,7 @@ def _library() -> Path:
     compiler = shutil.which("g++")
     if compiler is None:
         raise RuntimeError("g++ is needed to compile the absent device, and is not found")
-    parts = (SOURCE.read_text(), torch.__version__, *FLAGS)
+    parts = (SOURCE.read_text(encoding="utf-8"), torch.__version__, *FLAGS)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = home / "precondattn" / "absent_device" / f"{key}.so"

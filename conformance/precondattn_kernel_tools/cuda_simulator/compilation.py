@@ -123,7 +123,8 @@ def _includes() -> list[str]:
 @functools.cache
 def _runtime() -> Path:
     sources = sorted(RUNTIME.glob("*.cpp"))
-    texts = [path.read_text() for path in (*sources, RUNTIME / "runtime.h", DEVICE / "interface.h")]
+    files = (*sources, RUNTIME / "runtime.h", DEVICE / "interface.h")
+    texts = [path.read_text(encoding="utf-8") for path in files]
 
     flags = [*COMMON, "-O2", *_includes(), "-r", "-nostdlib"]
 

@@ -79,7 +79,7 @@ class SimulatedModule:
             raise TypeError(f"source has to be text or a Path, not {type(source).__name__}")
         if isinstance(name_expressions, str) or isinstance(options, str):
             raise TypeError("name_expressions and options have to be sequences, not text")
-        code = source.read_text() if isinstance(source, Path) else source
+        code = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
         name = str(source.resolve()) if isinstance(source, Path) else "kernel.cu"
         folder = source.resolve().parent if isinstance(source, Path) else None
         self._built = build(code, name, name_expressions, options, folder)

@@ -27,6 +27,8 @@ NOT_OFFLOADED = (
     "mechanism's cache has other buffers; use one without offloading"
 )
 
+PREFIX_TUNING = "PEFT's prefix tuning can not be used here; its prompt tuning and P-tuning can"
+
 
 class CacheLayer(CacheLayerMixin):
     """The base class of the dynamic and the static layer."""

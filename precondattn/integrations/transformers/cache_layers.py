@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from precondattn.given import Given
-from precondattn.integrations.transformers.cache import NOT_OFFLOADED, CacheLayer
+from precondattn.integrations.transformers.cache import NOT_OFFLOADED, PREFIX_TUNING, CacheLayer
 from precondattn.integrations.transformers.dynamic_cache import DynamicCacheLayer
 from precondattn.integrations.transformers.interface import (
     DynamicLayer,
@@ -50,7 +50,7 @@ def _ours(layer: Given, cache: Given) -> CacheLayer:
     if layer.is_initialized and layer.get_seq_length() > 0:
         raise ValueError(
             "past_key_values: this cache holds keys and values of another attention; begin with an "
-            "empty one after replace_attention"
+            f"empty one after replace_attention ({PREFIX_TUNING})"
         )
     kind = type(layer)
     if kind in (DynamicLayer, DynamicSlidingWindowLayer):

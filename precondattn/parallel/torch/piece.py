@@ -148,7 +148,7 @@ def check_lengths(owner: str, lengths: Tensor, b: int, s: int) -> None:
     if tuple(lengths.shape) != (b,):
         raise ValueError(f"{owner}: lengths must have shape ({b},); found {tuple(lengths.shape)}")
     if bool(((lengths < 0) | (lengths > s)).any()):
-        raise ValueError(f"{owner}: lengths must be in 0 … {s}; found {lengths.tolist()}")
+        raise ValueError(f"{owner}: lengths must be in 0 ... {s}; found {lengths.tolist()}")
 
 
 def crossing(segment: Tensor | None, at: int, other: Tensor | None) -> tuple[Tensor, Tensor] | None:

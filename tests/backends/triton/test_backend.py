@@ -123,7 +123,7 @@ KV = {"k": (2, 20, 2, 8), "v": (2, 20, 2, 8)}
         (
             "path",
             {"q": (2, 20, 2, 192), "k": (2, 20, 2, 192), "verb": "extend"},
-            "several tokens supports d ≤ 128; found d=192",
+            "several tokens supports d <= 128; found d=192",
         ),
         ("unit_rows[axis=channel]", {"o": (2, 20, 2, 8)}, "channels"),
         ("unit_rows", {"o": (2, 20, 2, 520)}, "520"),

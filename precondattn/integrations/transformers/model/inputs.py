@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from precondattn.given import Given
+from precondattn.integrations.transformers.cache import PREFIX_TUNING
+from precondattn.integrations.transformers.checked_calls import check_numbers
 from precondattn.integrations.transformers.masks import check_own_pattern
 from precondattn.integrations.transformers.model.cache import PrecondattnCache
 
@@ -42,7 +44,7 @@ def check_cache(cache: Given, layers: int) -> None:
     if not isinstance(cache, PrecondattnCache):
         raise TypeError(
             f"past_key_values must be a PrecondattnCache, from PrecondattnCache(model.config) or "
-            f"an earlier call; found {type(cache).__name__}"
+            f"an earlier call; found {type(cache).__name__} ({PREFIX_TUNING})"
         )
     if len(cache.layers) != layers:
         raise ValueError(
@@ -117,11 +119,11 @@ def check_positions(positions: Given, mask: Given, cache: Given) -> None:
 
 
 def _check_mask(mask: Given, batch: int, count: int, past: int) -> None:
-    if not isinstance(mask, Tensor) or mask.is_floating_point():
-        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"attention_mask must be a tensor of integers or booleans; found {found}")
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor; found {type(mask).__name__}")
     if tuple(mask.shape) != (batch, past + count):
         raise ValueError(
             f"attention_mask must have shape {(batch, past + count)}, a column for each of the "
             f"{past} cached and {count} new tokens; found {tuple(mask.shape)}"
         )
+    check_numbers(mask)

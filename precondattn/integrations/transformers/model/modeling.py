@@ -232,7 +232,7 @@ class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
         Parameters
         ----------
         input_ids : integer tensor (b, t)
-        attention_mask : tensor of integers or booleans (b, cached + t), optional
+        attention_mask : tensor (b, cached + t) of 0 and 1 in any dtype, optional
             0 for padding, which may be anywhere. Or a boolean mask of pairs (b or 1, heads or 1, t,
             cached + t), True where a token may attend to another, for softmax and mechanisms around
             it. It restricts causality and windows, and does not replace them.
