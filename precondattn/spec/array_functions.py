@@ -19,6 +19,7 @@ from precondattn.arrays import (
 )
 from precondattn.frame import Frame
 from precondattn.native.ordinary import is_ordinary
+from precondattn.native.sort import nonempty
 from precondattn.native.triangular_solve import solve_triangular
 
 
@@ -100,10 +101,11 @@ def sum_rows(x: Array) -> Array:
 
 
 def identity_like(x: Array) -> Array:
-    """The identity matrix of x's last axis."""
+    """The identity matrix of x's last axis, with an axis of size 1 for every earlier axis of x."""
     # Not `eye`, which PyTorch can not export to ONNX for a symbolic size.
     row = arange_like(x.shape[-1], x)
-    return cast(row[:, None] == row, x.dtype)
+    one = cast(row[:, None] == row[None, :], x.dtype)
+    return one[(*(None,) * (x.ndim - 2), ...)]
 
 
 def solve_upper(matrix: Array, right: Array) -> Array:
@@ -166,7 +168,7 @@ def log_sum_exp(x: Array, axis: int) -> Array:
     Neither the result nor its derivative is NaN there. It is NaN where an x is.
     """
     xp = namespace(x)
-    shift = finite_or_zero(xp.max(x, axis=axis, keepdims=True))
+    shift = finite_or_zero(xp.max(nonempty(x, axis), axis=axis, keepdims=True))
     total = xp.sum(xp.exp(x - shift), axis=axis, keepdims=True)
     is_some = total != 0
     return xp.where(is_some, shift + xp.log(xp.where(is_some, total, 1.0)), -math.inf)
@@ -182,7 +184,7 @@ def log_softmax(x: Array, more: Array | None = None) -> tuple[Array, Array]:
     which is therefore constant for the gradient.
     """
     xp = namespace(x)
-    largest = xp.max(x, axis=-1, keepdims=True)
+    largest = xp.max(nonempty(x, -1), axis=-1, keepdims=True)
     if more is not None:
         largest = xp.maximum(largest, more)
     shift = stop_gradient(finite_or_zero(largest))
