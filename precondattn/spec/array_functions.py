@@ -69,8 +69,12 @@ def moved(x: Array, step: int, axis: int) -> Array:
 
 def repeat_heads(x: Array, heads: int) -> Array:
     """x (b, n, …) repeated to (b, heads, …): query head i gets key/value head ⌊i n / heads⌋."""
-    group = heads // x.shape[1]
-    return x if group == 1 else namespace(x).repeat(x, group, axis=1)
+    xp, group = namespace(x), heads // x.shape[1]
+    if group == 1 or not is_ordinary(x):
+        return x if group == 1 else xp.repeat(x, group, axis=1)
+    b, n, *rest = x.shape  # PyTorch's repetition in ONNX does not know the heads of no tokens.
+    each = xp.broadcast_to(x[:, :, None, ...], (b, n, group, *rest))
+    return xp.reshape(each, (b, heads, *rest))
 
 
 def sum_heads(x: Array, heads: int) -> Array:
@@ -78,7 +82,8 @@ def sum_heads(x: Array, heads: int) -> Array:
     if x.shape[1] == heads:
         return x
     xp = namespace(x)
-    return xp.sum(xp.reshape(x, (x.shape[0], heads, -1, *x.shape[2:])), axis=2)
+    each = (x.shape[0], heads, x.shape[1] // heads, *x.shape[2:])
+    return xp.sum(xp.reshape(x, each), axis=2)
 
 
 def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
