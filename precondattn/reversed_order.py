@@ -44,14 +44,14 @@ def _facing(frame: Frame) -> Array:
     valid, segment = frame.q_valid, frame.q_segment
     mask = segment if valid is None else valid
     assert mask is not None
-    xp, tokens = namespace(mask), arange_like(mask.shape[1], mask)
+    xp, tokens = namespace(mask), arange_like(mask.shape[1], mask)[None, :]
     last = mask.shape[1] - 1
     is_first = tokens == 0
     if segment is not None:
         is_first = is_first | differs_from_previous(segment)
     if valid is not None:  # Each token of padding is a segment.
         is_first = is_first | ~valid
-    following = as_index(xp.where(tokens < last, tokens + 1, tokens))
+    following = as_index(xp.where(tokens < last, tokens + 1, tokens)[0, :])
     is_last = (tokens == last) | xp.take(is_first, following, axis=1)
     first = running_maximum(xp.where(is_first, tokens, 0), axis=1)
     # The last token of a segment is its first in reversed order.

@@ -61,7 +61,7 @@ def zeros(shape: tuple[int, ...], like: Array) -> Array:
         return result
     some = lax.stop_gradient(like[(0,) * like.ndim])
     zero = jnp.where(jnp.isnan(some), 0, jnp.minimum(jnp.abs(some), 0))
-    return result + zero * jnp.arange(shape[-1], dtype=like.dtype)
+    return result + zero * jnp.arange(shape[-1], dtype=like.dtype)[(None,) * (len(shape) - 1)]
 
 
 class JaxArithmetic(Arithmetic):

@@ -28,7 +28,7 @@ class ByDistance:
         self.before = blocks.keys - 1
         """m"""
         numbers = (2 * blocks.keys - blocks.first) * blocks.size
-        self.ahead = jnp.arange(numbers) + (1 - (self.before + 1) * blocks.size)
+        self.ahead = jnp.arange(numbers, dtype="int32") + (1 - (self.before + 1) * blocks.size)
         """j − i of each number"""
         f = added(leaf, x, self.ahead)
         self.f = jnp.reshape(f, (n, f.shape[0] // n, numbers))
@@ -41,7 +41,7 @@ class ByDistance:
 
     def add_to(self, tile: Array, a: Array, j: Array, *, diagonal: bool) -> Array:
         """Scores (b, n, r, C, C) plus the bias of their distances."""
-        return tile + toeplitz(self._numbers(self.f, a, j), self.blocks.size)
+        return tile + toeplitz(self._numbers(self.f, a, j), self.blocks.size)[None]
 
     def sums(self) -> Array:
         return zeros(self.f.shape, self.f)

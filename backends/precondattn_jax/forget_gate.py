@@ -30,7 +30,7 @@ class ForgetGate:
         """Sums over every block (b, n, r, blocks)."""
 
     def _between(self, a: Array, j: Array) -> Array:
-        block = jnp.arange(self.blocks.keys)
+        block = jnp.arange(self.blocks.keys, dtype="int32")
         return (block > j) & (block < a)
 
     def add_to(self, tile: Array, a: Array, j: Array, *, diagonal: bool) -> Array:

@@ -123,7 +123,7 @@ class GroupedAttention(TiledAttention):
 
         a = blocks.rows
         return BlockGroup(
-            blocks.first + jnp.arange(self.groups) * self.size,
+            blocks.first + jnp.arange(self.groups, dtype="int32") * self.size,
             most(a - mask.first(a)),
             most(mask.stop(a) - 1 - a),
             self._rows(run, -2),
@@ -139,12 +139,12 @@ class GroupedAttention(TiledAttention):
             tile = capped(tile, self.leaf.softcap)
         size = self.blocks.size
         visible = group.run[:, :, None] == self._at(self.run, group.first + o)[:, None, :]
-        token = jnp.arange(size)
+        token = jnp.arange(size, dtype="int32")
         distance = token[:, None] - token[None, :] - o * size
         if self.leaf.causal and isinstance(o, int):  # It is 0; in loops o is traced and below 0.
-            visible &= distance >= 0
+            visible &= (distance >= 0)[None]
         if self.leaf.window is not None:
-            visible &= jnp.abs(distance) < self.leaf.window
+            visible &= (jnp.abs(distance) < self.leaf.window)[None]
         pairs = jnp.reshape(tile, (*tile.shape[:2], self.r, size, size))
         return jnp.reshape(jnp.where(visible[:, None, None], pairs, -math.inf), tile.shape)
 

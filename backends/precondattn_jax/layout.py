@@ -87,7 +87,7 @@ class QueryBlocks:
     @property
     def rows(self) -> Array:
         """The blocks of queries."""
-        return jnp.arange(self.first, self.keys)
+        return jnp.arange(self.first, self.keys, dtype="int32")
 
     def of_keys(self, x: Array, axis: int = 2, value: float = 0) -> Array:
         """(b, n, s, …) padded to whole blocks."""

@@ -53,7 +53,7 @@ class DifferentiableLoops(Loops):
         def next_state(state: Tree, i: Array) -> tuple[Tree, None]:
             return lax.cond(i < count, step, lambda _, state: state, i, state), None
 
-        return lax.scan(next_state, state, jnp.arange(most))[0]
+        return lax.scan(next_state, state, jnp.arange(most, dtype="int32"))[0]
 
     def each(self, function: Callable[[Tree], Tree], xs: Tree) -> Tree:
         return lax.map(again(function), xs)

@@ -22,7 +22,7 @@ import precondattn as pa
 from precondattn.arrays import Arrays, Residuals, Tree
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
-from precondattn.spec.array_functions import row_sum
+from precondattn.spec.array_functions import identity_like, row_sum
 from precondattn.spec.metric import DOT
 from precondattn.spec.rms_norm import rms, rms_norm_vjp
 from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product, zeros
@@ -65,7 +65,9 @@ class LucidSolveBlocks(SteppingAsDefined[pa.LucidSolve]):
                 d_tile = -product_with_transposed(d_v, known) * weights
                 if rows.maxima is None or leaf.detach_max:
                     return d_tile
-                column = j * blocks.size + jnp.arange(blocks.size)
+                column = (j * blocks.size + jnp.arange(blocks.size, dtype="int32"))[
+                    None, None, None
+                ]
                 return d_tile + jnp.where(rows.maxima.first == column, row_sum(d_v * v), 0.0)
 
             def pull(i: Array, carry: Tree) -> Tree:
@@ -86,7 +88,7 @@ class LucidSolveBlocks(SteppingAsDefined[pa.LucidSolve]):
             d_within = scored(within, known, a)
             if not leaf.has_unit_diagonal:
                 d_diagonal = row_sum(d_v * known) * rows.diagonal
-                d_within = d_within - jnp.eye(blocks.size, dtype=d_within.dtype) * d_diagonal
+                d_within = d_within - identity_like(d_within) * d_diagonal
             sums, d_rows = scores.pulled_diagonal(sums, a, d_rows, d_within)
             d_beta = row_sum(solved * (residual - product(within, known))) if leaf.beta else None
             return (sums, right), (d_rows, d_v, d_beta)

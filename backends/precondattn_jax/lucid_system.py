@@ -129,7 +129,9 @@ class LucidRows(LowerRows):
             each = zip((row_max, first), so_far, strict=True)
             return RowMaxima(*(jnp.where(is_past, new, old) for new, old in each))
 
-        position = a * size + jnp.arange(size)[:, None]
+        position = (a * size + jnp.arange(size, dtype="int32"))[None, None, :, None].astype(
+            own.dtype
+        )
         so_far = RowMaxima(own, (zeros(own.shape, own) + position).astype(a.dtype))
         so_far = add(so_far, self.scores.diagonal(a), a, diagonal=True)
         result: RowMaxima = self.scores.over(a, self.mask.first(a), a, add, so_far)
@@ -140,7 +142,7 @@ class LucidRows(LowerRows):
         a, size = self.a, self.scores.blocks.size
 
         def add(total: Array | float, tile: Array, j: Array) -> Array:
-            here = column == j * size + jnp.arange(size)
+            here = column == (j * size + jnp.arange(size, dtype="int32"))[None, None, None]
             return total + row_sum(jnp.where(here, tile, 0.0))
 
         own = add(0.0, self.scores.diagonal(a), a)

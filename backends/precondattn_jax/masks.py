@@ -24,7 +24,7 @@ from precondattn_portable.layout import grouped_bias
 def spans(segment: Array) -> tuple[Array, Array]:
     """The first and the last token of each token's segment (s,), the extremes of all sequences."""
     s = segment.shape[1]
-    position = jnp.arange(s)
+    position = jnp.arange(s, dtype="int32")
     is_new = segment[:, 1:] != segment[:, :-1]
     edge = jnp.ones_like(segment[:, :1], dtype=bool)
     begins = jnp.concatenate([edge, is_new], axis=1)
@@ -79,7 +79,7 @@ class Mask:
         blocks, whole = self.blocks, jnp.any(self.pairs, axis=(0, 1, 2))
         tiles = jnp.reshape(whole, (blocks.count, blocks.size, blocks.keys, blocks.size))
         seen = jnp.any(tiles, axis=(1, 3))
-        block = jnp.arange(blocks.keys)
+        block = jnp.arange(blocks.keys, dtype="int32")
         low = jnp.min(jnp.where(seen, block, blocks.keys), axis=1)
         return low, jnp.max(jnp.where(seen, block + 1, 0), axis=1)
 
@@ -129,7 +129,7 @@ class Mask:
         `diagonal` declares a = j.
         """
         blocks, size = self.blocks, self.blocks.size
-        token = jnp.arange(size)
+        token = jnp.arange(size, dtype="int32")
         distance = (a - j) * size + token[:, None] - token[None, :]
         conditions: list[Array] = []
         if self.causal and (diagonal or not self.has_diagonal):

@@ -30,7 +30,7 @@ class BufferedPast:
         assert frame.k_valid is not None  # It marks the empty slots of a cache.
         self.capacity, self.window, self.valid = capacity, window, frame.k_valid[:, :capacity]
         if end is not None:
-            self.valid = self.valid & (jnp.arange(capacity) < end)
+            self.valid = self.valid & (jnp.arange(capacity, dtype="int32")[None, :] < end)
         self.size = min(block_size(capacity, heads), capacity)
         length, self.prefix = frame.q_position[:, 0], None
         if window is not None and frame.q_prefix is not None:
@@ -54,11 +54,11 @@ class BufferedPast:
 
     def visible(self, j: Array, position: Array) -> Array:
         """Which slots of block j rows at `position` (b, rows) see: (b, 1, 1, 1 or rows, C)."""
-        slot = self.start(j) + jnp.arange(self.size)
+        slot = self.start(j) + jnp.arange(self.size, dtype="int32")[None, :]
         visible = lax.dynamic_slice_in_dim(self.valid, self.start(j), self.size, 1)
         visible = (visible & (slot >= j * self.size))[:, None, :]
         if self.window is not None:
-            near = position[:, :, None] - slot < self.window
+            near = position[:, :, None] - slot[:, None, :] < self.window
             if self.prefix is not None:
                 near = near | (slot < self.prefix)[:, None, :]
             visible = visible & near

@@ -25,7 +25,7 @@ class SinceFlush:
         self.start = frame.q_position[:, :1]
         self.flushed = self.start - self.start % flush
         """The length at the last flush (b, 1): the position of the first pending token."""
-        position = self.flushed + jnp.arange(self.pending_capacity, dtype=self.start.dtype)
+        position = self.flushed + jnp.arange(self.pending_capacity, dtype=self.start.dtype)[None]
         self.is_held = position < jnp.minimum(self.start, capacity)
         self.position = jnp.concatenate([position, frame.q_position], axis=1)
         self.slot = jnp.minimum(position, capacity - 1)
@@ -46,7 +46,9 @@ class SinceFlush:
     def columns(self, x: Array) -> Array:
         """The columns of pending and new tokens, of (b, …, c + t)."""
         t = self.frame.q_position.shape[1]
-        new = jnp.broadcast_to(self.capacity + jnp.arange(t), (self.slot.shape[0], t))
+        new = jnp.broadcast_to(
+            self.capacity + jnp.arange(t, dtype="int32"), (self.slot.shape[0], t)
+        )
         column = jnp.concatenate([self.slot, new], axis=1)
         column = jnp.reshape(column, (column.shape[0], *(1,) * (x.ndim - 2), -1))
         return jnp.take_along_axis(x, column, axis=-1)
@@ -61,7 +63,7 @@ class SinceFlush:
 
     def left(self, x: Array) -> Array:
         """The tokens after the next flush (b, flush, …), from all (b, pending_capacity + t, …)."""
-        position = self.next_flushed + jnp.arange(self.flush, dtype=self.start.dtype)
+        position = self.next_flushed + jnp.arange(self.flush, dtype=self.start.dtype)[None]
         first_new = self.pending_capacity + position - self.start
         column = jnp.where(position < self.start, position - self.flushed, first_new)
         column = jnp.clip(column, 0, x.shape[1] - 1)

@@ -173,7 +173,7 @@ class TiledAttention(BlockedCall[SoftmaxAttention]):
         shift = jnp.max(lax.stop_gradient(v), axis=2, keepdims=True)
         mean, log_total = self.outputs(MeanRead(), jnp.exp(v - shift))
         some = mean != 0
-        return jnp.where(some, shift + jnp.log(jnp.where(some, mean, 1.0)), 0.0), log_total
+        return jnp.where(some, shift[None] + jnp.log(jnp.where(some, mean, 1.0)), 0.0), log_total
 
     # ----------------------------------------------------------------------------- backward
 
@@ -220,7 +220,7 @@ class TiledAttention(BlockedCall[SoftmaxAttention]):
     def backward(self, out: Array, log_total: Array, cotangent: Array) -> Arrays:
         """The gradient of every input."""
         d_o = zero_padding(cotangent, self.frame)
-        of_nothing = self.x["sink"] if self.leaf.sink else 0
+        of_nothing = self.x["sink"][None, None] if self.leaf.sink else 0
         is_empty = (log_total == of_nothing)[..., None] & jnp.all(out == 0, axis=-1, keepdims=True)
         # A norm after the attention divides by almost 0 in rows without visible keys.
         d_o = jnp.where(is_empty & ~jnp.isfinite(d_o), 0.0, d_o)
@@ -262,7 +262,7 @@ class TiledAttention(BlockedCall[SoftmaxAttention]):
         shift = jnp.max(v, axis=2, keepdims=True)
         weights = jnp.exp(v - shift)
         # o − ν is between −R and 0, except in rows without weights.
-        below = jnp.clip(rows.o - shift, -RANGE[dtype_name(v)], 0.0)
+        below = jnp.clip(rows.o - shift[None], -RANGE[dtype_name(v)], 0.0)
         g = rows.d_o * jnp.exp(-below)
         result = self._pulled(MeanRead(), weights, ReadRows(rows.log_total, jnp.exp(below), g))
         return result | {"v": weights * result["v"]}

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.arrays import Tree
+from precondattn.spec.array_functions import identity_like
 from precondattn.spec.metric import DOT
 from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product, zeros
 from precondattn_jax.dot_scores import DotScores, Pulled, Step, Sums
@@ -46,7 +47,7 @@ def reflections(k: Array, w: Array, beta: Array) -> BlockReflections:
     m = unit_lower_inverse(jnp.tril(product_with_transposed(scaled, w), k=-1))
     zr = product(m, jnp.tril(product_with_transposed(scaled, k), k=-1))
     zw = product(m, scaled)
-    whole = jnp.eye(k.shape[-1], dtype=k.dtype) - transposed_product(w, zw)
+    whole = identity_like(k) - transposed_product(w, zw)
     return BlockReflections(k - transposed_product(zr, w), whole, zr, zw)
 
 
@@ -65,7 +66,9 @@ class TransportedScores(DotScores):
     def __init__(self, blocks: QueryBlocks, q: Array, k: Array, w: Array, beta: Array) -> None:
         super().__init__(blocks, q, k)
         self.w, self.beta = w, beta[..., None]
-        self.all = lax.map(lambda j: reflections(*self._own(j)), jnp.arange(blocks.keys))
+        self.all = lax.map(
+            lambda j: reflections(*self._own(j)), jnp.arange(blocks.keys, dtype="int32")
+        )
 
     def _own(self, j: Array) -> tuple[Array, Array, Array]:
         return tuple(self.blocks.take(x, j) for x in (self.k, self.w, self.beta))
@@ -148,7 +151,7 @@ class TransportedScores(DotScores):
             }, None
 
         carry = {"k": sums["k"], "w": sums["w"], "beta": zeros(self.beta.shape, self.beta)}
-        result: Sums = lax.scan(of_block, carry, jnp.arange(self.blocks.keys))[0]
+        result: Sums = lax.scan(of_block, carry, jnp.arange(self.blocks.keys, dtype="int32"))[0]
         return result | {"beta": result["beta"][..., 0]}
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from precondattn.spec.array_functions import identity_like
 from precondattn_jax.arithmetic import product, zeros
 
 LEAF = 16
@@ -51,19 +52,19 @@ def _blocks(flat: Array, width: int, row: int, column: int, step: int) -> Array:
     """Every `step`-th block on a diagonal of (m, C, C): (count, m, width, width)."""
     count = flat.shape[-1] // width
     blocks = jnp.reshape(flat, (-1, count, width, count, width))
-    index = jnp.arange(0, count, step)
+    index = jnp.arange(0, count, step, dtype="int32")
     return blocks[:, index + row, :, index + column, :]
 
 
 def _row_by_row(strict: Array) -> Array:
     """The inverses of small blocks (count, m, w, w): row i is eᵢ − Σ_{j<i} L_ij (row j)."""
     size = strict.shape[-1]
-    identity = jnp.eye(size, dtype=strict.dtype)
+    identity = identity_like(strict)
     result = zeros(strict.shape, strict) + identity
 
     def with_row(i: Array, result: Array) -> Array:
-        row = lax.dynamic_slice_in_dim(strict, i, 1, axis=-2)
+        row, own = (lax.dynamic_slice_in_dim(a, i, 1, axis=-2) for a in (strict, identity))
         known = jnp.sum(jnp.matrix_transpose(row) * result, axis=-2, keepdims=True)
-        return lax.dynamic_update_slice_in_dim(result, identity[i] - known, i, axis=-2)
+        return lax.dynamic_update_slice_in_dim(result, own - known, i, axis=-2)
 
     return lax.fori_loop(1, size, with_row, result) if size > 1 else result

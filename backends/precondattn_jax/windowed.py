@@ -75,7 +75,7 @@ class TokenGrid:
 
     def hidden(self) -> Array:
         """Which pairs do not attend to each other, (windows, w, w)."""
-        position = jnp.arange(self.s)
+        position = jnp.arange(self.s, dtype="int32")
         label = jnp.zeros_like(position)
         axes = zip(
             self.windows.coordinates(position),
@@ -117,7 +117,7 @@ class GridCall(WindowedCall):
         return prod(self.leaf.windows.size)
 
     def entries(self) -> Array:
-        slot, columns = jnp.arange(self.slots), self.leaf.windows.size[-1]
+        slot, columns = jnp.arange(self.slots, dtype="int32"), self.leaf.windows.size[-1]
         places = [slot] if len(self.leaf.windows.size) == 1 else [slot // columns, slot % columns]
         entry = jnp.zeros((self.slots, self.slots), slot.dtype)
         for place, w in zip(places, self.leaf.windows.size, strict=True):

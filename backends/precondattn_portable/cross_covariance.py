@@ -31,13 +31,13 @@ class CrossCovarianceProducts(WholeSequenceAlgorithm[pa.CrossCovariance]):
         ops, valid, h = self.ops, valid_as_both(frame.q_valid, frame.k_valid), x["q"].shape[2]
         q, k = (self._channels(valid, x[name], h)[0] for name in "qk")
         v = repeat_heads(self._rows(valid, x["v"]), h)
-        weights = ops.softmax(x["logit_scale"][:, None, None] * ops.product(transpose(q), k))
+        weights = ops.softmax(x["logit_scale"][None, :, None, None] * ops.product(transpose(q), k))
         out = ops.rows(v.shape, v) if ops.writes else None
         return time_first(ops.product(v, transpose(weights), out))
 
     def attend_vjp(self, x: Arrays, frame: Frame, cotangent: Array) -> Arrays:
         ops, valid, xp = self.ops, valid_as_both(frame.q_valid, frame.k_valid), namespace(cotangent)
-        h, n, gamma = x["q"].shape[2], x["k"].shape[2], x["logit_scale"][:, None, None]
+        h, n, gamma = x["q"].shape[2], x["k"].shape[2], x["logit_scale"][None, :, None, None]
         (q, q_length), (k, k_length) = (self._channels(valid, x[name], h) for name in "qk")
         v, d_o = repeat_heads(self._rows(valid, x["v"]), h), self._rows(valid, cotangent)
         cosines = ops.product(transpose(q), k)

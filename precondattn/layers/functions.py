@@ -14,6 +14,7 @@ from precondattn.arrays import (
     DType,
     Namespace,
     cast,
+    is_dispatched,
     library_of,
     namespace,
     placement,
@@ -128,7 +129,8 @@ def unit_rows(x: Array, eps: float) -> Array:
 def rms_norm(x: Array, eps: float, gain: Array, axes: int = 1) -> Array:
     """The RMS norm γ x / √(mean x² + eps), with the mean over the last `axes` axes."""
     xp, wide = namespace(x), upcast(x)
-    if library_of(x) == "torch" and gain.ndim == axes:
+    # On a CPU, PyTorch's function writes to a result, which selective checkpointing does not allow.
+    if library_of(x) == "torch" and gain.ndim == axes and not is_dispatched():
         normed = _native(x).rms_norm(wide, wide.shape[-axes:], cast(gain, wide.dtype), eps)
         return cast(normed, x.dtype)
     over = tuple(range(x.ndim - axes, x.ndim))

@@ -1,6 +1,8 @@
-"""Sorting; ONNX has only an operator for the largest or smallest entries."""
+"""Sorting, for which ONNX has only an operator for the largest or smallest entries, and maxima."""
 
 from __future__ import annotations
+
+import math
 
 from precondattn.arrays import Array, namespace
 from precondattn.native.ordinary import is_ordinary
@@ -11,3 +13,15 @@ def sort(array: Array, axis: int) -> Array:
     if is_ordinary(array):
         return array.topk(array.shape[axis], dim=axis, largest=False).values
     return namespace(array).sort(array, axis=axis)
+
+
+def nonempty(array: Array, axis: int) -> Array:
+    """The array, followed by −∞ along an axis whose number of entries a program does not know.
+
+    A program also takes no tokens, and PyTorch and onnxruntime have no maximum of no entries.
+    """
+    if not is_ordinary(array) or isinstance(array.shape[axis], int):
+        return array
+    shape = [*array.shape]
+    shape[axis] = 1
+    return namespace(array).concat([array, array.new_full(shape, -math.inf)], axis=axis)

@@ -28,7 +28,7 @@ def scan(
     time_first = [x.movedim(TIME, 0) for x in inputs]
     if reverse:
         time_first = [x.flip(0) for x in time_first]
-    state, outputs = steps(step, state, time_first)
+    state, outputs = steps(step, state, time_first, or_none=True)
     return state, (outputs.flip(0) if reverse else outputs).movedim(0, TIME)
 
 
@@ -39,9 +39,10 @@ def linear_scan(factor: Tensor, value: Tensor, times: Combine, plus: Combine) ->
         y = plus(times(token[0], y), token[1])
         return y, y
 
-    later = [array[..., 1:].movedim(-1, 0) for array in (factor, value)]
-    _, outputs = steps(step, value[..., 0], later)
-    return torch.cat([value[..., :1], outputs.movedim(0, -1)], dim=-1)
+    factor, value = (_one_more(array.movedim(-1, 0)) for array in (factor, value))
+    _, outputs = steps(step, value[0], [factor[1:], value[1:]], or_none=True)
+    outputs = torch.cat([value[:1], outputs])
+    return outputs.narrow(0, 0, outputs.shape[0] - 1).movedim(0, -1)
 
 
 def running_maximum(array: Tensor, axis: int) -> Tensor:
@@ -52,22 +53,38 @@ def running_maximum(array: Tensor, axis: int) -> Tensor:
         return largest, largest
 
     along = array.movedim(axis, 0)
-    return steps(step, along[0], [along])[1].movedim(0, axis)
+    return steps(step, _one_more(along)[0], [along], or_none=True)[1].movedim(0, axis)
 
 
 def steps(
     step: Callable[[Tree, tuple[Tensor, ...]], tuple[Tensor, Tensor]],
     state: Tensor,
     inputs: Sequence[Tensor],
+    *,
+    or_none: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The last state, and the outputs along axis 0, of steps over axis 0 of the inputs."""
+    """The last state, and the outputs along axis 0, of steps over axis 0 of the inputs.
+
+    The operator needs a step. With `or_none`, one that changes no state follows the others.
+    """
+    count = inputs[0].shape[0]
+    or_none = or_none and not isinstance(count, int)
+    if or_none:
+        step_number = torch.arange(count + 1, device=state.device)
+        inputs = [*map(_one_more, inputs), step_number < count]
 
     def flat(state: Tensor, *token: Tensor) -> list[Tensor]:
-        state, output = step(state, token)
-        return [_laid_out(state), _laid_out(output)]
+        new, output = step(state, token[:-1] if or_none else token)
+        new = torch.where(token[-1], new, state) if or_none else new
+        return [_laid_out(new), _laid_out(output)]
 
     state, outputs = scan_op(flat, [_laid_out(state)], [*inputs], ())
-    return state, outputs
+    return state, outputs[:-1] if or_none else outputs
+
+
+def _one_more(array: Tensor) -> Tensor:
+    """The array with one more entry along axis 0."""
+    return torch.cat([array, array.new_zeros(1, *array.shape[1:])])
 
 
 def _laid_out(array: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ inverse of I + N, is not: for equal keys the powers of N exceed 10¹⁷, while t
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -32,17 +34,18 @@ def solve_triangular(matrix: Tensor, right: Tensor, *, lower: bool) -> Tensor:
         flipped = solve_triangular(matrix.flip(-1, -2), right.flip(-2), lower=True)
         return flipped.flip(-2)
     batch, (s, e) = right.shape[:-2], right.shape[-2:]
+    n = math.prod(batch)  # Not −1, which is unknown for matrices without rows.
     if isinstance(s, int) and s == 1:  # The case of decoding.
         return right / matrix
     # There are at least 2 blocks, so that a graph needs no special case for one block.
     blocks = (s + 2 * BLOCK - 1) // BLOCK
     missing = blocks * BLOCK - s
-    matrix = pad(matrix.reshape(-1, s, s), (0, missing, 0, missing))
-    right = pad(right.reshape(-1, s, e), (0, 0, 0, missing))
+    matrix = pad(matrix.reshape(n, s, s), (0, missing, 0, missing))
+    right = pad(right.reshape(n, s, e), (0, 0, 0, missing))
     row = torch.arange(blocks * BLOCK, device=matrix.device)
     matrix = torch.where((row[:, None] == row) & (row >= s), 1.0, matrix)
-    panels = matrix.reshape(-1, blocks, BLOCK, blocks * BLOCK).transpose(0, 1)
-    on_diagonal = matrix.reshape(-1, blocks, BLOCK, blocks, BLOCK).diagonal(dim1=1, dim2=3)
+    panels = matrix.reshape(n, blocks, BLOCK, blocks * BLOCK).transpose(0, 1)
+    on_diagonal = matrix.reshape(n, blocks, BLOCK, blocks, BLOCK).diagonal(dim1=1, dim2=3)
     inverse = _inverse(on_diagonal.movedim(-1, 0))
     block = torch.arange(blocks, device=matrix.device)
 
@@ -53,9 +56,9 @@ def solve_triangular(matrix: Tensor, right: Tensor, *, lower: bool) -> Tensor:
         rows = solved[:, None].expand(-1, is_own.shape[0], -1, -1).reshape(known.shape)
         return torch.where(is_row, rows, known), solved
 
-    given = [panels, inverse, right.reshape(-1, blocks, BLOCK, e).transpose(0, 1)]
+    given = [panels, inverse, right.reshape(n, blocks, BLOCK, e).transpose(0, 1)]
     _, solved = steps(step, torch.zeros_like(right), [*given, block[:, None] == block])
-    solved = solved.transpose(0, 1).reshape(-1, blocks * BLOCK, e)
+    solved = solved.transpose(0, 1).reshape(n, blocks * BLOCK, e)
     # Not a slice: a graph would need to know that it is within the blocks.
     own = torch.arange(s, device=matrix.device)
     return solved.index_select(1, own).reshape(*batch, s, e)

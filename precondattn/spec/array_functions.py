@@ -19,6 +19,7 @@ from precondattn.arrays import (
 )
 from precondattn.frame import Frame
 from precondattn.native.ordinary import is_ordinary
+from precondattn.native.sort import nonempty
 from precondattn.native.triangular_solve import solve_triangular
 
 
@@ -68,8 +69,12 @@ def moved(x: Array, step: int, axis: int) -> Array:
 
 def repeat_heads(x: Array, heads: int) -> Array:
     """x (b, n, …) repeated to (b, heads, …): query head i gets key/value head ⌊i n / heads⌋."""
-    group = heads // x.shape[1]
-    return x if group == 1 else namespace(x).repeat(x, group, axis=1)
+    xp, group = namespace(x), heads // x.shape[1]
+    if group == 1 or not is_ordinary(x):
+        return x if group == 1 else xp.repeat(x, group, axis=1)
+    b, n, *rest = x.shape  # PyTorch's repetition in ONNX does not know the heads of no tokens.
+    each = xp.broadcast_to(x[:, :, None, ...], (b, n, group, *rest))
+    return xp.reshape(each, (b, heads, *rest))
 
 
 def sum_heads(x: Array, heads: int) -> Array:
@@ -77,7 +82,8 @@ def sum_heads(x: Array, heads: int) -> Array:
     if x.shape[1] == heads:
         return x
     xp = namespace(x)
-    return xp.sum(xp.reshape(x, (x.shape[0], heads, -1, *x.shape[2:])), axis=2)
+    each = (x.shape[0], heads, x.shape[1] // heads, *x.shape[2:])
+    return xp.sum(xp.reshape(x, each), axis=2)
 
 
 def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
@@ -100,10 +106,11 @@ def sum_rows(x: Array) -> Array:
 
 
 def identity_like(x: Array) -> Array:
-    """The identity matrix of x's last axis."""
+    """The identity matrix of x's last axis, with an axis of size 1 for every earlier axis of x."""
     # Not `eye`, which PyTorch can not export to ONNX for a symbolic size.
     row = arange_like(x.shape[-1], x)
-    return cast(row[:, None] == row, x.dtype)
+    one = cast(row[:, None] == row[None, :], x.dtype)
+    return one[(*(None,) * (x.ndim - 2), ...)]
 
 
 def solve_upper(matrix: Array, right: Array) -> Array:
@@ -166,7 +173,7 @@ def log_sum_exp(x: Array, axis: int) -> Array:
     Neither the result nor its derivative is NaN there. It is NaN where an x is.
     """
     xp = namespace(x)
-    shift = finite_or_zero(xp.max(x, axis=axis, keepdims=True))
+    shift = finite_or_zero(xp.max(nonempty(x, axis), axis=axis, keepdims=True))
     total = xp.sum(xp.exp(x - shift), axis=axis, keepdims=True)
     is_some = total != 0
     return xp.where(is_some, shift + xp.log(xp.where(is_some, total, 1.0)), -math.inf)
@@ -182,7 +189,7 @@ def log_softmax(x: Array, more: Array | None = None) -> tuple[Array, Array]:
     which is therefore constant for the gradient.
     """
     xp = namespace(x)
-    largest = xp.max(x, axis=-1, keepdims=True)
+    largest = xp.max(nonempty(x, -1), axis=-1, keepdims=True)
     if more is not None:
         largest = xp.maximum(largest, more)
     shift = stop_gradient(finite_or_zero(largest))

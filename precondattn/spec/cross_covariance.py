@@ -101,7 +101,7 @@ class CrossCovariance(WholeSequence):
         self, x: Mapping[str, Array], q_valid: Array | None, k_valid: Array | None
     ) -> tuple[Array, Residuals]:
         q, k, v = valid_rows(x, valid_as_both(q_valid, k_valid))
-        weights = softmax(x["logit_scale"][:, None, None] * self._logits(x, q, k)[2])
+        weights = softmax(x["logit_scale"][None, :, None, None] * self._logits(x, q, k)[2])
         return swap_time_and_heads(v @ transpose(weights)), ()
 
     def attend_vjp(
@@ -113,7 +113,7 @@ class CrossCovariance(WholeSequence):
         cotangent: Array,
     ) -> Arrays:
         xp, n = namespace(cotangent), x["k"].shape[2]
-        valid, factor = valid_as_both(q_valid, k_valid), x["logit_scale"][:, None, None]
+        valid, factor = valid_as_both(q_valid, k_valid), x["logit_scale"][None, :, None, None]
         q, k, v = valid_rows(x, valid)
         q_unit, k_unit, cosines = self._logits(x, q, k)
         weights = softmax(factor * cosines)

@@ -145,7 +145,9 @@ def added(leaf: HasDistance, x: Mapping[str, Array], ahead: Array) -> Array:
         columns = xp.permute_dims(xp.take(table, as_index(rows), axis=0), (1, 0))
         return xp.reshape(columns, (table.shape[1], *ahead.shape))
     slopes = x["slopes"]
-    return -xp.reshape(slopes, (-1, *(1,) * ahead.ndim)) * cast(xp.abs(ahead), slopes.dtype)
+    return (
+        -xp.reshape(slopes, (-1, *(1,) * ahead.ndim)) * cast(xp.abs(ahead), slopes.dtype)[None, ...]
+    )
 
 
 def added_vjp(leaf: HasDistance, x: Mapping[str, Array], ahead: Array, d_added: Array) -> Arrays:

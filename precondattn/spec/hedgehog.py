@@ -63,7 +63,7 @@ class HedgehogMap(TokenWise):
         xp = namespace(x["x"])
         # One row vector per token and head, so that `weight` may have a head axis.
         y = (x["x"][..., None, :] @ transpose(x["weight"]))[..., 0, :]
-        y = self.factor * (y + x["bias"])
+        y = self.factor * (y + xp.reshape(x["bias"], (1, 1, -1, y.shape[-1])))
         return softmax(xp.concat([y, -y], axis=-1)), ()
 
     def backward(

@@ -51,6 +51,7 @@ from precondattn.arrays import (
 )
 from precondattn.cache import Append, Slot, Updates
 from precondattn.frame import Frame
+from precondattn.native.sort import nonempty
 from precondattn.spec.array_functions import (
     finite_or_zero,
     identity_like,
@@ -188,22 +189,23 @@ class LucidSolve(Leaf):
         d = x["k"].shape[3]
         scores = self.scale_for(d) * scores
         below = frame.visible(causal=True, window=self.window, strict=True)
-        valid = xp.ones_like(scores[..., :1]) > 0
+        one = xp.ones_like(row_sum(scores[..., :1]))  # A sum has a column even without keys.
+        valid = one > 0
         if frame.q_valid is not None:
             valid = valid & frame.q_valid[:, None, :, None]
-        one = xp.ones_like(scores[..., :1])
         if self.has_unit_diagonal:
             shifted = mask_scores(below, scores - self.scale_for(d) * d)
             beta = swap_time_and_heads(x["lucid_beta"])[..., None] if self.beta else one
             return TriangularSystem(xp.exp(shifted), one, zero_where_not(valid, beta), None)
 
         t, s = scores.shape[-2:]
-        on_diagonal = (arange_like(t, scores)[:, None] + (s - t)) == arange_like(s, scores)
+        column = arange_like(s, scores)[None, None, None, :]
+        on_diagonal = arange_like(t, scores)[None, None, :, None] + (s - t) == column
         scores = mask_scores(below | (on_diagonal & valid), scores)
         at_maximum = None
         if self.normalize == "rows":
-            first = xp.argmax(scores, axis=-1)[..., None]
-            at_maximum = cast(first, xp.int32) == arange_like(s, scores)
+            first = xp.argmax(nonempty(scores, -1), axis=-1)[..., None]
+            at_maximum = cast(first, xp.int32) == column
             maximum = row_sum(xp.where(at_maximum, finite_or_zero(scores), 0.0))
             scores = scores - (stop_gradient(maximum) if self.detach_max else maximum)
         weights = xp.exp(scores)

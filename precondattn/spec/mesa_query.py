@@ -184,10 +184,10 @@ class MesaQuery(Stateful):
         if isinstance(form, Iterating):
             return form.solve_by_iteration(self, x, state, q, ridge)
         xp = namespace(q)
-        one = identity_like(x.k)
-        rows = xp.broadcast_to(one, (*q.shape[:3], *one.shape)) + 0.0 * q[:, :, :, :1, :1]
+        one = identity_like(x.k[:, :, :, None, :])
+        rows = xp.broadcast_to(one, (*q.shape[:3], *one.shape[3:])) + 0.0 * q[:, :, :, :1, :1]
         moments, final = form.forward(x._replace(q=rows), state)
-        matrix = moments[:, :, :, None, ...] + one * ridge[..., None]
+        matrix = moments[:, :, :, None, ...] + one[:, :, :, None, ...] * ridge[..., None]
         return solve_positive(matrix, q[..., None])[..., 0], final
 
     def _ridge(self, x: Mapping[str, Array], m: int) -> Array:

@@ -20,7 +20,7 @@ from precondattn.arrays import Array, namespace
 
 def column(sink: Array) -> Array:
     """σ (h,) beside the scores (b, h, t, s)."""
-    return sink[:, None, None]
+    return sink[None, :, None, None]
 
 
 def sink_vjp(sink: Array, log_total: Array, d_log_total: Array) -> Array:

@@ -45,7 +45,7 @@ class Tempered(TokenWise):
         return Inputs(q="b t h d", tau=PER[self.per])
 
     def _tau(self, x: Mapping[str, Array]) -> Array:
-        return x["tau"] if self.per == "layer" else x["tau"][:, None]
+        return x["tau"] if self.per == "layer" else x["tau"][None, None, :, None]
 
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
         return x["q"] / self._tau(x), ()

@@ -26,7 +26,7 @@ def convolved(v: Array, weight: Array) -> Array:
     """y (b, h, t, e) from v (b, h, t, e) and w (h, c)."""
     width = weight.shape[1]
     rows = [moved(v, a - width // 2, axis=2) for a in range(width)]
-    return sum(weight[:, None, a, None] * row for a, row in enumerate(rows))
+    return sum(weight[None, :, None, a, None] * row for a, row in enumerate(rows))
 
 
 def convolved_vjp(v: Array, weight: Array, d_y: Array) -> tuple[Array, Array]:
@@ -36,7 +36,7 @@ def convolved_vjp(v: Array, weight: Array, d_y: Array) -> tuple[Array, Array]:
     d_weight = [xp.zeros_like(weight[:, 0])] * weight.shape[1]
     for a, into, of in overlaps(v.shape[2], weight.shape[1]):
         d_rows = d_y[:, :, into, :]
-        d_v = d_v + _padded(weight[:, None, a, None] * d_rows, of, v)
+        d_v = d_v + _padded(weight[None, :, None, a, None] * d_rows, of, v)
         d_weight[a] = xp.sum(d_rows * v[:, :, of, :], axis=(0, 2, 3))
     return d_v, xp.stack(d_weight, axis=1)
 

@@ -71,6 +71,19 @@ def any_size(m):
     }
 
 
+EMPTY = ((0, 6), (2, 0), (0, 0))
+"""Numbers of sequences and of tokens, of which one is 0."""
+
+
+def first_of(arrays, axes, b, t):
+    """The first b sequences and t tokens of arrays with these axes."""
+    sizes = {BATCH: b, TOKENS: t}
+    return {
+        name: a[tuple(slice(sizes.get(axes[name].get(i))) for i in range(a.ndim))]
+        for name, a in arrays.items()
+    }
+
+
 def exported_call(m, *masks, **options):
     """A program of a call, for any batch and number of tokens."""
     given = tensors_of(m, 2, 6), masks_of(masks, 2, 6)

@@ -17,12 +17,15 @@ from tests.core.exported import (
     BATCH,
     CAPACITY,
     CLOSE,
+    EMPTY,
     TOKENS,
     Call,
     InOnnxruntime,
+    any_size,
     exported_call,
     exported_step,
     extension_of,
+    first_of,
     masks_of,
     own_operators,
     prefilled,
@@ -87,6 +90,9 @@ def test_onnxruntime_computes_a_call_of_any_batch_and_length(expression):
         x = tensors_of(m, b, t, seed=1)
         (out,) = run(*x.values())
         assert_computes(out, m, x)
+    for b, t in EMPTY:
+        x = first_of(tensors_of(m, 2, 6), any_size(m), b, t)
+        torch.testing.assert_close(run(*x.values())[0], m(**x))
 
 
 @pytest.mark.parametrize("expression", all_but_a_few_slow(STEPS))

@@ -14,11 +14,14 @@ from precondattn.native.torch_solve import BLOCK, solve_triangular
 from precondattn.spec.positive_definite import solve_positive
 from tests.core.exported import (
     CLOSE,
+    EMPTY,
+    SIZES_OF_MASKS,
     Call,
     any_size,
     exported_call,
     exported_step,
     extension_of,
+    first_of,
     masks_of,
     operators,
     own_operators,
@@ -35,6 +38,35 @@ def test_a_program_of_ordinary_operators_serves_any_batch_and_length(expression)
     for b, t in [(1, 1), (3, 40)]:
         x = tensors_of(m, b, t, seed=1)
         torch.testing.assert_close(program.module()(x, {}), m(**x), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("expression", "masks"),
+    [
+        *(("softmax", ["lengths"]), ("lucid[normalize=rows]", []), ("gated_delta", [])),
+        *(
+            pytest.param(text, masks, marks=pytest.mark.thorough)
+            for text, masks in [
+                *((text, []) for text in ("laser", "gsa", "mlstm", "path", "mesa", "nystrom")),
+                ("softmax[forget=unscaled]", []),
+                ("lucid", ["segment_ids"]),
+                ("laser", ["attn_mask"]),
+                ("bidirectional(gated_delta)", ["lengths"]),
+            ]
+        ),
+    ],
+)
+def test_a_program_serves_no_sequences_and_no_tokens(expression, masks):
+    m = pa.parse(expression)
+    program = exported_call(m, *masks).module()
+    for b, t in EMPTY:
+        x = first_of(tensors_of(m, 2, 6), any_size(m), b, t)
+        some = first_of(masks_of(masks, 2, 6), SIZES_OF_MASKS, b, t)
+        some |= {"lengths": 0 * some["lengths"]} if "lengths" in masks else {}
+        torch.testing.assert_close(program(x, some), m(**x, **some))
+    if "lengths" in masks:
+        x, none = tensors_of(m, 2, 6), torch.zeros(2, dtype=torch.int32)
+        assert not program(x, {"lengths": none}).any()
 
 
 def test_without_the_context_a_program_has_operators_of_this_package():

@@ -3,7 +3,8 @@
 The library's operators turn autocast off by themselves (`autograd.py`). PyTorch's own functions do
 not: autograd computes their gradients under the autocast state in which `backward` is called. A
 call that contains such functions is therefore recorded as a separate graph, and differentiated with
-autocast off. A second derivative records it again, from the same tensors.
+autocast off. A second derivative records it again, from the same tensors, and so does the gradient
+if hooks replace saved tensors, as a checkpoint does.
 """
 
 from __future__ import annotations
@@ -76,7 +77,10 @@ class _WithoutAutocast(torch.autograd.Function):  # type: ignore[misc]
         inner = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         with torch.enable_grad(), off(tensors[0]):
             outputs = function(*inner)
-        ctx.function, ctx.graph = function, (inner, outputs)
+        # Under hooks the graph is recorded again in the gradient. If it were stored, a checkpoint
+        # would compute everything again for each graph, which selective checkpointing refuses.
+        is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        ctx.function, ctx.graph = function, None if is_hooked else (inner, outputs)
         ctx.save_for_backward(*tensors)
         results = tuple(output.detach() for output in outputs)
         recorded = zip(results, outputs, strict=True)
@@ -86,11 +90,12 @@ class _WithoutAutocast(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: FunctionCtx, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        is_second = torch.is_grad_enabled()
-        with off(ctx.saved_tensors[0]):
-            if is_second:
-                inner = [t.view_as(t) for t in ctx.saved_tensors]
-                outputs = ctx.function(*inner)
+        is_second, saved = torch.is_grad_enabled(), ctx.saved_tensors
+        with off(saved[0]):
+            if is_second or ctx.graph is None:
+                with torch.enable_grad():
+                    inner = [t.view_as(t) for t in saved]
+                    outputs = ctx.function(*inner)
             else:
                 inner, outputs = ctx.graph
             is_given = [cotangent is not None for cotangent in cotangents]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from precondattn.algebra.other_names import NO_DROPOUT, is_dropout, keyword_elsewhere
-from precondattn.given import Given
+from precondattn.given import Arguments, Given
 from precondattn.integrations.transformers.interface import PreTrainedConfig, strict
 from precondattn.integrations.transformers.model.layer_arguments import (
     DEFAULT,
