@@ -211,6 +211,15 @@ def is_traced(array: Array) -> bool:
     return False
 
 
+def has_only_a_shape(array: Array) -> bool:
+    """Whether the array is a meta or a fake tensor, whose result is needed for its shape only.
+
+    While `make_fx` records a graph, it is not, as the graph is run with entries.
+    """
+    is_tensor = library_of(array) == "torch"
+    return is_tensor and (array.is_meta or type(array).__name__ in _FAKE) and not _is_proxied()
+
+
 def is_captured(tensor: Array) -> bool:
     """Whether a CUDA graph captures what is computed from a tensor of PyTorch."""
     return bool(tensor.is_cuda and sys.modules["torch"].cuda.is_current_stream_capturing())
@@ -371,8 +380,8 @@ def host_array(array: Array) -> Array:
 def on_device_of(like: Array, array: Array) -> Array:
     """A NumPy array, or an array of `like`'s library, on the device of `like`, without waiting."""
     if library_of(like) == "torch":
-        torch = sys.modules["torch"]
-        tensor = torch.as_tensor(array)
+        is_host = library_of(array) == "numpy"  # Without a device it would be on the default one.
+        tensor = sys.modules["torch"].as_tensor(array, device="cpu") if is_host else array
         if tensor.device == like.device:
             return tensor
         is_pinned = like.is_cuda and not is_traced(tensor)

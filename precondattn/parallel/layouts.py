@@ -21,6 +21,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from precondattn.arrays import Array, namespace
+from precondattn.given import at_least
 
 ORDERS = ("contiguous", "zigzag", "cyclic[block=512]")
 """The layouts that divide tokens. `heads`, the other layout, has no order of tokens."""
@@ -211,6 +212,7 @@ def to_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
     >>> to_layout(np.arange(7), "cyclic[block=2]", 2, axis=0)
     array([0, 1, 4, 5, 2, 3, 6])
     """
+    devices = at_least(1, "devices", devices)
     parts = TokenOrder.read(layout).parts_of(x.shape[axis], devices)
     by_device = sorted(parts, key=lambda part: (part.device, part.first))
     return _joined(x, [(part.first, part.tokens) for part in by_device], axis)
@@ -225,6 +227,7 @@ def from_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
     >>> from_layout(np.asarray([0, 1, 6, 7, 2, 3, 4, 5]), "zigzag", 2, axis=0)
     array([0, 1, 2, 3, 4, 5, 6, 7])
     """
+    devices = at_least(1, "devices", devices)
     parts = TokenOrder.read(layout).parts_of(x.shape[axis], devices)
     counts = [0] * devices
     for part in parts:
@@ -242,6 +245,7 @@ def tokens_of(layout: str, tokens: int, devices: int, device: int) -> list[int]:
     >>> tokens_of("zigzag", 8, devices=2, device=0)
     [0, 1, 6, 7]
     """
+    tokens, devices = at_least(0, "tokens", tokens), at_least(1, "devices", devices)
     parts = TokenOrder.read(layout).parts_of(tokens, devices)
     own = [part for part in parts if part.device == device]
     return [position for part in own for position in range(part.first, part.first + part.tokens)]

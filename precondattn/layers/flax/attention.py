@@ -11,11 +11,11 @@ from flax import nnx
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.cache import Cache
+from precondattn.given import at_least
 from precondattn.layers.apply import apply
 from precondattn.layers.checks import (
     LayerOutput,
     check_attn_mask,
-    check_batch,
     check_call,
     keeping_of,
 )
@@ -237,7 +237,7 @@ class Attention(AnswersForeignNames, nnx.Module):
         It has the dtype of the weights. A mechanism whose cache consists of states needs no
         capacity.
         """
-        check_batch(batch)
+        batch = at_least(0, "batch", batch)
         dtype = self._like().dtype
         shapes = self.plan.input_shapes(batch)
         like = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}

@@ -91,6 +91,7 @@ class Block(AnswersForeignNames, nnx.Module):
     ) -> None:
         check_mlp(mlp)
         self.attention = Attention(width, dtype=dtype, rngs=rngs, **attention)
+        width = self.attention.plan.width
         self.attention_norm = Norm(width, dtype, rngs)
         self.mlp_norm = Norm(width, dtype, rngs)
         self.mlp = BlockMLP(width, hidden_width(width, hidden, mlp), mlp, dtype, rngs)

@@ -12,6 +12,8 @@ from itertools import permutations
 
 from torch import Tensor
 
+from precondattn.given import at_least
+
 
 def from_timm(
     state_dict: Mapping[str, Tensor], heads: int, *, order: str = "qkv"
@@ -47,8 +49,7 @@ def from_timm(
     {'attn.q_proj.weight': (8, 6), 'attn.k_proj.weight': (8, 6), 'attn.v_proj.weight': (8, 6), \
 'norm1.bias': (6,)}
     """
-    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
-        raise ValueError(f"heads must be a whole number, 1 or above; found {heads!r}")
+    heads = at_least(1, "heads", heads)
     if order not in map("".join, permutations("qkv")):
         raise ValueError(f"order must have each of q, k and v once, such as 'vqk'; found {order!r}")
     last = ("qkv.weight", "attn.weight")  # The second is of outlook attention, without q and k.

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Device
-from precondattn.given import Arguments
+from precondattn.given import Arguments, whole_number
+from precondattn.layers.sizes import count
 from precondattn.layers.torch.vision_attention import VisionAttention
 
 
@@ -47,8 +48,10 @@ class LocalPatchInteraction(nn.Module):
         self, width: int, size: int = 3, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        if not isinstance(size, int) or size < 1 or size % 2 == 0:
+        number = whole_number(size)
+        if number is None or number < 1 or number % 2 == 0:
             raise ValueError(f"size must be an odd whole number, 1 or above; found {size!r}")
+        width, size = count("width", width), number
         options: Arguments = {"padding": size // 2, "groups": width}
         options |= {"device": device, "dtype": dtype}
         self.conv1 = nn.Conv2d(width, width, size, **options)
@@ -57,7 +60,7 @@ class LocalPatchInteraction(nn.Module):
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """The output (b, t, width) for tokens x that fill a `grid` (rows, columns), row by row."""
-        rows, columns = grid
+        rows, columns = (count("grid", number) for number in grid)
         if x.ndim != 3 or x.shape[2] != self.conv1.in_channels:
             raise ValueError(
                 f"x must have the shape (b, t, {self.conv1.in_channels}); found {tuple(x.shape)}"
@@ -117,7 +120,8 @@ class XCABlock(nn.Module):
     ) -> None:
         super().__init__()
         made: Arguments = {"device": device, "dtype": dtype}
-        hidden = 4 * width if hidden is None else hidden
+        width = count("width", width)
+        hidden = 4 * width if hidden is None else count("hidden", hidden)
         self.attn = VisionAttention(width, heads=heads, mechanism=mechanism, **made)
         self.local_mp = LocalPatchInteraction(width, **made)
         self.mlp = nn.ModuleDict(
