@@ -434,9 +434,18 @@ def stop_gradient(array: Array) -> Array:
 def placement(array: Array) -> dict[str, Device]:
     """Keyword arguments that create an array on the device of `array`.
 
-    They are empty for JAX, which places new arrays itself, and whose traced arrays have no device.
+    They are empty where JAX does that itself: on its default device, and for traced and sharded
+    arrays.
     """
-    return {} if library_of(array) == "jax" else {"device": exact_device(array)}
+    if library_of(array) != "jax":
+        return {"device": exact_device(array)}
+    jax = sys.modules["jax"]
+    if is_traced(array) or len(array.devices()) > 1:
+        return {}
+    default, (device,) = jax.config.jax_default_device, array.devices()
+    if not isinstance(default, jax.Device):  # None, or the name of a platform.
+        default = jax.local_devices(backend=default)[0]
+    return {} if device == default else {"device": device}
 
 
 def arange_like(n: int, array: Array) -> Array:

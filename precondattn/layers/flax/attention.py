@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from precondattn.algebra.mechanism import Mechanism
+from precondattn.arrays import placement
 from precondattn.cache import Cache
 from precondattn.given import at_least
 from precondattn.layers.apply import apply
@@ -238,9 +239,10 @@ class Attention(AnswersForeignNames, nnx.Module):
         capacity.
         """
         batch = at_least(0, "batch", batch)
-        dtype = self._like().dtype
+        weight = self._like()
+        dtype, place = weight.dtype, placement(weight)
         shapes = self.plan.input_shapes(batch)
-        like = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
+        like = {name: jnp.zeros(shape, dtype, **place) for name, shape in shapes.items()}
         cache = self.mechanism.init_cache(**like, capacity=capacity)
         return with_rows(cache, self.plan, dtype)
 
