@@ -211,6 +211,15 @@ def is_traced(array: Array) -> bool:
     return False
 
 
+def has_only_a_shape(array: Array) -> bool:
+    """Whether the array is a meta or a fake tensor, whose result is needed for its shape only.
+
+    While `make_fx` records a graph, it is not, as the graph is run with entries.
+    """
+    is_tensor = library_of(array) == "torch"
+    return is_tensor and (array.is_meta or type(array).__name__ in _FAKE) and not _is_proxied()
+
+
 def is_captured(tensor: Array) -> bool:
     """Whether a CUDA graph captures what is computed from a tensor of PyTorch."""
     return bool(tensor.is_cuda and sys.modules["torch"].cuda.is_current_stream_capturing())
@@ -388,8 +397,8 @@ def host_array(array: Array) -> Array:
 def on_device_of(like: Array, array: Array) -> Array:
     """A NumPy array, or an array of `like`'s library, on the device of `like`, without waiting."""
     if library_of(like) == "torch":
-        torch = sys.modules["torch"]
-        tensor = torch.as_tensor(array)
+        is_host = library_of(array) == "numpy"  # Without a device it would be on the default one.
+        tensor = sys.modules["torch"].as_tensor(array, device="cpu") if is_host else array
         if tensor.device == like.device:
             return tensor
         is_pinned = like.is_cuda and not is_traced(tensor)
@@ -451,9 +460,18 @@ def stop_gradient(array: Array) -> Array:
 def placement(array: Array) -> dict[str, Device]:
     """Keyword arguments that create an array on the device of `array`.
 
-    They are empty for JAX, which places new arrays itself, and whose traced arrays have no device.
+    They are empty where JAX does that itself: on its default device, and for traced and sharded
+    arrays.
     """
-    return {} if library_of(array) == "jax" else {"device": exact_device(array)}
+    if library_of(array) != "jax":
+        return {"device": exact_device(array)}
+    jax = sys.modules["jax"]
+    if is_traced(array) or len(array.devices()) > 1:
+        return {}
+    default, (device,) = jax.config.jax_default_device, array.devices()
+    if not isinstance(default, jax.Device):  # None, or the name of a platform.
+        default = jax.local_devices(backend=default)[0]
+    return {} if device == default else {"device": device}
 
 
 def arange_like(n: int, array: Array) -> Array:

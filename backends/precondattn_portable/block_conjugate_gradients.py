@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from precondattn.arrays import Array, namespace
+from precondattn.arrays import Array, has_only_a_shape, namespace
 from precondattn.spec.array_functions import identity_like, transpose
 from precondattn.spec.positive_definite import ROUNDINGS, NotSolvedError, solve_positive
 from precondattn_portable.arithmetic import Arithmetic
@@ -113,6 +113,8 @@ def solved(
     right = right / size
     wanted = tolerance * lengths(right)
     x, rest, used = right * 0, right, 0
+    if has_only_a_shape(right):
+        return right
     while True:
         step = Directions.towards(rest)
         while used < iterations and xp.any(Residual(lengths(step.c), wanted).is_large()):

@@ -19,7 +19,7 @@ from functools import partial
 from typing import NamedTuple
 
 import precondattn as pa
-from precondattn.arrays import Array, namespace
+from precondattn.arrays import Array, has_only_a_shape, namespace
 from precondattn.spec.array_functions import identity_like, row_sum
 from precondattn.spec.mesa_query import Read
 from precondattn.spec.positive_definite import ROUNDINGS, tolerance_of
@@ -107,6 +107,8 @@ def solved(
 ) -> Array:
     """q* of queries (…, d). Raises a NotSolvedError where a residual is not reached."""
     xp, problem = namespace(q), MesaProblem.of_queries(leaf, q, diagonal, ridge)
+    if has_only_a_shape(q):
+        return q
     used, most = 0, leaf.most_iterations(q.shape[-1])
     x, rest = problem.right * 0, problem.right
 

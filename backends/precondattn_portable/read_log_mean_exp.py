@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precondattn.arrays import Array, dtype_name, namespace
+from precondattn.arrays import Array, dtype_name, has_only_a_shape, namespace
 from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
 from precondattn.spec.laser import RANGE
 from precondattn_portable.arithmetic import Arithmetic, Scratch
@@ -48,7 +48,9 @@ class LogMeanExpRead:
         self.range = RANGE[dtype_name(v)]
         self.shift = xp.max(v, axis=2, keepdims=True)
         """ν (b, n, 1, e)"""
-        self.is_narrow = bool(xp.all(self.shift - xp.min(v, axis=2, keepdims=True) <= self.range))
+        self.is_narrow = has_only_a_shape(v) or bool(
+            xp.all(self.shift - xp.min(v, axis=2, keepdims=True) <= self.range)
+        )
         if self.is_narrow:
             self.weights = ops.exp(v - self.shift)
             """e^{v − ν}"""

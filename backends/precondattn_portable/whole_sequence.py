@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from precondattn.algebra.leaf_protocol import LeafProtocol
-from precondattn.arrays import Array, Arrays, Residuals, namespace
+from precondattn.arrays import Array, Arrays, Residuals, has_only_a_shape, namespace
 from precondattn.frame import Frame
 from precondattn.spec.whole_sequence import segment_numbers
 from precondattn_portable.algorithm import Algorithm
@@ -53,7 +53,7 @@ class WholeSequenceAlgorithm(Algorithm[W]):
         if frame.k_segment is None:
             return one(_Segment(self.leaf, frame, None))
         number = segment_numbers(frame.k_segment)
-        count = namespace(number).max(number) + 1
+        count = 1 if has_only_a_shape(number) else namespace(number).max(number) + 1
         return self.ops.summed(count, lambda i: one(_Segment(self.leaf, frame, number == i)))
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from precondattn.arrays import Arrays, Residuals, Shape, is_traced, upcast
+from precondattn.arrays import Arrays, Residuals, Shape, has_only_a_shape, is_traced, upcast
 from precondattn.frame import Frame, has_lengths_only
 from precondattn.spec.laser import LOG_MEAN_EXP, RANGE
 from precondattn.spec.metric import DOT
@@ -270,7 +270,7 @@ def _with_last(x: Tensor, value: float) -> Tensor:
 def _is_close_together(v: Tensor) -> bool:
     """Whether all values of each channel are within the range that the read allows."""
     limit = RANGE[str(v.dtype).removeprefix("torch.")]
-    return bool((v.amax(1) - v.amin(1) <= limit).all())
+    return has_only_a_shape(v) or bool((v.amax(1) - v.amin(1) <= limit).all())
 
 
 def _of_equal_width(q: Tensor, k: Tensor, v: Tensor) -> Heads:

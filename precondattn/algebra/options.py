@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from precondattn.algebra.registry import Registered
 from precondattn.arrays import is_finite_number
+from precondattn.given import whole_number
 
 OptionValue = Any
 """The value of an option of a mechanism."""
@@ -64,15 +65,15 @@ def _number(expected: str, is_in_range: Callable[[float], bool]) -> OptionKind:
     return OptionKind(expected, accept, partial(_read_as, float))
 
 
-def _is_count(value: OptionValue, lowest: int, highest: int | None) -> bool:
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    return is_whole and value >= lowest and (highest is None or value <= highest)
+def _accepted_count(value: OptionValue, lowest: int, highest: int | None) -> OptionValue:
+    number = whole_number(value)
+    is_above = number is not None and number >= lowest
+    return _accepted(number, is_above and (highest is None or number <= highest))
 
 
 def _count(highest: int | None = None) -> OptionKind:
     def accept(value: OptionValue) -> OptionValue:
-        value = _python_number(value)
-        return _accepted(value, _is_count(value, 1, highest))
+        return _accepted_count(value, 1, highest)
 
     expected = f"a whole number, {'1 or above' if highest is None else f'1 to {highest}'}"
     return OptionKind(expected, accept, partial(_read_as, int))
@@ -139,9 +140,8 @@ def counts(default: tuple[int, ...] | None, lowest: int = 1) -> OptionValue:
 
     def accept(value: OptionValue) -> tuple[int, ...]:
         given = value if isinstance(value, tuple | list) else (value,)
-        numbers = tuple(map(_python_number, given))
-        are_counts = all(_is_count(number, lowest, LONGEST) for number in numbers)
-        return tuple(_accepted(numbers, are_counts and len(numbers) in (1, 2)))
+        numbers = tuple(_accepted_count(number, lowest, LONGEST) for number in given)
+        return tuple(_accepted(numbers, len(numbers) in (1, 2)))
 
     def read(text: str) -> OptionValue:
         words = text.split("/")

@@ -12,11 +12,13 @@ from precondattn.cache.kinds import (
     kinds_of,
     refuse_distributed,
 )
+from precondattn.given import Given, whole_number
 
 
-def grow(cache: C, capacity: int) -> C:
-    if not isinstance(capacity, int) or isinstance(capacity, bool):
-        raise TypeError(f"grow: capacity must be a whole number; found {capacity!r}")
+def grow(cache: C, given: Given) -> C:
+    capacity = whole_number(given)
+    if capacity is None:
+        raise TypeError(f"grow: capacity must be a whole number; found {given!r}")
     refuse_distributed(cache, "grow")
     now = capacity_of(cache)
     if now is None or capacity == now:

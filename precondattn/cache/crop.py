@@ -7,8 +7,6 @@ in one of them has no effect.
 
 from __future__ import annotations
 
-import operator
-
 from precondattn.arrays import (
     Array,
     arange_like,
@@ -39,7 +37,7 @@ from precondattn.cache.kinds import (
     refuse_distributed,
 )
 from precondattn.cache.windows import FIRST, reach_of
-from precondattn.given import Given
+from precondattn.given import Given, whole_number
 
 
 def fixed_buffers(cache: CacheLike) -> list[str]:
@@ -56,20 +54,18 @@ def crop(cache: C, lengths: Given, *, donate: bool) -> C:
             f"keep earlier states by extend(..., keep=n) or extend(..., states_every=n)"
         )
     b = cache.length.shape[0]
-    if not isinstance(lengths, (list, tuple)) and not hasattr(lengths, "shape"):
+    if not isinstance(lengths, (list, tuple)) and not getattr(lengths, "shape", ()):
         lengths = [_length(lengths)] * b
     return cropped(cache, integers("crop: lengths", lengths, cache.length, b), "crop", donate)
 
 
 def _length(value: Given) -> int:
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise TypeError(
-        f"crop: lengths must be a whole number, or one for each sequence; found {value!r}"
-    )
+    number = whole_number(value)
+    if number is None:
+        raise TypeError(
+            f"crop: lengths must be a whole number, or one for each sequence; found {value!r}"
+        )
+    return number
 
 
 def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:

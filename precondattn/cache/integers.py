@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 from precondattn.arrays import (
@@ -18,7 +16,7 @@ from precondattn.arrays import (
     namespace,
     placement,
 )
-from precondattn.given import Given
+from precondattn.given import Given, whole_number
 
 
 class Integers(NamedTuple):
@@ -64,10 +62,10 @@ def entries(array: Array) -> list[int]:
 
 def whole_numbers(name: str, given: Sequence[Given]) -> list[int]:
     """Integers of any type as Python integers. Booleans and floats such as 1.0 are refused."""
-    if not any(isinstance(value, bool) for value in given):
-        with suppress(TypeError):
-            return [operator.index(value) for value in given]
-    raise TypeError(f"{name} must be whole numbers; found {given!r}")
+    numbers = [number for number in map(whole_number, given) if number is not None]
+    if len(numbers) < len(given):
+        raise TypeError(f"{name} must be whole numbers; found {given!r}")
+    return numbers
 
 
 def _checked(name: str, array: Array, like: Array) -> Array:

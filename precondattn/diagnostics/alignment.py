@@ -13,6 +13,7 @@ import math
 
 from precondattn.arrays import Array, arange_like, cast, dtype_name, namespace, upcast
 from precondattn.diagnostics.checks import check_floating, check_like
+from precondattn.given import whole_number
 from precondattn.spec.l2_norm import l2_norm
 
 
@@ -50,7 +51,7 @@ def alignment(k: Array, rank: int = 16) -> Array:
     >>> pa.alignment(k, rank=1).round(2).ravel()
     array([0.96, 0.96, 0.96, 0.96, 0.  ])
     """
-    _check_keys(k, rank)
+    rank = _checked_rank(k, rank)
     xp = namespace(k)
     unit = xp.permute_dims(l2_norm(upcast(k), 0.0), (0, 2, 1, 3))  # (b, n, s, d)
     centred = unit - xp.mean(unit, axis=2, keepdims=True)
@@ -160,7 +161,7 @@ def alignment_hits(k: Array, needle: Array, context: Array | None = None, rank: 
 
 def _context_of(k: Array, needle: Array, context: Array | None, rank: int) -> Array:
     """The context, by default all tokens except the needle, after a check of the arguments."""
-    _check_keys(k, rank)
+    _checked_rank(k, rank)
     _check_tokens("needle", needle, k)
     if context is None:
         return namespace(k).logical_not(needle)
@@ -177,11 +178,12 @@ def _mean_of(share: Array, tokens: Array) -> Array:
     return xp.where(count > 0, total / xp.where(count > 0, count, 1.0), float("nan"))
 
 
-def _check_keys(k: Array, rank: int) -> None:
+def _checked_rank(k: Array, rank: int) -> int:
     check_floating("k", k, "(b, s, n, d)")
-    is_whole = isinstance(rank, int) and not isinstance(rank, bool)
-    if not is_whole or not 1 <= rank <= k.shape[3]:
+    number = whole_number(rank)
+    if number is None or not 1 <= number <= k.shape[3]:
         raise ValueError(f"rank must be a whole number from 1 to d = {k.shape[3]}; found {rank!r}")
+    return number
 
 
 def _check_tokens(name: str, tokens: Array, k: Array) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Array, Arrays, arange_like, cast, namespace, stop_gradient
 from precondattn.diagnostics.arguments import examined_inputs
+from precondattn.given import whole_number
 
 
 def jacobian_norms(
@@ -110,9 +111,9 @@ def _check_names(mechanism: Mechanism, of: Sequence[str]) -> None:
 
 def _checked(tokens: Sequence[int] | None, t: int) -> list[int]:
     """The chosen tokens, after a check that they are from 0 to t − 1."""
-    chosen = list(range(t) if tokens is None else tokens)
-    are_whole = all(isinstance(x, int) and not isinstance(x, bool) for x in chosen)
-    if not chosen or not are_whole or not all(0 <= x < t for x in chosen):
+    given = range(t) if tokens is None else tokens
+    chosen = [-1 if (n := whole_number(x)) is None else n for x in given]
+    if not chosen or not all(0 <= x < t for x in chosen):
         raise ValueError(
             f"tokens must be whole numbers from 0 to t - 1 = {t - 1}; found {tokens!r}"
         )

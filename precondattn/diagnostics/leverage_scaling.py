@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from precondattn.arrays import Array, cast, namespace, upcast
 from precondattn.diagnostics.checks import check_floating
+from precondattn.given import at_least
 from precondattn.spec.array_functions import row_sum
 
 
@@ -56,9 +57,7 @@ def leverage_scaling(a: Array, steps: int = 1) -> Array:
     [1.0, 3.0, 1.0]
     """
     check_floating("a", a, "(..., n, d)")
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"steps must be a whole number of at least 1; found {steps!r}")
-    a = upcast(a)
+    steps, a = at_least(1, "steps", steps), upcast(a)
     xp = namespace(a)
     factors = xp.ones_like(a[..., 0])
     for _ in range(steps):

@@ -16,6 +16,7 @@ from precondattn.execution.cache_checks import check_cacheable, keeps_tokens
 from precondattn.execution.given_states import given_states
 from precondattn.execution.input_names import INIT_OPTIONS, extending_inputs, inputs_by_name
 from precondattn.execution.torch.autocast import cast_inputs
+from precondattn.given import at_least
 
 
 def empty_cache(
@@ -43,19 +44,11 @@ def empty_cache(
     inputs = inputs_by_name(owner, declared, arrays, named, INIT_OPTIONS, complete=False)
     if capacity is None and has_tokens:
         raise TypeError(f"{owner}: missing capacity, the greatest number of tokens per sequence")
-    is_whole = isinstance(capacity, int) and not isinstance(capacity, bool)
-    if capacity is not None and not (is_whole and capacity >= 1):
-        raise ValueError(
-            f"{owner}: capacity must be a whole number, 1 or above; found {capacity!r}"
-        )
+    capacity = None if capacity is None else at_least(1, f"{owner}: capacity", capacity)
     if not isinstance(key_mask, bool):
         raise TypeError(
             f"{owner}: key_mask must be true or false, whether the cache stores one; "
             f"found {type(key_mask).__name__}"
-        )
-    if sequences is not None and not (type(sequences) is int and sequences >= 1):
-        raise ValueError(
-            f"{owner}: sequences must be a whole number, 1 or above; found {sequences!r}"
         )
     if not inputs:
         raise TypeError(f"{owner}: init_cache needs the inputs, for their shapes and dtype")
@@ -65,7 +58,7 @@ def empty_cache(
     sizes = declared.sizes(owner, shapes)
     sizes["c"] = capacity or 0
     if sequences is not None:
-        sizes["b"] = sequences
+        sizes["b"] = at_least(1, f"{owner}: sequences", sequences)
     like = values_of(inputs)  # The buffers have its dtype.
     reach = mechanism.program.reach
     if reach is not None and sizes["c"] <= rows_of(reach):

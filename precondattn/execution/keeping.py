@@ -27,7 +27,7 @@ from precondattn.cache import Cache
 from precondattn.cache.kept import states_in, with_kept, without_way_back
 from precondattn.execution.arguments import BoundCall
 from precondattn.execution.cache_checks import check_is_cache
-from precondattn.given import Given
+from precondattn.given import Given, at_least
 
 
 class Keeping(NamedTuple):
@@ -39,12 +39,9 @@ class Keeping(NamedTuple):
     @classmethod
     def read(cls, owner: str, keep: Given, states_every: Given) -> Keeping | None:
         """The states that the arguments of `extend` ask for; None if they ask for none."""
-        if type(keep) is not int or keep < 0:
-            raise ValueError(f"{owner}: keep must be a whole number, 0 or above; found {keep!r}")
-        if states_every is not None and (type(states_every) is not int or states_every < 1):
-            raise ValueError(
-                f"{owner}: states_every must be a whole number, 1 or above; found {states_every!r}"
-            )
+        keep = at_least(0, f"{owner}: keep", keep)
+        if states_every is not None:
+            states_every = at_least(1, f"{owner}: states_every", states_every)
         if keep and states_every is not None:
             raise ValueError(
                 f"{owner}: keep and states_every are two ways to keep states; give one"

@@ -97,18 +97,6 @@ def check_attn_mask(plan: LayerPlan, x: Array, attn_mask: Given, mask: Array, ca
         )
 
 
-def check_depth(depth: object) -> None:
-    if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
-        raise ValueError(f"depth must be a whole number, 0 or above; found {depth!r}")
-
-
-def check_batch(batch: object) -> None:
-    if not isinstance(batch, int) or isinstance(batch, bool) or batch < 0:
-        shape = getattr(batch, "shape", None)
-        found = repr(batch) if shape is None else f"an array of shape {tuple(shape)}"
-        raise ValueError(f"batch must be a whole number, 0 or above; found {found}")
-
-
 def _check_cache(plan: LayerPlan, cache: Given, b: int) -> None:
     if not isinstance(cache, Cache):
         raise TypeError(f"cache must be from init_cache; found {type(cache).__name__}")

@@ -18,7 +18,7 @@ from typing import Any
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Array, dtype_name, is_compiling, library_of
-from precondattn.given import Arguments, Given
+from precondattn.given import Arguments, Given, at_least, whole_number
 from precondattn.layers.functions import LinearMap, gelu, linear, silu
 from precondattn.layers.maps import Map, Weight
 from precondattn.layers.parameters import Constant, FanIn, Normal
@@ -74,9 +74,7 @@ def hidden_width(width: int, hidden: int | None, mlp: str) -> int:
     """
     if hidden is None:
         return 4 * width if mlp == "plain" else -(-8 * width // 24) * 8
-    if not isinstance(hidden, int) or isinstance(hidden, bool) or hidden < 1:
-        raise ValueError(f"hidden must be a whole number, 1 or above; found {hidden!r}")
-    return hidden
+    return at_least(1, "hidden", hidden)
 
 
 def arguments_of(
@@ -88,8 +86,9 @@ def arguments_of(
             "layers: the number of blocks, or a list with a mechanism for each, is missing; write "
             "Decoder(..., layers=2, mechanism='lucid')"
         )
-    if isinstance(layers, int):
-        if isinstance(layers, bool) or layers < 1:
+    blocks = whole_number(layers)
+    if isinstance(layers, bool) or blocks is not None:
+        if blocks is None or blocks < 1:
             raise ValueError(f"layers must be 1 or above, or a list; found {layers}")
         if mechanism is None:
             raise TypeError(
@@ -97,7 +96,7 @@ def arguments_of(
                 f"mechanism='lucid'), or make layers a list with one for each block, such as "
                 f"['gated_delta', 'lucid']"
             )
-        layers = [mechanism] * layers
+        layers = [mechanism] * blocks
     elif mechanism is not None:
         raise TypeError(
             f"mechanism goes with a number of layers, and a list of them has one for each; found "
@@ -114,11 +113,6 @@ def arguments_of(
         own = dict(layer) if isinstance(layer, Mapping) else {"mechanism": layer}
         arguments.append({"heads": heads, "depth": depth, **own})
     return arguments
-
-
-def check_vocabulary(vocabulary: object) -> None:
-    if not isinstance(vocabulary, int) or isinstance(vocabulary, bool) or vocabulary < 1:
-        raise ValueError(f"vocabulary must be a whole number, 1 or above; found {vocabulary!r}")
 
 
 def check_tokens(
@@ -155,27 +149,28 @@ def check_tokens(
 
 
 def check_generation(
-    count: object,
+    count: Given,
     temperature: object,
     top_p: object,
-    stop: object,
+    stop: Given,
     vocabulary: int,
     largest: int,
     least: int,
-) -> None:
-    """Raise an error for options out of range, and for tokens outside the vocabulary."""
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"count must be a whole number, 1 or above; found {count!r}")
+) -> tuple[int, int | None]:
+    """`count` and `stop`, after a check of the options, and of the tokens in the prompts."""
+    count = at_least(1, "count", count)
     if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be 0 or above; found {temperature!r}")
     if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1]; found {top_p!r}")
-    if stop is not None and (not isinstance(stop, int) or not 0 <= stop < vocabulary):
+    token = whole_number(stop)
+    if stop is not None and (token is None or not 0 <= token < vocabulary):
         raise ValueError(f"stop must be a token, 0 to {vocabulary - 1}; found {stop!r}")
     if least < 0 or largest >= vocabulary:
         raise ValueError(
             f"tokens must be between 0 and {vocabulary - 1}; found {least} to {largest}"
         )
+    return count, token
 
 
 def counted(count: int, *, shown: bool) -> Iterator[int]:

@@ -19,7 +19,7 @@ from precondattn.layers.parameters import Constant, FanIn, Parameter
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.recipes import Unchanged, recipes_for
 from precondattn.layers.recipes.outputs import AFTER_PROJECTION
-from precondattn.layers.sizes import Sizes, sizes_of
+from precondattn.layers.sizes import WIDTH, Sizes, sizes_of
 
 OUT = "out"
 PROJECTION = "projection"
@@ -106,7 +106,8 @@ def plan_for(
         raise not_a_mechanism(mechanism)
     mechanism, recipes = norm_before_rotation(mechanism, recipes or {})
     sizes = sizes_of(mechanism, width, heads, kv_heads, value_heads, head_dim, value_dim, slots)
-    return plan_of(mechanism, width, _in_order(_entries(mechanism, recipes)), sizes)
+    entries = _in_order(_entries(mechanism, recipes))
+    return plan_of(mechanism, sizes.by_letter[WIDTH], entries, sizes)
 
 
 def plan_of(

@@ -10,11 +10,11 @@ heads, and the heads of the values as key heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from precondattn.algebra.declaration import FIXED, HEADS, Axis, Pattern
 from precondattn.algebra.mechanism import Mechanism
+from precondattn.given import Given, whole_number
 from precondattn.layers.parameters import MODEL
 
 WIDTH = "embed"
@@ -53,7 +53,7 @@ def sizes_of(
         for numbers below 1, numbers of heads that do not divide each other, and numbers for which
         the mechanism has no axis.
     """
-    given = {
+    numbers = {
         "width": width,
         "heads": heads,
         "kv_heads": kv_heads,
@@ -62,7 +62,9 @@ def sizes_of(
         "value_dim": value_dim,
         "slots": slots,
     }
-    _check_numbers(given)
+    given = {name: None if n is None else count(name, n) for name, n in numbers.items()}
+    width, heads = (count(name, given[name]) for name in ("width", "heads"))
+    _, _, kv_heads, value_heads, head_dim, value_dim, slots = given.values()
     q, k, v = _rows(mechanism)
     of_q, of_k, of_v = (_heads(pattern).letter for pattern in (q, k, v))
     letters = {axis.letter for pattern in mechanism.inputs.values() for axis in pattern.axes}
@@ -130,14 +132,14 @@ def _heads(pattern: Pattern) -> Axis:
     return next(axis for axis in pattern.axes if axis.letter in HEADS)
 
 
-def _check_numbers(given: Mapping[str, object]) -> None:
-    for name, number in given.items():
-        if number is None and name not in ("width", "heads"):
-            continue
-        if not isinstance(number, int) or isinstance(number, bool):
-            raise TypeError(f"{name} must be a whole number; found {number!r}")
-        if number < 1:
-            raise ValueError(f"{name} must be 1 or above; found {number}")
+def count(name: str, given: Given) -> int:
+    """A whole number, 1 or above, as Python's."""
+    number = whole_number(given)
+    if number is None:
+        raise TypeError(f"{name} must be a whole number; found {given!r}")
+    if number < 1:
+        raise ValueError(f"{name} must be 1 or above; found {number}")
+    return number
 
 
 def _check_divides(few_name: str, few: int, many_name: str, many: int) -> None:

@@ -24,6 +24,7 @@ from precondattn.layers.parameters import Constant, Normal
 from precondattn.layers.plan import OUT
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.recipes import Biased, Projection, Rotary, Unchanged, recipes_for
+from precondattn.layers.sizes import count
 
 NOT_CAUSAL = "softmax[causal=false]"
 POOLS = ("token", "mean")
@@ -115,10 +116,9 @@ def vision_sizes(
                 f"patch: {patches[0]} x {patches[1]} pixels must divide the image; found image="
                 f"{sides}"
             )
-    hidden = 4 * width if hidden is None and isinstance(width, int) else hidden
     counts = {"width": width, "blocks": blocks, "classes": classes, "channels": channels}
-    for name, count in {**counts, "hidden": hidden}.items():
-        _check_count(name, count)
+    width, blocks, classes, channels = (count(name, given) for name, given in counts.items())
+    hidden = count("hidden", 4 * width if hidden is None else hidden)
     if pool not in POOLS:
         raise ValueError(f"pool must be 'token' or 'mean'; found {pool!r}")
     if isinstance(mechanism, str | Mechanism):
@@ -221,13 +221,5 @@ def _pair(name: str, number: Given) -> tuple[int, int]:
     pair = tuple(number) if isinstance(number, tuple | list) else (number, number)
     if len(pair) != 2:
         raise ValueError(f"{name} must be one number, or rows and columns; found {number!r}")
-    for side in pair:
-        _check_count(name, side)
-    return pair
-
-
-def _check_count(name: str, number: Given) -> None:
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise TypeError(f"{name} must be a whole number; found {number!r}")
-    if number < 1:
-        raise ValueError(f"{name} must be 1 or above; found {number}")
+    rows, columns = (count(name, side) for side in pair)
+    return rows, columns

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from precondattn.arrays import Array, namespace
 from precondattn.execution.array_checks import check_stored
+from precondattn.given import at_least
 
 ORDERS = ("contiguous", "zigzag", "cyclic[block=512]")
 """The layouts that divide tokens. `heads`, the other layout, has no order of tokens."""
@@ -213,6 +214,7 @@ def to_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
     array([0, 1, 4, 5, 2, 3, 6])
     """
     check_stored("x", x)
+    devices = at_least(1, "devices", devices)
     parts = TokenOrder.read(layout).parts_of(x.shape[axis], devices)
     by_device = sorted(parts, key=lambda part: (part.device, part.first))
     return _joined(x, [(part.first, part.tokens) for part in by_device], axis)
@@ -228,6 +230,7 @@ def from_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
     array([0, 1, 2, 3, 4, 5, 6, 7])
     """
     check_stored("x", x)
+    devices = at_least(1, "devices", devices)
     parts = TokenOrder.read(layout).parts_of(x.shape[axis], devices)
     counts = [0] * devices
     for part in parts:
@@ -245,6 +248,7 @@ def tokens_of(layout: str, tokens: int, devices: int, device: int) -> list[int]:
     >>> tokens_of("zigzag", 8, devices=2, device=0)
     [0, 1, 6, 7]
     """
+    tokens, devices = at_least(0, "tokens", tokens), at_least(1, "devices", devices)
     parts = TokenOrder.read(layout).parts_of(tokens, devices)
     own = [part for part in parts if part.device == device]
     return [position for part in own for position in range(part.first, part.first + part.tokens)]

@@ -46,6 +46,7 @@ from precondattn.arrays import (
 )
 from precondattn.cache import Replace, Rewrite, Slot, Updates
 from precondattn.frame import Frame
+from precondattn.given import at_least
 from precondattn.spec.array_functions import (
     identity_like,
     row_sum,
@@ -253,8 +254,9 @@ def metric_option(default: Metric) -> OptionValue:
 
     def accept(value: OptionValue) -> OptionValue:
         value = read(value) if isinstance(value, str) else value
-        flush = getattr(value, "flush", 1)
-        if not isinstance(value, Dot | Transported) or type(flush) is not int or flush < 1:
+        if isinstance(value, Transported):
+            return Transported(at_least(1, "flush", value.flush))
+        if not isinstance(value, Dot):
             raise ValueError
         return value
 

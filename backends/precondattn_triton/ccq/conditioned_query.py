@@ -57,9 +57,10 @@ class Conditioned:
     def __init__(self, eps: float, x: Tensors, frame: Frame, chunk: int | None = None) -> None:
         q, k = x["q"], where_valid(swap_time_and_heads(x["k"]), frame)
         b, n, s, d = k.shape
-        g = torch.zeros((), device=k.device).expand(b, n, s, 1, 1)
+        zero = torch.zeros((), dtype=torch.float32, device=k.device)
+        g = zero.expand(b, n, s, 1, 1)
         stream = Stream(queries_of_states(q, n), k, k, forget_other_segments(g, frame))
-        state = torch.zeros((), device=k.device).expand(b, n, d, d)
+        state = zero.expand(b, n, d, d)
         half = is_half(k.dtype)
         has_segments = frame.k_segment is not None
         precision = product_precision(k.dtype)

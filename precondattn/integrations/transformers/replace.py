@@ -17,7 +17,7 @@ from precondattn.integrations.transformers.attention import (
     attention,
     pass_cache_layer,
 )
-from precondattn.integrations.transformers.checked_calls import MASKS, check_calls
+from precondattn.integrations.transformers.checked_masks import check_masks
 from precondattn.integrations.transformers.interface import (
     ATTENTION_FUNCTIONS,
     MASK_FUNCTIONS,
@@ -93,7 +93,7 @@ def replace_attention(
     _set_implementation(model, NAME if chosen[0][1].causal else OF_ENCODER)
     for module, (complete, options, inputs) in zip(modules, chosen, strict=True):
         _replace(module, config, complete, options, inputs)
-    check_calls(model, MASKS)
+    check_masks(model)
     return model
 
 
@@ -106,7 +106,7 @@ def restore_attention(model: nn.Module) -> nn.Module:
     for module in _attention_of(model)[1]:
         _forget(module)
     model.set_attn_implementation(previous)
-    check_calls(model, MASKS, False)
+    check_masks(model, False)
     delattr(model, PREVIOUS)
     return model
 

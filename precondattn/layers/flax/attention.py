@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from precondattn.algebra.mechanism import Mechanism
+from precondattn.arrays import placement
 from precondattn.cache import Cache
+from precondattn.given import at_least
 from precondattn.layers.apply import apply
 from precondattn.layers.checks import (
     LayerOutput,
     check_attn_mask,
-    check_batch,
     check_call,
     keeping_of,
 )
@@ -233,10 +234,11 @@ class Attention(ChecksKeywords, nnx.Module):
         It has the dtype of the weights. A mechanism whose cache consists of states needs no
         capacity.
         """
-        check_batch(batch)
-        dtype = self._like().dtype
+        batch = at_least(0, "batch", batch)
+        weight = self._like()
+        dtype, place = weight.dtype, placement(weight)
         shapes = self.plan.input_shapes(batch)
-        like = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
+        like = {name: jnp.zeros(shape, dtype, **place) for name, shape in shapes.items()}
         cache = self.mechanism.init_cache(**like, capacity=capacity)
         return with_rows(cache, self.plan, dtype)
 

@@ -89,6 +89,7 @@ class Block(ChecksKeywords, nnx.Module):
     ) -> None:
         check_mlp(mlp)
         self.attention = Attention(width, dtype=dtype, rngs=rngs, **attention)
+        width = self.attention.plan.width
         self.attention_norm = Norm(width, dtype, rngs)
         self.mlp_norm = Norm(width, dtype, rngs)
         self.mlp = BlockMLP(width, hidden_width(width, hidden, mlp), mlp, dtype, rngs)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from precondattn.arrays import DType, Tree
 from precondattn.cache import Cache
-from precondattn.given import Given
+from precondattn.given import Given, at_least
 from precondattn.layers.checks import LayerOutput
 from precondattn.layers.decoder import (
     Layer,
@@ -18,7 +18,6 @@ from precondattn.layers.decoder import (
     arguments_of,
     check_generation,
     check_tokens,
-    check_vocabulary,
     counted,
     embedding_weight,
 )
@@ -78,14 +77,14 @@ class Decoder(ChecksKeywords, nnx.Module):
         dtype: DType = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        check_vocabulary(vocabulary)
-        self.vocabulary = vocabulary
+        self.vocabulary = vocabulary = at_least(1, "vocabulary", vocabulary)
         self.blocks = nnx.List(
             [
                 Block(width, hidden=hidden, mlp=mlp, dtype=dtype, rngs=rngs, **arguments)
                 for arguments in arguments_of(layers, heads, mechanism)
             ]
         )
+        width = self.blocks[0].attention.plan.width
         self.norm = Norm(width, dtype, rngs)
         self.embedding = parameter(embedding_weight(vocabulary, width), dtype, rngs)
 
@@ -193,7 +192,7 @@ class Decoder(ChecksKeywords, nnx.Module):
             Whether to show a progress bar on the standard error.
         """
         check_tokens(tokens, "jax", mask, are_prompts=True)
-        check_generation(
+        count, stop = check_generation(
             count, temperature, top_p, stop, self.vocabulary, int(tokens.max()), int(tokens.min())
         )
         if key is None and temperature:

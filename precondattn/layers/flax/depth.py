@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from precondattn.layers.checks import check_depth
+from precondattn.given import at_least
 
 
 class Depth(nnx.Variable[jax.Array]):
@@ -32,8 +32,6 @@ def depth_of(depth: int) -> int | Depth:
                 f"{depth.shape}"
             )
         if not isinstance(depth, jax.core.Tracer):
-            check_depth(int(depth))
+            at_least(0, "depth", depth)
         return Depth(depth)
-    check_depth(depth)
-    number: int = depth
-    return number
+    return at_least(0, "depth", depth)

@@ -141,7 +141,7 @@ class VisionTransformer(ChecksKeywords, nnx.Module):
             image, patch, width, blocks, classes, channels, pool, hidden, mechanism
         )
         made = {"dtype": dtype, "rngs": rngs}
-        self.sizes = sizes
+        self.sizes, width, classes = sizes, sizes.width, sizes.classes
         for name, weight in token_weights(sizes).items():
             setattr(self, name, parameter(weight, **made))
         self.patch_embed = nnx.Dict({"proj": Patches(patch_weights(sizes), made)})

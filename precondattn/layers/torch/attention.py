@@ -12,14 +12,12 @@ from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Device
 from precondattn.cache import Cache
 from precondattn.execution.torch.autocast import target
-from precondattn.given import Given
+from precondattn.given import Given, at_least
 from precondattn.layers.apply import apply
 from precondattn.layers.checks import (
     LayerOutput,
     check_attn_mask,
-    check_batch,
     check_call,
-    check_depth,
     keeping_of,
 )
 from precondattn.layers.histories import with_rows
@@ -105,8 +103,7 @@ class Attention(ChecksKeywords, Declared):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_depth(depth)
-        self.depth = depth
+        self.depth = at_least(0, "depth", depth)
         self.plan = plan_for(
             width,
             heads,
@@ -305,7 +302,7 @@ class Attention(ChecksKeywords, Declared):
         It has the device and the dtype of the weights, or autocast's dtype under autocast. A
         mechanism whose cache consists of states needs no capacity.
         """
-        check_batch(batch)
+        batch = at_least(0, "batch", batch)
         weight, plan = self._like, self._own_plan
         like = {
             name: torch.empty(shape, dtype=weight.dtype, device=weight.device)

@@ -98,6 +98,7 @@ class Block(ChecksKeywords, nn.Module):
         super().__init__()
         check_mlp(mlp)
         self.attention = Attention(width, device=device, dtype=dtype, **attention)
+        width = self.attention.plan.width
         self.attention_norm = Norm(width, device, dtype)
         self.mlp_norm = Norm(width, device, dtype)
         self.mlp = BlockMLP(width, hidden_width(width, hidden, mlp), mlp, device, dtype)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from precondattn.arrays import Device
 from precondattn.cache import Cache
-from precondattn.given import Given
+from precondattn.given import Given, at_least
 from precondattn.layers.checks import LayerOutput
 from precondattn.layers.decoder import (
     Layer,
@@ -15,7 +15,6 @@ from precondattn.layers.decoder import (
     arguments_of,
     check_generation,
     check_tokens,
-    check_vocabulary,
     counted,
     embedding_weight,
 )
@@ -75,12 +74,12 @@ class Decoder(ChecksKeywords, Declared):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_vocabulary(vocabulary)
-        self.vocabulary = vocabulary
+        self.vocabulary = vocabulary = at_least(1, "vocabulary", vocabulary)
         self.blocks = nn.ModuleList(
             Block(width, hidden=hidden, mlp=mlp, device=device, dtype=dtype, **arguments)
             for arguments in arguments_of(layers, heads, mechanism)
         )
+        width = self.blocks[0].attention.plan.width
         self.norm = Norm(width, device, dtype)
         self.declared = {"embedding": embedding_weight(vocabulary, width)}
         register(self, "embedding", self.declared["embedding"], device, dtype)
@@ -232,7 +231,7 @@ class Decoder(ChecksKeywords, Declared):
             Whether to show a progress bar on the standard error.
         """
         self._check_tokens(tokens, mask, are_prompts=True)
-        check_generation(
+        count, stop = check_generation(
             count, temperature, top_p, stop, self.vocabulary, int(tokens.max()), int(tokens.min())
         )
         if mask is not None and not mask.any(1).all():

@@ -167,7 +167,7 @@ class VisionTransformer(ChecksKeywords, nn.Module):
             image, patch, width, blocks, classes, channels, pool, hidden, mechanism
         )
         made = {"device": device, "dtype": dtype}
-        self.sizes = sizes
+        self.sizes, width, classes = sizes, sizes.width, sizes.classes
         self._tokens = token_weights(sizes)
         for name, weight in self._tokens.items():
             register(self, name, weight, device, dtype)

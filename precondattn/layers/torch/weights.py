@@ -45,5 +45,5 @@ def _leaves(state: Tree, path: tuple[object, ...]) -> Iterable[tuple[tuple[objec
 def _tensor(value: Tensor) -> torch.Tensor:
     array = np.asarray(value[...])
     if array.dtype.name == "bfloat16":  # PyTorch can not read NumPy's bfloat16.
-        return torch.tensor(array.astype(np.float32)).bfloat16()
-    return torch.tensor(array)
+        return torch.tensor(array.astype(np.float32), device="cpu").bfloat16()
+    return torch.tensor(array, device="cpu")

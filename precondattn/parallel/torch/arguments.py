@@ -71,7 +71,7 @@ class Bound(NamedTuple):
             said.append(f"{name} {dtype_name(x)} ({', '.join(shape)}){gradient}")
         for name, mask in sorted(self.masks.items()):
             if name in WHOLE:
-                said.append(f"{name} {torch.as_tensor(mask).tolist()}")
+                said.append(f"{name} {torch.as_tensor(mask, device='cpu').tolist()}")
             else:
                 said.append(f"{name} {dtype_name(mask)} ({mask.shape[0]}, s)")
         return "; ".join(said)

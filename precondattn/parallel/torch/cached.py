@@ -23,6 +23,7 @@ from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.kinds import holding
 from precondattn.execution.cache_checks import keeps_tokens
 from precondattn.execution.masks import zero_padding
+from precondattn.given import at_least
 from precondattn.parallel.torch import (
     local,
     local_cache,
@@ -116,8 +117,9 @@ def extend(
         values[leaf_call.out], of_slots = result
         _keep(kept, mechanism.program.slot_keys[number], of_slots)
     if KEY_MASK in cache.token_buffers:
-        everything = torch.ones(new.sizes["b"], new.sizes["t"], dtype=torch.bool)
-        kept[KEY_MASK] = everything.to(processes.device) if new.valid is None else new.valid
+        shape = new.sizes["b"], new.sizes["t"]
+        everything = torch.ones(shape, dtype=torch.bool, device=processes.device)
+        kept[KEY_MASK] = everything if new.valid is None else new.valid
     after = processes.together(
         lambda: extended(cache, _kept(cache, kept), new.counts, rank, donate=donate)
     )
@@ -160,14 +162,14 @@ def _empty(
     assert call.order is not None  # Only `heads` has none.
     mechanism, b, total = call.mechanism, call.sizes["b"], sum(call.tokens["t"])
     given = call.bound.masks.get("lengths")
-    counts = [total] * b if given is None else torch.as_tensor(given).tolist()
+    counts = [total] * b if given is None else torch.as_tensor(given, device="cpu").tolist()
     before = [0] * b if begin is None else begin.length.tolist()
     lengths = tuple(n + new for n, new in zip(before, counts, strict=True))
     has_tokens = keeps_tokens(mechanism)
     held = held_of(call.order.parts(call.tokens["t"]), counts, processes.devices)
     rows = None
     if has_tokens:
-        assert capacity is not None  # It has been checked.
+        capacity = at_least(1, "capacity", capacity)
         if max(lengths) > capacity:
             raise ValueError(
                 f"capacity must be {max(lengths)} or above, the number of tokens of the longest "

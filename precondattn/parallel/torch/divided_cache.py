@@ -161,14 +161,14 @@ def extended(
     lengths = tuple(n + new for n, new in zip(cache.lengths, counts, strict=True))
     who, held = keepers(cache.held, counts) if cache.token_buffers else ([], ())
     own = [[i for i, process in enumerate(of) if process == rank] for of in who]
-    count, position = torch.tensor(counts).to(old.length), cache.position
+    count, position = old.length.new_tensor(counts), cache.position
     if donate:
         old.store.clear()  # Before the first write: the cache is refused if one fails.
     if cache.token_buffers:
         most, device = max(map(len, own)), old.length.device
         padded = [of + [0] * (most - len(of)) for of in own]
         chosen = torch.tensor(padded, dtype=torch.int64, device=device)
-        count = torch.tensor([*map(len, own)]).to(old.length)
+        count = old.length.new_tensor([*map(len, own)])
         is_same = len({*map(len, own)}) == 1 == len({*cache.held[rank]})
         before = cache.held[rank][0] if is_same else None
 

@@ -143,7 +143,7 @@ def exchanged(
 
     There is one message for each dtype, sent as bytes.
     """
-    received: Pieces = [[torch.empty(0)] * len(sent[0]) for _ in sent]
+    received: Pieces = [[torch.empty(0, device="cpu")] * len(sent[0]) for _ in sent]
     received[rank] = sent[rank]
     others = [device for device in range(len(sent)) if device != rank]
     for dtype in dict.fromkeys(piece.dtype for piece in sent[rank]):

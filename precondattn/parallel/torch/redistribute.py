@@ -8,6 +8,7 @@ from precondattn.arrays import fresh, wants_gradient
 from precondattn.cache import Cache
 from precondattn.cache.capacity import grown
 from precondattn.cache.kinds import holding
+from precondattn.given import Given, whole_number
 from precondattn.parallel.torch.call import processes_of
 from precondattn.parallel.torch.divided_cache import DividedCache
 from precondattn.parallel.torch.exchange import Pieces, exchanged
@@ -65,7 +66,7 @@ def redistribute(
     rank, devices = processes.rank, processes.devices
     error: Exception | None = None
     try:
-        _check(owner, cache, devices, to, capacity)
+        to, capacity = _checked(owner, cache, devices, to, capacity)
     except (TypeError, ValueError) as raised:
         error = raised
     said = f"{cache} to {to}, for {capacity} tokens"
@@ -106,13 +107,15 @@ def _joined(cache: DividedCache, received: Pieces, capacity: int | None) -> Cach
     return whole
 
 
-def _check(
-    owner: str, cache: DividedCache, devices: int, to: int | None, capacity: int | None
-) -> None:
+def _checked(
+    owner: str, cache: DividedCache, devices: int, *given: Given
+) -> tuple[int | None, int | None]:
+    """`to` and `capacity` as Python's numbers."""
     check_not_donated(owner, cache)
-    for name, number in (("to", to), ("capacity", capacity)):
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
-            raise TypeError(f"{name} must be a whole number or None; found {number!r}")
+    to, capacity = map(whole_number, given)
+    for name, number, found in (("to", to, given[0]), ("capacity", capacity, given[1])):
+        if number is None and found is not None:
+            raise TypeError(f"{name} must be a whole number or None; found {found!r}")
     if to is not None and not 0 <= to < devices:
         raise ValueError(f"to must be a process, 0 to {devices - 1}, or None for all; found {to}")
     if cache.token_buffers and capacity is not None and capacity < max(cache.lengths):

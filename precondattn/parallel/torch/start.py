@@ -15,6 +15,7 @@ from precondattn.execution.cache_checks import (
     check_cacheable,
     keeps_tokens,
 )
+from precondattn.given import at_least
 from precondattn.parallel.layouts import ORDERS, TokenOrder
 from precondattn.parallel.torch.arguments import Bound
 
@@ -58,11 +59,7 @@ class CacheStart(NamedTuple):
                 "missing capacity, the greatest number of tokens per sequence, of all processes "
                 "together"
             )
-        is_whole = isinstance(self.capacity, int) and not isinstance(self.capacity, bool)
-        if not is_whole or self.capacity < 1:
-            raise ValueError(
-                f"capacity must be a whole number, 1 or above; found {self.capacity!r}"
-            )
+        at_least(1, "capacity", self.capacity)
 
     def _check_cache(self, bound: Bound) -> None:
         if not isinstance(self.cache, Cache):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from precondattn.cache import Cache
 from precondattn.cache.kept import without_kept, without_way_back
-from precondattn.given import Given
+from precondattn.given import Given, at_least
 from precondattn.integrations.transformers.interface import CacheLayerMixin, HFCache, HFConfig
 from precondattn.integrations.transformers.model.drafts import DraftRecording, Extend
 from precondattn.integrations.transformers.rollback import undone_if_failed
@@ -166,8 +166,7 @@ class PrecondattnCache(HFCache):
     """
 
     def __init__(self, config: HFConfig, capacity: int | None = None) -> None:
-        if capacity is not None and (type(capacity) is not int or capacity < 1):
-            raise ValueError(f"capacity must be a whole number, 1 or above; found {capacity!r}")
+        capacity = None if capacity is None else at_least(1, "capacity", capacity)
         super().__init__(layers=[LayerCache(capacity) for _ in range(config.num_hidden_layers)])
         self.valid: Tensor | None = None
         """False for padding (b, seen); None without padding."""

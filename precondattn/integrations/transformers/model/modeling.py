@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from precondattn.arrays import Tree
 from precondattn.cache import Cache
-from precondattn.given import Given
+from precondattn.given import Given, at_least
 from precondattn.integrations.transformers.interface import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -253,10 +253,12 @@ class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
             The number of first valid tokens that all tokens of a sequence see, as in `Attention`.
         """
         check_arguments(kwargs, () if labels is None else LOSS)
+        is_index = isinstance(logits_to_keep, Tensor)
+        if not is_index:
+            logits_to_keep = at_least(0, "logits_to_keep", logits_to_keep)
         if isinstance(past_key_values, PrecondattnCache):
             # Assisted decoding asks for the logits of its drafts, and of the token before them.
-            is_number = isinstance(logits_to_keep, int)
-            past_key_values.drafts = max(logits_to_keep - 1, 0) if is_number else 0
+            past_key_values.drafts = 0 if is_index else max(logits_to_keep - 1, 0)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -267,7 +269,7 @@ class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
             prefix=prefix,
             **{name: kwargs.pop(name) for name in RECORDED if name in kwargs},
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        kept = logits_to_keep if is_index else slice(-logits_to_keep, None)
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:

@@ -1,0 +1,115 @@
+"""The inputs decide the device and the dtype of what PyTorch computes, and need no entries."""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import precondattn as pa
+from precondattn.layers.torch import Attention, Decoder, to_torch
+from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
+from tests.representatives import CALLED
+
+T = 6
+X = torch.randn(1, T, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+SOFTMAX, SSD, G = pa.Softmax(), pa.SSD(), -X[..., 0].abs()
+MASKS = {
+    "lengths": [4],
+    "key_mask": torch.arange(T)[None] != 2,
+    "segment_ids": torch.arange(T)[None] // 4,
+    "cu_seqlens": [0, 2, T - 1],
+    "prefix": [3],
+    "attn_mask": torch.ones(1, 1, T, T).tril(-1).bool(),
+}
+TOKENS, VALID = torch.arange(T)[None], torch.arange(T)[None] > 0
+LAYER = Attention(8, heads=2, mechanism="softmax", dtype=X.dtype)
+MODEL = Decoder(T, 8, heads=2, layers=["softmax", "differential"], dtype=X.dtype)
+
+
+def tensors_in(tree):
+    """The tensors in tuples, dicts and caches, in their order."""
+    if isinstance(tree, pa.Cache):
+        return [tree.length, *tree.store.values()]
+    items = tree.values() if isinstance(tree, dict) else tree
+    return [tree] if isinstance(tree, torch.Tensor) else [t for x in items for t in tensors_in(x)]
+
+
+def of_verbs(name):
+    """What each verb returns with a mask."""
+    mask, packed = {name: MASKS[name]}, name in ("segment_ids", "cu_seqlens")
+    options = {"capacity": T, "key_mask": name == "key_mask", "sequences": 2 if packed else None}
+    out, pullback = SOFTMAX.vjp(X, X, X, **mask)
+    cache = SOFTMAX.init_cache(X, X, X, **options)
+    found = [SOFTMAX(X, X, X, **mask), out, pullback(out), SOFTMAX.extend(cache, X, X, X, **mask)]
+    if name not in ("prefix", "attn_mask"):
+        states = SSD.init_cache(X, X, X, g=G, **options)
+        *step, pullback = SSD.extend_vjp(states, X, X, X, g=G, **mask)
+        found += [*step, pullback(X)]
+    return found
+
+
+def of_layers():
+    """What a layer, a model, the operations of a cache and a conversion of weights return."""
+    x = X.flatten(2)
+    y, cache = LAYER(x, prefix=[2], cache=LAYER.init_cache(1, T))
+    drawn = MODEL.generate(TOKENS, 3, mask=VALID, prefix=[2], stop=1)
+    weights = to_torch({"a": {"kernel": np.ones((2, 1))}})
+    copies = cache.select([0]), cache.reorder([0, 0]), cache.crop([2]), cache.grow(9)
+    return y, cache, LAYER(x, cu_seqlens=[0, 2, T]), MODEL(TOKENS), drawn, weights, copies
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("name", [*MASKS, "layers"])
+@pytest.mark.parametrize("default", [torch.device("meta"), default_dtype], ids=["device", "dtype"])
+def test_no_default_changes_a_call(name, default):
+    def called():
+        return tensors_in(of_layers() if name == "layers" else of_verbs(name))
+
+    expected = called()
+    with default(torch.float16) if default is default_dtype else default:
+        found = called()
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=0, equal_nan=True)
+
+
+def shapes_of(m, x):
+    """Shapes and dtypes of outputs, of gradients in two ways, and of caches after two calls."""
+    out, pullback = m.vjp(**x)
+    given = {name: array.detach().requires_grad_() for name, array in x.items()}
+    gradients = torch.autograd.grad(m(**given).sum(), [*given.values()])
+    found = [m(**x), out, pullback(out), gradients]
+    if m.offers.causal:
+        cache = m.init_cache(**x, capacity=T)
+        for start, stop in ((0, 4), (4, T)):
+            after, cache = m.extend(cache, **slice_tokens(m, x, start, stop), donate=True)
+            found += [after, cache]
+    return [(tuple(array.shape), array.dtype) for array in tensors_in(found)]
+
+
+@pytest.mark.parametrize("expression", [*CALLED, "laser", "mesa(gla)"])
+def test_tensors_without_entries_have_the_shapes_of_others(expression):
+    m = pa.parse(expression)
+    made = make_inputs(m, CallLayout("test", t=T, s=T, d=8, e=4), "clustered")
+    x = {name: torch.tensor(array, dtype=torch.float32) for name, array in made.items()}
+    expected = shapes_of(m, x)
+    assert shapes_of(m, {name: array.to("meta") for name, array in x.items()}) == expected
+    with FakeTensorMode() as mode:
+        assert shapes_of(m, {n: mode.from_tensor(array) for n, array in x.items()}) == expected
+
+
+@pytest.mark.parametrize("expression", ["channel", "nystrom[landmarks=5]"])
+def test_segments_of_meta_tensors_are_not_read(expression):
+    x, m = X.to("meta"), pa.parse(expression)
+    assert m(x, x, x, segment_ids=MASKS["segment_ids"].to("meta")).shape == X.shape
