@@ -55,7 +55,7 @@ class TableCell:
     @classmethod
     def from_list(cls, cell: Sequence[Any]) -> TableCell:
         word, cases, compared, failed, *texts = cell
-        return cls(word, cases, compared, failed, *texts[:1], conventions=tuple(texts[1:]))
+        return cls(word, cases, compared, failed, "".join(texts[:1]), tuple(texts[1:]))
 
 
 def cells_of(
