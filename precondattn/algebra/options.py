@@ -67,8 +67,9 @@ def _number(expected: str, is_in_range: Callable[[float], bool]) -> OptionKind:
 
 def _accepted_count(value: OptionValue, lowest: int, highest: int | None) -> OptionValue:
     number = whole_number(value)
-    is_above = number is not None and number >= lowest
-    return _accepted(number, is_above and (highest is None or number <= highest))
+    if number is None or number < lowest or (highest is not None and number > highest):
+        raise ValueError
+    return number
 
 
 def _count(highest: int | None = None) -> OptionKind:

@@ -87,7 +87,7 @@ def arguments_of(
             "Decoder(..., layers=2, mechanism='lucid')"
         )
     blocks = whole_number(layers)
-    if isinstance(layers, bool) or blocks is not None:
+    if isinstance(layers, int) or blocks is not None:
         if blocks is None or blocks < 1:
             raise ValueError(f"layers must be 1 or above, or a list; found {layers}")
         if mechanism is None:

@@ -102,3 +102,16 @@ def test_the_cache_does_not_depend_on_the_capacity(expression, lengths, donate):
         rows = other.store[name][:, : buffer.shape[1]]
         np.testing.assert_allclose(rows, buffer, rtol=1e-12, atol=1e-12)
         np.testing.assert_array_equal(other.store[name][:, buffer.shape[1] :], 0)
+
+
+@pytest.mark.parametrize("whole", [np.int64, np.uint8, np.asarray])
+def test_an_integer_of_any_type_is_a_whole_number_and_a_boolean_is_none(whole):
+    q, m = np.ones((1, 4, 2, 3)), pa.Linear()
+    cache = pa.Lucid().init_cache(q, q, q, capacity=whole(8), sequences=whole(1))
+    assert cache.grow(whole(9)).crop(whole(0)).capacity == 9
+    m.extend(m.init_cache(q, q, q), q, q, q, keep=whole(2))
+    assert str(pa.Path(window=whole(3), flush=whole(2))) == "path[window=3,flush=2]"
+    assert pa.alignment(q, whole(2)).shape == (1, 4, 2)
+    for refused in (True, np.bool_(True), 2.0):
+        with pytest.raises(ValueError, match="capacity must be a whole number, 1 or above"):
+            m.init_cache(q, q, q, capacity=refused)

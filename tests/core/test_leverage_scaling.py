@@ -211,7 +211,7 @@ def test_bad_arguments_are_refused_by_name():
         ((a.tolist(),), TypeError, r"a must be an array of .*; found list"),
         ((a.astype(int),), TypeError, "floating dtype; found int64"),
         ((a[0],), ValueError, r"a must be an array \(\.\.\., n, d\); found shape \(2,\)"),
-        ((a, 0), ValueError, "steps must be a whole number of at least 1; found 0"),
+        ((a, 0), ValueError, "steps must be a whole number, 1 or above; found 0"),
         ((a, True), ValueError, "found True"),
     ):
         with pytest.raises(error, match=message):

@@ -107,9 +107,3 @@ def test_tensors_without_entries_have_the_shapes_of_others(expression):
     assert shapes_of(m, {name: array.to("meta") for name, array in x.items()}) == expected
     with FakeTensorMode() as mode:
         assert shapes_of(m, {n: mode.from_tensor(array) for n, array in x.items()}) == expected
-
-
-@pytest.mark.parametrize("expression", ["channel", "nystrom[landmarks=5]"])
-def test_segments_of_meta_tensors_are_not_read(expression):
-    x, m = X.to("meta"), pa.parse(expression)
-    assert m(x, x, x, segment_ids=MASKS["segment_ids"].to("meta")).shape == X.shape

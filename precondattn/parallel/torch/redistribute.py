@@ -128,3 +128,4 @@ def _checked(
             "tokens that are sent to other processes have no gradient; call it under "
             "torch.no_grad()"
         )
+    return to, capacity
