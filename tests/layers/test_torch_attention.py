@@ -176,7 +176,7 @@ def test_print_shows_mechanism_recipes_and_parameters():
     shown = repr(Attention(512, heads=8, mechanism="ccq(gated_delta)"))
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert lines[0] == "Attention(512, mechanism='ccq(gated_delta)')"
-    assert lines[4].startswith("g b s u 4,112 −e^{A_log} softplus(W x + b)")
+    assert lines[4].startswith("g b s u 4,112 -e^{A_log} softplus(W x + b)")
     assert lines[5] == "beta b s u 4,096 f sigma(W x), f = 1"
     assert lines[8] == "1,325,656 parameters in all"
 
