@@ -257,11 +257,6 @@ def only_computes() -> bool:
     )
 
 
-def is_dispatched() -> bool:
-    """Whether a mode of PyTorch sees each operation, outside compilers."""
-    return not is_compiling() and sys.modules["torch"]._C._len_torch_dispatch_stack() > 0
-
-
 def is_compiling() -> bool:
     """Whether `torch.compile` is tracing."""
     # While another thread imports PyTorch, the module does not have its names yet.

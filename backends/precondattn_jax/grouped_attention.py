@@ -73,7 +73,8 @@ class GroupedAttention(TiledAttention):
         self.k = self._keys(self.scores.k)
         segment: Array = frame.k_segment
         is_new = segment[:, 1:] != segment[:, :-1]
-        numbers = jnp.cumsum(layout.padded(is_new.astype(jnp.int32), 1, 0, 1), axis=1)
+        is_new = layout.padded(is_new.astype(jnp.int32), 1, 0, 1)
+        numbers = jnp.cumsum(is_new, axis=1, dtype=jnp.int32)
         self.run = self._runs(numbers)
         self.each = self._groups(numbers)
 

@@ -16,10 +16,7 @@ def sort(array: Array, axis: int) -> Array:
 
 
 def nonempty(array: Array, axis: int) -> Array:
-    """The array, followed by −∞ along an axis whose number of entries a program does not know.
-
-    A program also takes no tokens, and PyTorch and onnxruntime have no maximum of no entries.
-    """
+    """The array, followed by −∞ along an axis that may be empty, and so has no maximum."""
     if not is_ordinary(array) or isinstance(array.shape[axis], int):
         return array
     shape = [*array.shape]

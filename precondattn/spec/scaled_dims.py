@@ -57,11 +57,8 @@ class ScaledDims(TokenWise):
     def _unit(self) -> float:
         return math.log(2) if self.normalize else 1.0
 
-    def _factors(self, p: Array) -> Array:
-        return (softplus(p) / self._unit())[None, None, None, :]
-
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
-        return x["q"] * self._factors(x["per_dim"]), ()
+        return x["q"] * (softplus(x["per_dim"]) / self._unit())[None, None, None, :], ()
 
     def backward(
         self,
@@ -73,6 +70,6 @@ class ScaledDims(TokenWise):
     ) -> Arrays:
         p = x["per_dim"]
         return {
-            "q": cotangent * self._factors(p),
+            "q": cotangent * (softplus(p) / self._unit())[None, None, None, :],
             "per_dim": sum_rows(cotangent * x["q"]) * (logistic(p) / self._unit()),
         }

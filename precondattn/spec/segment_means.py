@@ -47,6 +47,6 @@ def segment_of_tokens(m: int, tokens: int, like: Array, members: Array | None) -
     if members is None:
         return arange_like(tokens, like)[None, :] * m // tokens
     ones = cast(members, xp.int32)
-    rank = xp.cumulative_sum(ones, axis=1) - 1
+    rank = xp.cumulative_sum(ones, axis=1, dtype=xp.int32) - 1
     length = xp.sum(ones, axis=1, keepdims=True, dtype=xp.int32)
     return rank * m // xp.clip(length, min=1)

@@ -238,7 +238,8 @@ def _count(frame: Frame) -> Array | int:
     if frame.q_valid is None:
         return frame.q_position.shape[1]
     xp = namespace(frame.q_valid)
-    return xp.sum(cast(frame.q_valid, frame.q_position.dtype), axis=1, keepdims=True)
+    dtype = frame.q_position.dtype
+    return xp.sum(cast(frame.q_valid, dtype), axis=1, keepdims=True, dtype=dtype)
 
 
 def metric_option(default: Metric) -> OptionValue:

@@ -130,7 +130,7 @@ def valid_rows(x: Mapping[str, Array], valid: Array | None) -> tuple[Array, Arra
 def segment_numbers(ids: Array) -> Array:
     """0, 1, … for the segments of each sequence, (b, t) from their ids."""
     xp = namespace(ids)
-    return xp.cumulative_sum(cast(differs_from_previous(ids), xp.int32), axis=1)
+    return xp.cumulative_sum(cast(differs_from_previous(ids), xp.int32), axis=1, dtype=xp.int32)
 
 
 class _Segments:

@@ -14,45 +14,37 @@ from precondattn_conformance.inputs import CallLayout, make_inputs
 from tests.representatives import CALLED
 
 FIRST = ("softmax[window=3]", "lucid(laser)", "ccq")
-MODES = {
-    "jax_numpy_rank_promotion": "raise",
-    "jax_numpy_dtype_promotion": "strict",
-    "jax_debug_nans": True,
-    "jax_disallow_mesh_context_manager": True,
-}
+MODES = {"jax_numpy_rank_promotion": "raise", "jax_numpy_dtype_promotion": "strict"}
+MODES |= {"jax_debug_nans": True, "jax_disallow_mesh_context_manager": True}
 T = 9
 MASKS = {"lengths": [T, 4], "key_mask": np.arange(2 * T).reshape(2, T) % 5 > 0}
+marks = {True: [], False: [pytest.mark.thorough]}
 
 
-def all_in_second_tier(expressions):
-    return [pytest.param(e, marks=[pytest.mark.thorough] * (e not in FIRST)) for e in expressions]
-
-
-@pytest.mark.parametrize("expression", all_in_second_tier(CALLED))
+@pytest.mark.parametrize("text", [pytest.param(m, marks=marks[m in FIRST]) for m in CALLED])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_every_verb_runs_in_the_strict_modes(expression, dtype):
-    m = pa.parse(expression)
+def test_every_verb_runs_in_the_strict_modes(text, dtype):
+    m = pa.parse(text)
+    made = make_inputs(m, CallLayout("test", t=T, s=T), "random")
+
+    def verbs(x, masks, backend=None):
+        out, pullback = m.vjp(**x, backend=backend)
+        gradient = jax.grad(lambda x: m(**x, **masks, backend=backend).sum())(x)
+        results = [m(**x, **masks, backend=backend), pullback(out), gradient]
+        if m.offers.causal and "bias" not in x:
+            cache = m.init_cache(**x, capacity=2 * T)
+            _, cache = m.extend(cache, **x, lengths=masks["lengths"], backend=backend)
+            results.append(m.extend(cache, **x, backend=backend)[0])
+        return results
+
     with ExitStack() as stack:
         stack.enter_context(jax.enable_x64(dtype == "float64"))
-        made = make_inputs(m, CallLayout("test", t=T, s=T), "random")
-        x = {name: jax.numpy.asarray(array, dtype=dtype) for name, array in made.items()}
-        masks = {name: jax.numpy.asarray(mask) for name, mask in MASKS.items()}
         for name, value in MODES.items():
             stack.callback(jax.config.update, name, getattr(jax.config, name))
             jax.config.update(name, value)
-
-        def verbs(x, masks, backend=None):
-            out, pullback = m.vjp(**x, backend=backend)
-            gradient = jax.grad(lambda x: m(**x, **masks, backend=backend).sum())(x)
-            results = [m(**x, **masks, backend=backend), pullback(out), gradient]
-            if m.offers.causal and "bias" not in x:
-                cache = m.init_cache(**x, capacity=2 * T)
-                _, cache = m.extend(cache, **x, lengths=masks["lengths"], backend=backend)
-                results.append(m.extend(cache, **x, backend=backend)[0])
-            return results
-
-        for found in verbs(x, masks), verbs(x, masks, "reference"):
-            assert all(array.dtype == dtype for array in jax.tree.leaves(found))
-        # Outside `jit`, JAX itself makes every constant by a transfer.
-        with jax.transfer_guard("disallow"):
+        x = {name: jax.numpy.asarray(array, dtype=dtype) for name, array in made.items()}
+        masks = {name: jax.numpy.asarray(mask) for name, mask in MASKS.items()}
+        found = verbs(x, masks), verbs(x, masks, "reference")
+        assert all(array.dtype == dtype for array in jax.tree.leaves(found))
+        with jax.transfer_guard("disallow"):  # Outside `jit`, JAX itself transfers constants.
             jax.jit(verbs)(x, masks)

@@ -29,6 +29,17 @@ from tests.core.exported import (
     tensors_of,
 )
 
+NO_TOKENS = [
+    *(("softmax", ["lengths"]), ("lucid[normalize=rows]", []), ("gated_delta", [])),
+    *((text, []) for text in ("laser", "gsa", "mlstm", "path", "mesa", "nystrom")),
+    *(("softmax[forget=unscaled]", []), ("lucid", ["segment_ids"]), ("laser", ["attn_mask"])),
+    ("bidirectional(gated_delta)", ["lengths"]),
+]
+
+
+def thorough(row):
+    return pytest.param(*row, marks=pytest.mark.thorough)
+
 
 @pytest.mark.parametrize("expression", ["laser", "gated_delta"])
 def test_a_program_of_ordinary_operators_serves_any_batch_and_length(expression):
@@ -40,22 +51,7 @@ def test_a_program_of_ordinary_operators_serves_any_batch_and_length(expression)
         torch.testing.assert_close(program.module()(x, {}), m(**x), **CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("expression", "masks"),
-    [
-        *(("softmax", ["lengths"]), ("lucid[normalize=rows]", []), ("gated_delta", [])),
-        *(
-            pytest.param(text, masks, marks=pytest.mark.thorough)
-            for text, masks in [
-                *((text, []) for text in ("laser", "gsa", "mlstm", "path", "mesa", "nystrom")),
-                ("softmax[forget=unscaled]", []),
-                ("lucid", ["segment_ids"]),
-                ("laser", ["attn_mask"]),
-                ("bidirectional(gated_delta)", ["lengths"]),
-            ]
-        ),
-    ],
-)
+@pytest.mark.parametrize(("expression", "masks"), [*NO_TOKENS[:3], *map(thorough, NO_TOKENS[3:])])
 def test_a_program_serves_no_sequences_and_no_tokens(expression, masks):
     m = pa.parse(expression)
     program = exported_call(m, *masks).module()
