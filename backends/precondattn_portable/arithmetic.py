@@ -65,10 +65,8 @@ class Arithmetic:
     def rows(self, shape: tuple[int, ...], like: Array) -> Array:
         """An uninitialized array (b, …, t, e), in memory (b, t, …, e) as the output of a call."""
         b, *heads, t, e = shape
-        array = self.empty((b, t, *heads, e), like)
-        return namespace(like).permute_dims(
-            array, (0, *range(2, len(shape) - 1), 1, len(shape) - 1)
-        )
+        array, last = self.empty((b, t, *heads, e), like), len(shape) - 1
+        return namespace(like).permute_dims(array, (0, *range(2, last), 1, last))
 
     def scratch(self, size: int, like: Array) -> Scratch:
         """Workspace for temporary results; those without a name have at most `size` elements."""
