@@ -62,13 +62,11 @@ class Arithmetic:
     def zeros(self, shape: tuple[int, ...], like: Array) -> Array:
         return namespace(like).zeros(shape, dtype=like.dtype, **placement(like))
 
-    def rows(self, shape: tuple[int, ...], like: Array) -> Array:
-        """An uninitialized array (b, …, t, e), in memory (b, t, …, e) as the output of a call."""
-        b, *heads, t, e = shape
-        array = self.empty((b, t, *heads, e), like)
-        return namespace(like).permute_dims(
-            array, (0, *range(2, len(shape) - 1), 1, len(shape) - 1)
-        )
+    def time_first(self, shape: tuple[int, ...], like: Array, axis: int) -> Array:
+        """An uninitialized array (b, …, t, …), as `empty` with the axis of t after b in memory."""
+        memory = (shape[0], shape[axis], *shape[1:axis], *shape[axis + 1 :])
+        order = (0, *range(2, axis + 1), 1, *range(axis + 1, len(shape)))
+        return namespace(like).permute_dims(self.empty(memory, like), order)
 
     def scratch(self, size: int, like: Array) -> Scratch:
         """Workspace for temporary results; those without a name have at most `size` elements."""

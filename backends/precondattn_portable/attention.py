@@ -243,7 +243,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         x, frame, missing = _aligned(self.leaf, x, frame)
         view = self._full_view(x)
         rows = view.q.shape[:4]
-        o = self.ops.rows((*rows, view.v.shape[3]), view.q)
+        o = self.ops.time_first((*rows, view.v.shape[3]), view.q, 3)
         o[...] = 0.0
         log_total = self.ops.zeros((*rows, 1), view.q)
         xp = namespace(o)
@@ -339,7 +339,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         pairs = None if frame.pairs is None else grouped_bias(known.frame.pairs, n)
         known_frame = known.frame.replaced(pairs=None)
         mask = Mask(known_frame, s, known.offset, window=leaf.window, pairs=pairs)
-        o = ops.rows((b, n, r, t, view.v.shape[3]), view.q)
+        o = ops.time_first((b, n, r, t, view.v.shape[3]), view.q, 3)
         size = block_size(t, r)
         for part in head_groups(b, n, r * size * s):
             group, group_mask = view.group(part), mask.of_part(part)

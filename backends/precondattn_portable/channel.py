@@ -23,7 +23,7 @@ class ChannelProducts(WholeSequenceAlgorithm[pa.Channel]):
     def attend(self, x: Arrays, frame: Frame) -> Array:
         q, k, v = self._rows(x, frame)
         weights = self._weights(q, k, frame)
-        out = self.ops.rows(v.shape, v) if self.ops.writes else None
+        out = self.ops.time_first(v.shape, v, 2) if self.ops.writes else None
         return time_first(self.ops.product(v, transpose(weights), out))
 
     def attend_vjp(self, x: Arrays, frame: Frame, cotangent: Array) -> Arrays:

@@ -118,17 +118,13 @@ class Chunkwise:
             part_results = function(*(array[(*here, ...)] for array in arrays))
             if i1 == t and not i0:
                 return part_results
-            results = results or tuple(self._time_first(a, t, axis) for a in part_results)
+            results = results or tuple(
+                self.ops.time_first((*a.shape[:axis], t, *a.shape[axis + 1 :]), a, axis)
+                for a in part_results
+            )
             for result, part in zip(results, part_results, strict=True):
                 result[(*here, ...)] = part
         return results
-
-    def _time_first(self, like: Array, t: int, axis: int) -> Array:
-        """An empty array for t tokens (b, …, t, …), in which every token is contiguous."""
-        rest = [size for i, size in enumerate(like.shape) if i != axis]
-        result = self.ops.empty((rest[0], t, *rest[1:]), like)
-        order = [0, *range(2, axis + 1), 1, *range(axis + 1, like.ndim)]
-        return namespace(like).permute_dims(result, tuple(order))
 
     def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> StreamGradients:
         xp = namespace(state)

@@ -32,7 +32,7 @@ class CrossCovarianceProducts(WholeSequenceAlgorithm[pa.CrossCovariance]):
         q, k = (self._channels(valid, x[name], h)[0] for name in "qk")
         v = repeat_heads(self._rows(valid, x["v"]), h)
         weights = ops.softmax(x["logit_scale"][None, :, None, None] * ops.product(transpose(q), k))
-        out = ops.rows(v.shape, v) if ops.writes else None
+        out = ops.time_first(v.shape, v, 2) if ops.writes else None
         return time_first(ops.product(v, transpose(weights), out))
 
     def attend_vjp(self, x: Arrays, frame: Frame, cotangent: Array) -> Arrays:

@@ -113,7 +113,10 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
     ) -> tuple[Array, Array, Array, Array]:
         """o, w, u and λ of all rows."""
         ops, xp = self.ops, namespace(rows.q)
-        o, w, u = ops.rows(rows.v.shape, rows.v), *(ops.empty(rows.v.shape, rows.v) for _ in "wu")
+        o, w, u = (
+            ops.time_first(rows.v.shape, rows.v, 2),
+            *(ops.empty(rows.v.shape, rows.v) for _ in "wu"),
+        )
         log_totals = ops.empty((*u.shape[:3], 1), u)
         for part, tiles in rows.groups():
             keys = None if past_k is None else past_k[part]

@@ -38,7 +38,7 @@ class LogMeanExpRead:
     """The read of a group of heads with values (b, n, s, e)."""
 
     again = False
-    """Whether the gradient computes λ again (`log_weights`)"""
+    """As in `MeanRead`"""
 
     def __init__(
         self, ops: Arithmetic, v: Array, sink: None = None, *, gradient: bool = False

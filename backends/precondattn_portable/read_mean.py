@@ -47,26 +47,23 @@ def sink_of_rows(sink: Array | None, rows: int) -> Array | None:
     return xp.reshape(each, (b, n, rows, 1))
 
 
-FAR = 2.0**-13
-"""A λ beyond FAR / ε is rounded, as is a score that is computed twice, by more than weights may be;
-then the gradient normalises rows again. ε is the distance of 1 from the next number."""
-
-
 def are_far(log_total: Array) -> bool:
-    """Whether some λ are that large."""
+    """Whether some λ, and scores that are computed twice, are rounded by more than 2⁻¹⁴.
+
+    Then weights e^{S − λ} would not sum to 1, or overflow, and the gradient computes λ `again`.
+    """
     xp = namespace(log_total)
-    return bool(xp.any(xp.abs(log_total) > FAR / xp.finfo(log_total.dtype).eps))
+    return bool(xp.any(xp.abs(log_total) > 2.0**-13 / xp.finfo(log_total.dtype).eps))
 
 
 def log_weights(
     ops: Arithmetic, row_block: Array, log_total: Array, sink: Array | None, *, again: bool
 ) -> Array:
-    """S − λ, in S; with λ computed `again`, where the given one is not ∞."""
+    """S − λ, in S; −∞ where λ is ∞."""
     if not again:
         return ops.add(row_block, -log_total)
-    return namespace(row_block).where(
-        log_total < math.inf, log_softmax(row_block, sink)[0], -math.inf
-    )
+    logs, _ = log_softmax(row_block, sink)
+    return namespace(logs).where(log_total < math.inf, logs, -math.inf)
 
 
 class ReadRows(NamedTuple):
@@ -83,7 +80,7 @@ class MeanRead:
 
     kind: Read = MEAN
     again = False
-    """Whether the gradient computes λ again (`log_weights`)"""
+    """Whether the gradient computes λ again (`are_far`)"""
 
     def __init__(
         self, ops: Arithmetic, v: Array, sink: Array | None = None, *, gradient: bool = False

@@ -2,8 +2,8 @@
 
 With `create_graph=True` the gradient has to be differentiable. Then the kernel's gradient is
 replaced by that of PyTorch's unfused attention, which has all derivatives and takes quadratic
-memory. So is it on a CPU if scores are so large that their rounding alone changes e^{S − λ}, which
-the kernel computes from other roundings than λ: its gradient is wrong then, or not finite.
+memory. So is it on a CPU for far scores: the kernel computes them twice, and e^{S − λ} is wrong, or
+infinite, if S is not rounded as it was for λ.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def twice_differentiable(
         gradients: tuple[Tensor, ...], cotangents: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...] | None:
         is_differentiated = torch.is_grad_enabled()
-        if not is_differentiated and not _have_far_scores(*inputs[:2], options["scale"]):
+        if not is_differentiated and not _have_far_scores(inputs[0], inputs[1], options["scale"]):
             return None
         wanted = [i for i, gradient in enumerate(gradients[:3]) if gradient is not None]
         padding = gradients[wanted[0]].shape[-1] - inputs[wanted[0]].shape[-1]
@@ -67,11 +67,9 @@ FAR = 2.0**16
 
 
 def _have_far_scores(q: Tensor, k: Tensor, scale: float) -> bool:
-    """Whether s ⟨q, k⟩ may exceed `FAR`, on a CPU; the longest rows bound it."""
-    if not q.is_cpu or not q.numel() or not k.numel():
-        return False
-    largest = torch.linalg.vector_norm(q, torch.inf) * torch.linalg.vector_norm(k, torch.inf)
-    if not largest.item() * q.shape[-1] * scale > FAR:
+    """Whether s ⟨q, k⟩ of the longest rows may exceed `FAR`, on a CPU."""
+    if not q.is_cpu or 0 in (q.numel(), k.numel()):
         return False
     longest = (torch.linalg.vector_norm(x, dim=-1).amax().item() for x in (q, k))
-    return math.prod(longest) * scale > FAR
+    is_far: bool = math.prod(longest) * scale > FAR
+    return is_far

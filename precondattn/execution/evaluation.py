@@ -48,7 +48,8 @@ from precondattn.native.ordinary import is_ordinary
 from precondattn.reversed_order import reversed_keys
 from precondattn.runner import LeafRunner
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Traced = tuple[PlannedCall, Arrays, Array, Residuals]
 """A planned call with its inputs, its output and its residuals."""
@@ -69,7 +70,7 @@ def _tolerant(
     tolerant = np.errstate(under="ignore", invalid="ignore")(function)
 
     @wraps(function)
-    def run(call: BoundCall, *args: P.args, **named: P.kwargs) -> R:
+    def run(call: BoundCall, /, *args: P.args, **named: P.kwargs) -> R:
         is_numpy = call.prepared.request.library not in ("torch", "jax")
         return (tolerant if is_numpy else function)(call, *args, **named)
 

@@ -27,29 +27,22 @@ def test_values_whose_tokens_are_contiguous(expression, d):
         torch.testing.assert_close(gradient, pull_expected(out)[name])
 
 
-GRADIENT = {"requires_grad": True}
-
-
-def is_contiguous(array):
-    if isinstance(array, torch.Tensor):
-        return array.is_contiguous()
-    return array.flags.c_contiguous
-
-
 @pytest.mark.thorough(but=["path", "ccq", "gated_delta", "softmax[bias=true]"])
 @pytest.mark.parametrize("text", CALLED)
 def test_outputs_are_contiguous(text):
     """As `out.view(b, t, h * e)` needs them, whatever the length, the gradient and the verb."""
-    m = pa.parse(text)
+    m, grad = pa.parse(text), {"requires_grad": True}
     for t in (1, 2, 8, 64, 65, 130):
         x = make_inputs(m, CallLayout("layout", t=t, s=t), "random")
-        for asarray, named in ((np.asarray, {}), (torch.tensor, {}), (torch.tensor, GRADIENT)):
+        packed = {"segment_ids": [[i // 5 for i in range(t)]] * 2}
+        for asarray, named in ((np.asarray, {}), (torch.tensor, {}), (torch.tensor, grad)):
             given = {name: asarray(array, **named) for name, array in x.items()}
-            lengths, ids = np.asarray([t, (t + 1) // 2]), np.broadcast_to(np.arange(t) // 5, (2, t))
-            for masks in ({}, {"lengths": lengths}, {"segment_ids": ids.copy()}):
+            for masks in ({}, {"lengths": [t, (t + 1) // 2]}, packed):
                 masks = {name: asarray(mask) for name, mask in masks.items()}
-                assert is_contiguous(m(**given, **masks)), (t, masks)
-                assert is_contiguous(m.vjp(**given, **masks)[0]), (t, masks)
+                outs = [m(**given, **masks), m.vjp(**given, **masks)[0]]
                 if text in CACHED and "bias" not in x and "segment_ids" not in masks:
                     cache = m.init_cache(**given, capacity=t)
-                    assert is_contiguous(m.extend(cache, **given, **masks)[0]), (t, masks)
+                    outs.append(m.extend(cache, **given, **masks)[0])
+                for out in outs:
+                    is_torch = isinstance(out, torch.Tensor)
+                    assert out.is_contiguous() if is_torch else out.flags.c_contiguous, (t, masks)

@@ -1,5 +1,7 @@
 """Recipes that are options, against the same written out."""
 
+import math
+
 import pytest
 
 pytest.importorskip("torch")
@@ -7,6 +9,8 @@ pytest.importorskip("torch")
 import torch
 
 import precondattn as pa
+from precondattn.integrations.transformers.linear.fla.delta_gates import delta_inputs
+from precondattn.layers.functions import log_decay
 from precondattn.layers.norm_order import gains
 from precondattn.layers.recipes import NormedRotary, Rotary, StepOfSolve, UnitConvolution
 from precondattn.layers.torch import Attention
@@ -122,3 +126,38 @@ def test_lucid_with_weights_is_lucid_where_they_are_not_yet_learned():
     plain.load_state_dict(attn.state_dict(), strict=False)
     x = torch.randn(1, 6, 24)
     torch.testing.assert_close(attn(x), plain(x))
+
+
+def gradients_of_saturated(text, value, dtype):
+    """The gradients if A_log, or the bias of a gate, is `value`."""
+    torch.manual_seed(0)
+    attn, x = Attention(16, heads=2, mechanism=text), torch.randn(1, 12, 16)
+    with torch.no_grad():
+        for name, p in attn.named_parameters():
+            if "A_log" in name or name == "g_up_proj.bias":
+                p.fill_(value)
+    y = attn.to(dtype)(x.to(dtype).requires_grad_())
+    return torch.autograd.grad(y.float().square().sum(), list(attn.parameters()))
+
+
+@pytest.mark.parametrize("text", ["gated_delta", "kda", "ssd", "comba", "atk(kda)", "rwkv6", "gla"])
+@pytest.mark.parametrize("value", [12.0, 60.0, 89.0, 120.0])
+def test_gradients_of_saturated_gates_are_those_of_float64(value, text):
+    expected = gradients_of_saturated(text, value, torch.float64)
+    largest = max(d.abs().max().item() for d in expected)
+    for d, right in zip(gradients_of_saturated(text, value, torch.float32), expected, strict=True):
+        torch.testing.assert_close(d.double(), right, rtol=0, atol=1e-4 * largest)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert all(d.isfinite().all() for d in gradients_of_saturated(text, value, dtype))
+
+
+@pytest.mark.parametrize("a", [0.5, 80.0, 89.0, 90.0])
+def test_decays_and_their_gradients_are_right_where_only_the_rate_exceeds_the_range(a):
+    rate, step = torch.tensor(a, requires_grad=True), torch.tensor(-87.0).exp()
+    g = log_decay(rate, step)
+    for found in (g.item(), torch.autograd.grad(g, rate)[0].item()):
+        assert found == pytest.approx(-math.exp(a - 87), rel=1e-4)
+    x, rates = torch.zeros(1, 2, 1, requires_grad=True), torch.full((1,), a)
+    for bound in (None, -5.0):
+        gate = delta_inputs(x, x, x, x, x, False, True, rates, lower_bound=bound)["g"]
+        assert not torch.autograd.grad(gate, x, torch.zeros_like(gate))[0].any()
