@@ -33,8 +33,6 @@ ON_A_CPU = {
     "xla": "jax_softmax",
     "naive_lucid": "lucid_naive",
     "transformers": "gated_delta",
-    "by_hand": "overhead_ccq_gla",
-    "numpy_by_hand": "overhead_numpy_softmax",
     "base": "numpy_lucid",
     "gated_delta": "comba",
     "kda": "gdn2",

@@ -11,17 +11,9 @@ from dataclasses import dataclass
 import precondattn as pa
 from precondattn_conformance.inputs import CallLayout
 
-WORKS = (
-    "forward",
-    "forward_backward",
-    "decode",
-    "memory",
-    "layer_step",
-    "layer_token",
-)
+WORKS = ("forward", "forward_backward", "decode", "memory")
 """`decode` is one new token after a cache of t tokens. `memory` is the peak of a forward and a
-backward pass at t tokens and at its multiples; it is not timed. `layer_step` is a training step of
-an attention layer, and `layer_token` a token of a decoder of four blocks."""
+backward pass at t tokens and at its multiples; it is not timed."""
 
 SIZES = ("b", "t", "h", "n", "d", "e", "m")
 """The sizes that can be set; there are as many keys as queries."""
@@ -66,13 +58,13 @@ CALLS = 100
 OVERHEAD = (
     BenchCase("overhead_softmax", "softmax", "forward", _SMALL, peers=("sdpa",), calls=CALLS),
     BenchCase("overhead_lucid", "lucid", "forward", _SMALL, peers=("naive_lucid",), calls=CALLS),
-    BenchCase("overhead_ccq_gla", "ccq(gla)", "forward", _SMALL, peers=("by_hand",), calls=CALLS),
+    BenchCase("overhead_ccq_gla", "ccq(gla)", "forward", _SMALL, peers=("base",), calls=CALLS),
     BenchCase(
         "overhead_gated_delta_decode",
         "gated_delta",
         "decode",
         layout(t=64, d=128),
-        peers=("by_hand",),
+        peers=(),
         calls=CALLS,
     ),
     BenchCase(
@@ -88,7 +80,7 @@ OVERHEAD = (
         "lucid",
         "decode",
         layout(t=1024),
-        peers=("by_hand",),
+        peers=("sdpa",),
         calls=CALLS,
     ),
     BenchCase(
@@ -97,7 +89,7 @@ OVERHEAD = (
         "forward",
         _SMALL,
         "numpy",
-        peers=("numpy_by_hand",),
+        peers=("sdpa",),
         calls=CALLS,
     ),
     BenchCase(
@@ -151,21 +143,6 @@ _PACKED = tuple(
     for name in ("softmax", "lucid", "laser", "gated_delta", "ccq(gated_delta)")
     for work, suffix in (("forward", ""), ("forward_backward", "_backward"))
 )
-
-LAYERS = tuple(
-    BenchCase(f"layer_{name}{suffix}", mechanism, work, sizes, peers=("by_hand",))
-    for name, mechanism in (
-        *((name, name) for name in ("softmax", "lucid", "laser", "gla", "gated_delta")),
-        ("ccq_gated_delta", "ccq(gated_delta)"),
-    )
-    for suffix, work, sizes in (
-        ("", "layer_step", layout(t=256, d=32)._replace(b=8)),
-        ("_decode", "layer_token", layout(t=128, d=32)),
-    )
-)
-
-SWIN = str(pa.Windowed(size=(7,), shift=(3,), grid=(56, 56), bias=True))
-"""The first stage of Swin-T, in which 3 heads have 32 channels."""
 
 # Chosen by hand: what is measured beside peers. All others have cases of their own in `declared`.
 COMPARED = (
@@ -242,17 +219,7 @@ COMPARED = (
     ),
     BenchCase("jax_deltaformer", "deltaformer", "forward", layout(), "jax", peers=("sdpa", "xla")),
     *(
-        BenchCase(name + suffix, mechanism, work, sizes, peers=(peer,))
-        for name, mechanism, sizes, peer in (
-            (
-                "cross_covariance",
-                "cross_covariance",
-                layout(t=784, d=48)._replace(b=8),
-                "by_hand",
-            ),
-            ("nystrom", "nystrom", layout(), "transformers"),
-            ("swin", SWIN, layout(t=56 * 56, h=3, d=32), "by_hand"),
-        )
+        BenchCase(f"nystrom{suffix}", "nystrom", work, layout(), peers=("transformers",))
         for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
     ),
     BenchCase("ssd", "ssd", "forward", layout(d=128), peers=("naive_fla",)),
@@ -290,7 +257,6 @@ COMPARED = (
     *_OF_PAIRS,
     *_PACKED,
     *OVERHEAD,
-    *LAYERS,
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ from precondattn.arrays import Array
 from precondattn.backend import UnsupportedError
 from precondattn.json_types import JsonObject
 from precondattn_conformance import libraries
-from precondattn_conformance.bench import layers, machine
+from precondattn_conformance.bench import machine
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import (
     Computation,
@@ -97,8 +97,7 @@ def measure(
     library = libraries.named(case.library, options.device)
     try:
         with library.precision(case.dtype):
-            one = _measure_layer if case.work in layers.WORKS else _measure
-            one(case, backend, options, benchmark, library, row)
+            _measure(case, backend, options, benchmark, library, row)
     except (UnsupportedError, UncheckedError) as reason:
         row.status, row.reason = UNSUPPORTED, str(reason)
     except WrongResultError as wrong:
@@ -150,35 +149,6 @@ def _measure(
             _measure_peaks(case, backend, options, (1,), row)
         except NoPeakError as reason:
             row.reason = str(reason)
-    _add_extra(benchmark, row)
-
-
-def _measure_layer(
-    case: BenchCase,
-    backend: str | None,
-    options: MeasureOptions,
-    benchmark: Benchmark,
-    library: Library,
-    row: Row,
-) -> None:
-    """A layer."""
-    if backend is not None:
-        raise UnsupportedError("a layer is measured on the backends that are chosen by default")
-    of_mechanism = replace(case, work=layers.WORKS[case.work])
-    plan(of_mechanism, backend, options.device, row, case.layout)
-    found = layers.measured(case, library)
-    row.error, row.bound, row.checked = found.checked.error, found.checked.bound, found.checked.what
-    row.first_call_seconds = found.first_call_seconds
-    peers = {peer.name: found.peer for peer in peers_of(case) if peer.name == found.peer_name}
-    own_error = {} if found.peer_error is None else {"error": found.peer_error}
-    row.ratios = {name: dict(own_error) for name in peers}
-    _time(found.ours, peers, case, options, benchmark, row)
-    row.status = TIMED
-    _add_extra(benchmark, row)
-
-
-def _add_extra(benchmark: Benchmark, row: Row) -> None:
-    """Write the row to pytest-benchmark's own record."""
     benchmark.extra_info.update(row=vars(row) | {"key": [str(part) for part in row.key]})
 
 

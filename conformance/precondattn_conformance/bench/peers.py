@@ -19,8 +19,6 @@ fla            linear      the same, in half precision         PyTorch on a GPU,
                family      or float32                          flash-linear-attention
 naive_fla      newer       the same mechanism, as their naive  PyTorch, with `fla-core`
                rules       references have it
-by_hand,       some        the same mechanism, most for small  PyTorch; NumPy
-numpy_by_hand              calls
 base           any         the base alone, on our backend      everywhere
 batch          any         the same sequences as a batch       everywhere, for packed cases
 torch          any         the same mechanism in PyTorch       PyTorch, for cases of other libraries
@@ -47,7 +45,6 @@ from precondattn.arrays import Array, Arrays
 from precondattn.installed import is_installed
 from precondattn_conformance import libraries
 from precondattn_conformance.bench.adapters import KERNELS, NAIVE, OF_TRANSFORMERS
-from precondattn_conformance.bench.by_hand import by_hand, is_written, lack
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import Computation, ours, token_count
 from precondattn_conformance.bench.naive_lucid import naive_lucid
@@ -330,18 +327,6 @@ PEERS = (
     *(
         TimedPeer(each.name, "torch", each.fits, each.lack, each.computation)
         for each in (KERNELS, NAIVE)
-    ),
-    *(
-        TimedPeer(
-            name,
-            library,
-            lambda m, library=library: is_written(m, library),  # type: ignore[misc]
-            lambda case, device, library=library: lack(case, library),  # type: ignore[misc]
-            lambda m, backend, library=library, name=name: by_hand(  # type: ignore[misc]
-                m, library, name
-            ),
-        )
-        for name, library in (("by_hand", "torch"), ("numpy_by_hand", "numpy"))
     ),
     TimedPeer(
         "gated_delta",
