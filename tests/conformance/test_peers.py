@@ -59,7 +59,7 @@ def checked(peer, mechanism, sizes, work="forward", dtype="bfloat16", library="t
     """The largest error of a peer; raises the peer's error, or one for a wrong result."""
     case = BenchCase(mechanism, mechanism, work, sizes, library, dtype)
     of = peer.make(pa.parse(mechanism), None)
-    return measure.checked_run(of, case, sizes, libraries.named(library))[1].error
+    return measure.checked_run(of, case, libraries.named(library))[1].error
 
 
 def rows_of(folder, *names, **options):

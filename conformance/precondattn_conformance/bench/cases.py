@@ -40,6 +40,12 @@ class BenchCase:
     """Whether the b sequences of t tokens are packed into one row; the peer `batch` has them as a
     batch."""
 
+    @property
+    def call_layout(self) -> CallLayout:
+        """The sizes of the call: decoding needs one token more than its context."""
+        more = 1 if self.work == "decode" else 0
+        return self.layout._replace(t=self.layout.t + more, s=self.layout.s + more)
+
     def text(self) -> str:
         """A description in one line."""
         sizes = " ".join(f"{letter}{getattr(self.layout, letter)}" for letter in "bthnde")
