@@ -11,14 +11,13 @@ import itertools
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 import precondattn as pa
 from precondattn.arrays import Array
 from precondattn.backend import UnsupportedError
-from precondattn.json_types import JsonObject
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import machine
 from precondattn_conformance.bench.cases import BenchCase
@@ -67,25 +66,8 @@ class MeasureOptions:
     """Called before each round, with its number and how many there are. The warm-up is round 0."""
 
 
-Statistics = Any
-"""The statistics of pytest-benchmark; the seconds of the rounds are in `stats.data`."""
-
-
-class Benchmark(Protocol):
-    """What is asked of pytest-benchmark's fixture."""
-
-    extra_info: JsonObject
-    stats: Statistics
-
-    def pedantic(
-        self,
-        call: Callable[[], object],
-        /,
-        *,
-        setup: Callable[[], None],
-        rounds: int,
-        warmup_rounds: int,
-    ) -> object: ...
+Benchmark = Any
+"""The fixture of pytest-benchmark, which has no types."""
 
 
 def measure(
@@ -116,7 +98,11 @@ def measure(
 
 
 def _measure(
-    case: BenchCase, backend: str | None, options: MeasureOptions, benchmark: Benchmark, row: Row
+    case: BenchCase,
+    backend: str | None,
+    options: MeasureOptions,
+    benchmark: Benchmark,
+    row: Row,
 ) -> None:
     run, checked, row.first_call_seconds = our_run(case, backend, options.device, row)
     row.error, row.bound, row.checked = checked.error, checked.bound, checked.what
