@@ -208,7 +208,7 @@ def _jax_attention_by(implementation: str) -> Callable[..., Array]:
 
 
 def _transformers(mechanism: pa.Mechanism, backend: str | None) -> Computation:
-    """Of Nyström attention, the one whose landmarks start from the batch."""
+    """The function of Transformers; Nyströmformer starts its inverse from the batch."""
     if not isinstance(mechanism, pa.Nystrom):
         return OF_TRANSFORMERS.computation(mechanism)
     same = replace(mechanism, start="batch")
