@@ -370,12 +370,12 @@ def without_time(rows: list[Row]) -> str:
 
 def draw_figures(records: dict[str, BenchRecord]) -> None:
     """One figure of ratios for each file that has some."""
-    from precondattn_conformance.bench.plot import draw_curves, draw_ratios
+    from precondattn_conformance.bench.plot import curves_beside_plain, draw_one, ratio_bars
 
     for name, record in records.items():
-        draw_ratios(record, MEASUREMENTS / f"{name}_ratios.svg")
+        draw_one(ratio_bars, record, MEASUREMENTS / f"{name}_ratios.svg")
     for name, record in load_curves().items():
-        draw_curves(record, CURVES / f"{name}.svg")
+        draw_one(curves_beside_plain, record, CURVES / f"{name}.svg")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def interpreted():
 def assert_agrees(of, text, sizes, work, dtype):
     """Assert agreement with the oracle within a benchmark's bounds; raises `WrongResultError`."""
     case = BenchCase(text, text, work, sizes, "torch", dtype)
-    measure.checked_run(of, case, sizes, libraries.named("torch", DEVICE))
+    measure.checked_run(of, case, libraries.named("torch", DEVICE))
 
 
 @pytest.mark.parametrize("text", FLA)

@@ -33,8 +33,6 @@ ON_A_CPU = {
     "xla": "jax_softmax",
     "naive_lucid": "lucid_naive",
     "transformers": "gated_delta",
-    "by_hand": "overhead_ccq_gla",
-    "numpy_by_hand": "overhead_numpy_softmax",
     "base": "numpy_lucid",
     "gated_delta": "comba",
     "kda": "gdn2",
@@ -61,7 +59,7 @@ def checked(peer, mechanism, sizes, work="forward", dtype="bfloat16", library="t
     """The largest error of a peer; raises the peer's error, or one for a wrong result."""
     case = BenchCase(mechanism, mechanism, work, sizes, library, dtype)
     of = peer.make(pa.parse(mechanism), None)
-    return measure.checked_run(of, case, sizes, libraries.named(library))[1].error
+    return measure.checked_run(of, case, libraries.named(library))[1].error
 
 
 def rows_of(folder, *names, **options):

@@ -11,8 +11,6 @@ computation        one mechanism on one backend, ready to run forward, backward 
 peers              the implementations to compare with, by mechanism
 adapters           peers of other projects, as the suite checks them
 naive_lucid        one of the peers: LUCID as in its paper
-by_hand            peers of small calls
-layers             attention layers, beside the same by hand in `layers_by_hand`
 timed_suite        the cases as tests, timed by pytest-benchmark
 columns            the columns, the group and the name of a row in pytest-benchmark
 benchmark_cases    the rows of a user's own test, which has the mark in `mark`

@@ -19,7 +19,6 @@ import precondattn as pa
 from precondattn.dispatch.discovery import discover
 from precondattn.installed import is_installed
 from precondattn_conformance import libraries as array_libraries
-from precondattn_conformance.bench import layers
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.columns import DEFAULT, Columns, columns_of, device_on
 from precondattn_conformance.bench.mark import BENCHMARKED
@@ -29,8 +28,8 @@ from precondattn_conformance.bench.selection import chosen
 if TYPE_CHECKING:
     import pytest
 
-WORKS = ("forward", "forward_backward", "decode", *layers.WORKS)
-"""What can be timed here. Models copy a cache before each call, and memory is no time."""
+WORKS = ("forward", "forward_backward", "decode")
+"""What can be timed here; memory is no time."""
 
 NEVER = ("torch",)
 """Peers that are no rows here: `libraries=["torch"]` is the same."""
@@ -112,8 +111,7 @@ def benchmark_cases(
         backends to time; `"default"` is the one that a call without `backend=` uses. A backend has
         rows on the libraries that it declares.
     works
-        `"forward"` (the default), `"forward_backward"`, `"decode"`, `"layer_step"` or
-        `"layer_token"`.
+        `"forward"` (the default), `"forward_backward"` or `"decode"`.
     sizes
         such as `"t=1024,h=4,d=64"`, one row for each; other sizes are b=1, t=4096, h=8, d=64.
     dtype
@@ -222,8 +220,7 @@ def _offered(case: BenchCase) -> list[TimedPeer]:
     fitting = [peer for peer in peers_of(case) if peer.name not in NEVER]
     if case.peers is None:
         fitting = [peer for peer in fitting if peer.name not in OURS]
-    is_layer = case.work in layers.WORKS
-    return [peer for peer in fitting if not is_layer or peer.name == "by_hand"]
+    return fitting
 
 
 def _runs_on(backend: str, library: str) -> bool:

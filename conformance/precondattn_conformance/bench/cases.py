@@ -11,17 +11,9 @@ from dataclasses import dataclass
 import precondattn as pa
 from precondattn_conformance.inputs import CallLayout
 
-WORKS = (
-    "forward",
-    "forward_backward",
-    "decode",
-    "memory",
-    "layer_step",
-    "layer_token",
-)
+WORKS = ("forward", "forward_backward", "decode", "memory")
 """`decode` is one new token after a cache of t tokens. `memory` is the peak of a forward and a
-backward pass at t tokens and at its multiples; it is not timed. `layer_step` is a training step of
-an attention layer, and `layer_token` a token of a decoder of four blocks."""
+backward pass at t tokens and at its multiples; it is not timed."""
 
 SIZES = ("b", "t", "h", "n", "d", "e", "m")
 """The sizes that can be set; there are as many keys as queries."""
@@ -48,6 +40,12 @@ class BenchCase:
     """Whether the b sequences of t tokens are packed into one row; the peer `batch` has them as a
     batch."""
 
+    @property
+    def call_layout(self) -> CallLayout:
+        """The sizes of the call: decoding needs one token more than its context."""
+        more = 1 if self.work == "decode" else 0
+        return self.layout._replace(t=self.layout.t + more, s=self.layout.s + more)
+
     def text(self) -> str:
         """A description in one line."""
         sizes = " ".join(f"{letter}{getattr(self.layout, letter)}" for letter in "bthnde")
@@ -60,63 +58,55 @@ def layout(t: int = 4096, h: int = 8, n: int | None = None, d: int = 64, e: int 
     return CallLayout("bench", b=1, t=t, s=t, h=h, n=n or h, d=d, e=e or d, m=64, values_per_head=1)
 
 
+_WIDE = layout(d=128)
 _SMALL = layout(t=8, h=2, d=16)
-CALLS = 100
+_CACHED = layout(t=1024)
 
-OVERHEAD = (
-    BenchCase("overhead_softmax", "softmax", "forward", _SMALL, peers=("sdpa",), calls=CALLS),
-    BenchCase("overhead_lucid", "lucid", "forward", _SMALL, peers=("naive_lucid",), calls=CALLS),
-    BenchCase("overhead_ccq_gla", "ccq(gla)", "forward", _SMALL, peers=("by_hand",), calls=CALLS),
-    BenchCase(
-        "overhead_gated_delta_decode",
-        "gated_delta",
-        "decode",
-        layout(t=64, d=128),
-        peers=("by_hand",),
-        calls=CALLS,
-    ),
-    BenchCase(
-        "overhead_softmax_decode",
-        "softmax",
-        "decode",
-        layout(t=1024),
-        peers=("sdpa",),
-        calls=CALLS,
-    ),
-    BenchCase(
-        "overhead_lucid_decode",
-        "lucid",
-        "decode",
-        layout(t=1024),
-        peers=("by_hand",),
-        calls=CALLS,
-    ),
-    BenchCase(
-        "overhead_numpy_softmax",
-        "softmax",
-        "forward",
-        _SMALL,
-        "numpy",
-        peers=("numpy_by_hand",),
-        calls=CALLS,
-    ),
-    BenchCase(
-        "overhead_jax_softmax", "softmax", "forward", _SMALL, "jax", peers=("xla",), calls=CALLS
-    ),
-)  # fmt: skip
-"""Calls so small that most of their time may pass outside of the arithmetic."""
+
+def _small(
+    name: str, mechanism: str, work: str, sizes: CallLayout, *peers: str, library: str = "torch"
+) -> BenchCase:
+    """A call so small that most of its time may pass outside of the arithmetic."""
+    return BenchCase(f"overhead_{name}", mechanism, work, sizes, library, peers=peers, calls=100)
+
+
+def _both(
+    name: str,
+    mechanism: str,
+    sizes: CallLayout,
+    *peers: str,
+    library: str = "torch",
+    packed: bool = False,
+) -> tuple[BenchCase, ...]:
+    """A case of the forward pass, and one with the gradient."""
+    return tuple(
+        BenchCase(name + suffix, mechanism, work, sizes, library, peers=peers, packed=packed)
+        for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
+    )
+
+
+def _peaks(
+    name: str,
+    mechanism: str,
+    sizes: CallLayout,
+    library: str = "torch",
+    dtype: str = "float32",
+    multiples: tuple[int, ...] = (1, 2, 4),
+) -> BenchCase:
+    return BenchCase(name, mechanism, "memory", sizes, library, dtype, (), multiples=multiples)
+
 
 _MEMORY = ("softmax", "lucid", "laser", "path", "gated_delta", "ccq(gated_delta)", "row_normalized")
+_PREFIXES = {"torch": "", "numpy": "numpy_", "jax": "jax_"}
 
+# Distances and masks of pairs, beside plain softmax. An attn_mask is an input of a byte a pair.
 _OF_PAIRS = tuple(
-    BenchCase(
-        ("" if library == "torch" else f"{library}_") + f"pairs_{name}{suffix}",
+    _peaks(
+        f"{_PREFIXES[library]}pairs_{name}{suffix}",
         mechanism,
-        "memory",
         layout(t=16384)._replace(mask=mask),
         library,
         dtype,
-        peers=(),
         multiples=(1,),
     )
     for library, dtype, suffix in (
@@ -133,165 +123,78 @@ _OF_PAIRS = tuple(
         ("attn_mask", "softmax", "attn_mask"),
     )
 )
-"""Distances and masks of pairs, beside plain softmax. An attn_mask is an input of a byte a pair."""
-
-_SHORT = layout(t=128)._replace(b=32)
 
 _PACKED = tuple(
-    BenchCase(
-        ("" if library == "torch" else f"{library}_") + f"packed_{name}{suffix}",
+    case
+    for library, prefix in _PREFIXES.items()
+    for name in ("softmax", "lucid", "laser", "gated_delta", "ccq(gated_delta)")
+    for case in _both(
+        f"{prefix}packed_{name}",
         name,
-        work,
-        _SHORT,
-        library,
-        peers=("batch",),
+        layout(t=128)._replace(b=32),
+        "batch",
+        library=library,
         packed=True,
     )
-    for library in ("torch", "numpy", "jax")
-    for name in ("softmax", "lucid", "laser", "gated_delta", "ccq(gated_delta)")
-    for work, suffix in (("forward", ""), ("forward_backward", "_backward"))
 )
 
-LAYERS = tuple(
-    BenchCase(f"layer_{name}{suffix}", mechanism, work, sizes, peers=("by_hand",))
-    for name, mechanism in (
-        *((name, name) for name in ("softmax", "lucid", "laser", "gla", "gated_delta")),
-        ("ccq_gated_delta", "ccq(gated_delta)"),
-    )
-    for suffix, work, sizes in (
-        ("", "layer_step", layout(t=256, d=32)._replace(b=8)),
-        ("_decode", "layer_token", layout(t=128, d=32)),
-    )
-)
-
-SWIN = str(pa.Windowed(size=(7,), shift=(3,), grid=(56, 56), bias=True))
-"""The first stage of Swin-T, in which 3 heads have 32 channels."""
+_SYMMETRIC = "lucid[rho=0.5](softmax[causal=false])"
+_WINDOW = "softmax[window=256]"
 
 # Chosen by hand: what is measured beside peers. All others have cases of their own in `declared`.
 COMPARED = (
     BenchCase("softmax", "softmax", "forward", layout(), peers=("sdpa",)),
     BenchCase(
-        "window_backward",
-        "softmax[window=256]",
-        "forward_backward",
-        layout(t=2048),
-        peers=("masked_sdpa",),
+        "window_backward", _WINDOW, "forward_backward", layout(t=2048), peers=("masked_sdpa",)
     ),
     BenchCase("lucid", "lucid", "forward", layout(), peers=("sdpa",)),
     BenchCase("lucid_one_kv_head", "lucid", "forward", layout(n=1), peers=("sdpa",)),
     BenchCase("lucid_naive", "lucid", "forward", layout(), peers=("naive_lucid",)),
     BenchCase("lucid_backward", "lucid", "forward_backward", layout(), peers=("sdpa",)),
-    BenchCase("laser", "laser", "forward", layout(), peers=("sdpa", "base")),
-    BenchCase("laser_backward", "laser", "forward_backward", layout(), peers=("sdpa", "base")),
+    *_both("laser", "laser", layout(), "sdpa", "base"),
     BenchCase("row_normalized", "row_normalized", "forward", layout(), peers=("base", "sdpa")),
-    BenchCase(
-        "gated_delta", "gated_delta", "forward", layout(d=128), peers=("transformers", "fla")
-    ),
-    BenchCase(
-        "gated_delta_backward",
-        "gated_delta",
-        "forward_backward",
-        layout(d=128),
-        peers=("transformers", "fla"),
-    ),
-    *(
-        BenchCase(f"{prefix}kda{suffix}", "kda", work, layout(d=128), library, peers=peers)
-        for prefix, library, peers in (
-            ("", "torch", ("gated_delta", "naive_fla", "fla")),
-            ("jax_", "jax", ("gated_delta",)),
-        )
-        for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
-    ),
-    *(
-        BenchCase(f"{name}{suffix}", text, work, layout(d=128), peers=peers)
-        for name, text, peers in (
-            ("gdn2", "gdn2", ("kda", "naive_fla")),
-            ("comba", "comba", ("gated_delta", "naive_fla")),
-            ("delta_product", "delta_product", ("gated_delta", "naive_fla")),
-            ("dplr", "dplr", ("kda",)),
-            ("atk_gated_delta", "atk(gated_delta)", ("base", "naive_fla")),
-            ("atk_kda", "atk(kda)", ("base", "naive_fla")),
-        )
-        for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
-    ),
-    *(
-        BenchCase(f"ccq_{base}{suffix}", f"ccq({base})", work, layout(d=128), peers=("base",))
-        for base in ("gated_delta", "gla")
-        for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
-    ),
+    *_both("gated_delta", "gated_delta", _WIDE, "transformers", "fla"),
+    *_both("kda", "kda", _WIDE, "gated_delta", "naive_fla", "fla"),
+    *_both("jax_kda", "kda", _WIDE, "gated_delta", library="jax"),
+    *_both("gdn2", "gdn2", _WIDE, "kda", "naive_fla"),
+    *_both("comba", "comba", _WIDE, "gated_delta", "naive_fla"),
+    *_both("delta_product", "delta_product", _WIDE, "gated_delta", "naive_fla"),
+    *_both("dplr", "dplr", _WIDE, "kda"),
+    *_both("atk_gated_delta", "atk(gated_delta)", _WIDE, "base", "naive_fla"),
+    *_both("atk_kda", "atk(kda)", _WIDE, "base", "naive_fla"),
+    *_both("ccq_gated_delta", "ccq(gated_delta)", _WIDE, "base"),
+    *_both("ccq_gla", "ccq(gla)", _WIDE, "base"),
     BenchCase("path", "path", "forward", layout(), peers=("sdpa", "fla")),
     BenchCase("deltaformer", "deltaformer", "forward", layout(), peers=("sdpa", "naive_fla")),
-    BenchCase(
-        "deltaformer_backward", "deltaformer", "forward_backward", layout(), peers=("sdpa",)
-    ),
-    *(
-        BenchCase(
-            f"{prefix}symmetric_lucid{suffix}",
-            "lucid[rho=0.5](softmax[causal=false])",
-            work,
-            layout(h=4),
-            library,
-            peers=("sdpa",),
-        )
-        for prefix, library in (("", "torch"), ("jax_", "jax"))
-        for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
-    ),
-    *(
-        BenchCase(f"mesa{suffix}", "mesa", work, layout(), peers=("base", "naive_fla"))
-        for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
-    ),
+    BenchCase("deltaformer_backward", "deltaformer", "forward_backward", layout(), peers=("sdpa",)),
+    *_both("symmetric_lucid", _SYMMETRIC, layout(h=4), "sdpa"),
+    *_both("jax_symmetric_lucid", _SYMMETRIC, layout(h=4), "sdpa", library="jax"),
+    *_both("mesa", "mesa", layout(), "base", "naive_fla"),
     BenchCase("jax_deltaformer", "deltaformer", "forward", layout(), "jax", peers=("sdpa", "xla")),
-    *(
-        BenchCase(name + suffix, mechanism, work, sizes, peers=(peer,))
-        for name, mechanism, sizes, peer in (
-            (
-                "cross_covariance",
-                "cross_covariance",
-                layout(t=784, d=48)._replace(b=8),
-                "by_hand",
-            ),
-            ("nystrom", "nystrom", layout(), "transformers"),
-            ("swin", SWIN, layout(t=56 * 56, h=3, d=32), "by_hand"),
-        )
-        for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
-    ),
-    BenchCase("ssd", "ssd", "forward", layout(d=128), peers=("naive_fla",)),
+    *_both("nystrom", "nystrom", layout(), "transformers"),
+    BenchCase("ssd", "ssd", "forward", _WIDE, peers=("naive_fla",)),
     BenchCase("numpy_lucid", "lucid", "forward", layout(t=2048), "numpy", peers=("base",)),
     BenchCase("numpy_softmax", "softmax", "forward", layout(t=2048), "numpy", peers=("sdpa",)),
     BenchCase("lucid_decode", "lucid", "decode", layout(t=16384), peers=("sdpa",)),
     BenchCase("jax_softmax", "softmax", "forward", layout(), "jax", peers=("sdpa", "xla")),
-    BenchCase("jax_lucid", "lucid", "forward", layout(), "jax", peers=("base", "sdpa")),
-    BenchCase(
-        "jax_lucid_backward", "lucid", "forward_backward", layout(), "jax", peers=("base", "sdpa")
-    ),
+    *_both("jax_lucid", "lucid", layout(), "base", "sdpa", library="jax"),
     BenchCase("jax_laser", "laser", "forward", layout(), "jax", peers=("base",)),
     BenchCase("jax_path", "path", "forward", layout(), "jax", peers=("torch",)),
-    BenchCase("jax_gated_delta", "gated_delta", "forward", layout(d=128), "jax", peers=("torch",)),
-    BenchCase(
-        "jax_gated_delta_backward",
-        "gated_delta",
-        "forward_backward",
-        layout(d=128),
-        "jax",
-        peers=("torch",),
-    ),
-    *(
-        BenchCase(f"memory_{name}", name, "memory", layout(h=2), peers=())
-        for name in _MEMORY
-    ),
-    *(
-        BenchCase(f"jax_memory_{name}", name, "memory", layout(h=2), "jax", peers=())
-        for name in _MEMORY
-    ),
-    *(
-        BenchCase(f"long_{name}", name, "memory", layout(t=65536, h=2), peers=(), multiples=(1,))
-        for name in _MEMORY
-    ),
+    *_both("jax_gated_delta", "gated_delta", _WIDE, "torch", library="jax"),
+    *(_peaks(f"memory_{name}", name, layout(h=2)) for name in _MEMORY),
+    *(_peaks(f"jax_memory_{name}", name, layout(h=2), "jax") for name in _MEMORY),
+    *(_peaks(f"long_{name}", name, layout(t=65536, h=2), multiples=(1,)) for name in _MEMORY),
     *_OF_PAIRS,
     *_PACKED,
-    *OVERHEAD,
-    *LAYERS,
-)  # fmt: skip
+    _small("softmax", "softmax", "forward", _SMALL, "sdpa"),
+    _small("lucid", "lucid", "forward", _SMALL, "naive_lucid"),
+    _small("ccq_gla", "ccq(gla)", "forward", _SMALL, "base"),
+    _small("gated_delta_decode", "gated_delta", "decode", layout(t=64, d=128)),
+    _small("softmax_decode", "softmax", "decode", _CACHED, "sdpa"),
+    _small("lucid_decode", "lucid", "decode", _CACHED, "sdpa"),
+    _small("numpy_softmax", "softmax", "forward", _SMALL, "sdpa", library="numpy"),
+    _small("jax_softmax", "softmax", "forward", _SMALL, "xla", library="jax"),
+)
 
 
 def declared() -> tuple[BenchCase, ...]:
@@ -302,6 +205,5 @@ def declared() -> tuple[BenchCase, ...]:
     cases = {case.name: case for case in COMPARED}
     for name in pa.mechanisms():
         cases.setdefault(name, BenchCase(name, name, "forward", layout()))
-        memory = BenchCase(f"memory_{name}", name, "memory", layout(h=2), peers=())
-        cases.setdefault(memory.name, memory)
+        cases.setdefault(f"memory_{name}", _peaks(f"memory_{name}", name, layout(h=2)))
     return tuple(cases.values())

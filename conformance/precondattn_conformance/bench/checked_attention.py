@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import precondattn as pa
 from precondattn.arrays import Arrays
 from precondattn.backend import UnsupportedError
 from precondattn.json_types import JsonObject
 from precondattn_conformance import libraries
-from precondattn_conformance.bench import layers
 from precondattn_conformance.bench.benchmark_cases import BenchmarkRow
-from precondattn_conformance.bench.computation import ours, packed
 from precondattn_conformance.bench.correct import UncheckedError, WrongResultError
-from precondattn_conformance.bench.measure import checked_run
+from precondattn_conformance.bench.measure import our_run, peer_run
 from precondattn_conformance.bench.paired import Run
-from precondattn_conformance.bench.plan import empty_row, plan
+from precondattn_conformance.bench.plan import empty_row
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
@@ -39,7 +35,7 @@ def checked_attention(
     benchmark.group = row.columns.group
     with library.precision(row.case.dtype):
         try:
-            run, information = _prepared(row, library)
+            run, information = _prepared(row)
         except (UnsupportedError, UncheckedError) as reason:
             pytest.skip(str(reason))
         except WrongResultError as wrong:
@@ -60,32 +56,14 @@ def checked_attention(
         yield call
 
 
-def _prepared(row: BenchmarkRow, library: libraries.Library) -> tuple[Run, JsonObject]:
+def _prepared(row: BenchmarkRow) -> tuple[Run, JsonObject]:
     """The run of a row after its check, and what is saved with its times."""
-    case, peer = row.case, row.peer
-    mechanism = pa.parse(case.mechanism)
-    described = empty_row(case, row.backend, row.columns.device)
-    is_layer = case.work in layers.WORKS
-    # Decoding needs one token more than its context.
-    more = 1 if case.work == "decode" else 0
-    layout = case.layout._replace(t=case.layout.t + more, s=case.layout.s + more)
+    case, peer, device = row.case, row.peer, row.columns.device
+    described = empty_row(case, row.backend, device)
     if peer is None:
-        of_mechanism = replace(case, work=layers.WORKS[case.work]) if is_layer else case
-        plan(of_mechanism, row.backend, row.columns.device, described, layout)
-    if is_layer:
-        if row.backend is not None:
-            raise UnsupportedError("a layer is timed on the backends that are chosen by default")
-        if library.name != "torch":
-            raise UnsupportedError("layers are timed in PyTorch")
-        beside = layers.measured(case, library)
-        run = beside.ours if peer is None else beside.peer
-        checked, first = beside.checked, beside.first_call_seconds
+        run, checked, first = our_run(case, row.backend, device, described)
     else:
-        make = ours if peer is None else peer.make
-        computation = make(mechanism, row.backend)
-        if case.packed and peer is None:
-            computation = packed(computation, library)
-        run, checked, first = checked_run(computation, case, layout, library)
+        run, checked, first = peer_run(peer, case, row.backend, device)
     return run, {
         "case": case.name,
         "computes": row.computed,

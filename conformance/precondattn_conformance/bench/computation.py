@@ -185,43 +185,24 @@ def no_gradient(library: Library) -> AbstractContextManager[object]:
     return library.precision("")  # The base class's context, which does nothing.
 
 
-def compiled_forward(computation: Computation) -> Callable[[Arrays], Array]:
-    """JAX's compiled function from the inputs to the output."""
-    import jax
-
-    compiled: Callable[[Arrays], Array] = jax.jit(lambda x: computation.forward(**x))
-    return compiled
-
-
-def compiled_backward(computation: Computation) -> Callable[[Arrays, Array], tuple[Array, Arrays]]:
-    """JAX's compiled function from inputs and cotangent to the output and every gradient."""
-    import jax
-
-    def both(x: Arrays, cotangent: Array) -> tuple[Array, Arrays]:
-        out, pullback = jax.vjp(lambda x: computation.forward(**x), x)
-        return out, pullback(cotangent)[0]
-
-    compiled: Callable[[Arrays, Array], tuple[Array, Arrays]] = jax.jit(both)
-    return compiled
-
-
 def forward_run(computation: Computation, library: Library, inputs: Arrays, calls: int = 1) -> Run:
-    """The output, under `no_grad` where the library has one; the last of several calls'."""
+    """The output, without what a gradient would need; the last of several calls'."""
+
+    def forward(x: Arrays) -> Array:
+        return computation.forward(**x)
+
     if library.name == "jax":
-        compiled = compiled_forward(computation)
+        import jax
 
-        def compiled_call() -> Arrays:
-            for _ in range(calls - 1):
-                finished(library, {"the output": compiled(inputs)})
-            return finished(library, {"the output": compiled(inputs)})
-
-        return Run(compiled_call)
+        forward = jax.jit(forward)
 
     def call() -> Arrays:
         with no_gradient(library):
             for _ in range(calls - 1):
-                computation.forward(**inputs)
-            return finished(library, {"the output": computation.forward(**inputs)})
+                out = forward(inputs)
+                if library.name == "jax":  # It would queue the calls.
+                    out.block_until_ready()
+            return finished(library, {"the output": forward(inputs)})
 
     return Run(call)
 
@@ -247,8 +228,14 @@ def backward_run(
 
         return Run(by_autograd)
     if library.name == "jax":
-        both = compiled_backward(computation)
-        return Run(lambda: named(*both(inputs, cotangent)))
+        import jax
+
+        def both(x: Arrays, cotangent: Array) -> tuple[Array, Arrays]:
+            out, pullback = jax.vjp(lambda x: computation.forward(**x), x)
+            return out, pullback(cotangent)[0]
+
+        compiled = jax.jit(both)
+        return Run(lambda: named(*compiled(inputs, cotangent)))
     if computation.vjp is None:
         raise UnsupportedError(f"{computation.name} has no gradient on {library.name}")
     explicit = computation.vjp

@@ -25,9 +25,7 @@ from precondattn_conformance.bench.paired import Run
 def run_of(case: BenchCase) -> Run:
     """A warm call. That its result is correct is for the tests to say: the oracle is slow here."""
     mechanism, library = pa.parse(case.mechanism), libraries.named(case.library, None)
-    more = 1 if case.work == "decode" else 0
-    layout = case.layout._replace(t=case.layout.t + more, s=case.layout.s + more)
-    inputs = inputs_of(case.mechanism, layout, case.dtype, case.library)
+    inputs = inputs_of(case.mechanism, case.call_layout, case.dtype, case.library)
     arrays = {name: library.array(array, case.dtype) for name, array in inputs.items()}
     if case.work == "decode":
         decoder_of = ours(mechanism, None).decoder

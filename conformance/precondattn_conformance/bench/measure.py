@@ -10,17 +10,16 @@ from __future__ import annotations
 import itertools
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 import precondattn as pa
 from precondattn.arrays import Array
 from precondattn.backend import UnsupportedError
-from precondattn.json_types import JsonObject
 from precondattn_conformance import libraries
-from precondattn_conformance.bench import layers, machine
+from precondattn_conformance.bench import machine
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import (
     Computation,
@@ -42,10 +41,9 @@ from precondattn_conformance.bench.correct import (
 )
 from precondattn_conformance.bench.cost import flops, moved_bytes
 from precondattn_conformance.bench.paired import Run, Turns, spread, timed
-from precondattn_conformance.bench.peers import lacks, peers_of
+from precondattn_conformance.bench.peers import TimedPeer, lacks, peers_of
 from precondattn_conformance.bench.plan import empty_row, plan
 from precondattn_conformance.bench.record import FAILED, TIMED, UNSUPPORTED, WRONG, Row
-from precondattn_conformance.inputs import CallLayout
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.memory import MeasuredCall, NoPeakError, peak_bytes
 
@@ -68,38 +66,27 @@ class MeasureOptions:
     """Called before each round, with its number and how many there are. The warm-up is round 0."""
 
 
-Statistics = Any
-"""The statistics of pytest-benchmark; the seconds of the rounds are in `stats.data`."""
-
-
-class Benchmark(Protocol):
-    """What is asked of pytest-benchmark's fixture."""
-
-    extra_info: JsonObject
-    stats: Statistics
-
-    def pedantic(
-        self,
-        call: Callable[[], object],
-        /,
-        *,
-        setup: Callable[[], None],
-        rounds: int,
-        warmup_rounds: int,
-    ) -> object: ...
+Benchmark = Any
+"""The fixture of pytest-benchmark, which has no types."""
 
 
 def measure(
     case: BenchCase, backend: str | None, options: MeasureOptions, benchmark: Benchmark
 ) -> Row:
-    """A row of any status. `benchmark` is pytest-benchmark's fixture; it times correct results."""
+    """A row of any status. `benchmark` is pytest-benchmark's fixture; it times correct results.
+
+    A case of memory has peaks at multiples of the number of tokens, each call in its own process.
+    """
     row = empty_row(case, backend, options.device)
-    library = libraries.named(case.library, options.device)
     try:
-        with library.precision(case.dtype):
-            one = _measure_layer if case.work in layers.WORKS else _measure
-            one(case, backend, options, benchmark, library, row)
-    except (UnsupportedError, UncheckedError) as reason:
+        if case.work == "memory":
+            plan(case, backend, options.device, row)
+            _measure_peaks(case, backend, options, case.multiples, row)
+        else:
+            with libraries.named(case.library, options.device).precision(case.dtype):
+                _measure(case, backend, options, benchmark, row)
+        row.status = TIMED
+    except (UnsupportedError, UncheckedError, NoPeakError) as reason:
         row.status, row.reason = UNSUPPORTED, str(reason)
     except WrongResultError as wrong:
         row.status, row.reason = WRONG, str(wrong)
@@ -110,75 +97,24 @@ def measure(
     return row
 
 
-def measure_memory(case: BenchCase, backend: str | None, options: MeasureOptions) -> Row:
-    """A row of peaks at multiples of the number of tokens, each call in its own process."""
-    row = empty_row(case, backend, options.device)
-    try:
-        plan(case, backend, options.device, row, case.layout)
-        _measure_peaks(case, backend, options, case.multiples, row)
-        row.status = TIMED
-    except (UnsupportedError, NoPeakError) as reason:
-        row.status, row.reason = UNSUPPORTED, str(reason)
-    except Exception as error:
-        row.status, row.reason = FAILED, f"{type(error).__name__}: {error}"
-    return row
-
-
 def _measure(
     case: BenchCase,
     backend: str | None,
     options: MeasureOptions,
     benchmark: Benchmark,
-    library: Library,
     row: Row,
 ) -> None:
-    # Decoding needs one token more than its context.
-    more = 1 if case.work == "decode" else 0
-    layout = case.layout._replace(t=case.layout.t + more, s=case.layout.s + more)
-    plan(case, backend, options.device, row, layout)
-    contender = ours(pa.parse(case.mechanism), backend)
-    if case.packed:
-        contender = packed(contender, library)
-    run, checked, row.first_call_seconds = checked_run(contender, case, layout, library)
+    run, checked, row.first_call_seconds = our_run(case, backend, options.device, row)
     row.error, row.bound, row.checked = checked.error, checked.bound, checked.what
-    peers = _correct_peers(case, backend, options, layout, row)
+    peers = _correct_peers(case, backend, options, row)
     _time(run, peers, case, options, benchmark, row)
-    _add_rates(case, options, layout, row)
+    _add_rates(case, options, row)
     row.status = TIMED
     if options.memory and case.work != "decode":
         try:
             _measure_peaks(case, backend, options, (1,), row)
         except NoPeakError as reason:
             row.reason = str(reason)
-    _add_extra(benchmark, row)
-
-
-def _measure_layer(
-    case: BenchCase,
-    backend: str | None,
-    options: MeasureOptions,
-    benchmark: Benchmark,
-    library: Library,
-    row: Row,
-) -> None:
-    """A layer."""
-    if backend is not None:
-        raise UnsupportedError("a layer is measured on the backends that are chosen by default")
-    of_mechanism = replace(case, work=layers.WORKS[case.work])
-    plan(of_mechanism, backend, options.device, row, case.layout)
-    found = layers.measured(case, library)
-    row.error, row.bound, row.checked = found.checked.error, found.checked.bound, found.checked.what
-    row.first_call_seconds = found.first_call_seconds
-    peers = {peer.name: found.peer for peer in peers_of(case) if peer.name == found.peer_name}
-    own_error = {} if found.peer_error is None else {"error": found.peer_error}
-    row.ratios = {name: dict(own_error) for name in peers}
-    _time(found.ours, peers, case, options, benchmark, row)
-    row.status = TIMED
-    _add_extra(benchmark, row)
-
-
-def _add_extra(benchmark: Benchmark, row: Row) -> None:
-    """Write the row to pytest-benchmark's own record."""
     benchmark.extra_info.update(row=vars(row) | {"key": [str(part) for part in row.key]})
 
 
@@ -210,12 +146,30 @@ def _time(
         row.ratios[name] |= {**ratio._asdict(), "seconds": own}
 
 
-def checked_run(
-    computation: Computation, case: BenchCase, layout: CallLayout, library: Library
-) -> tuple[Run, Checked, float]:
-    """The run to be timed, its check, and the duration of its first call."""
+CheckedRun = tuple[Run, Checked, float]
+"""The run to be timed, its check, and the duration of its first call."""
+
+
+def our_run(case: BenchCase, backend: str | None, device: str | None, row: Row) -> CheckedRun:
+    """Our run of a case, whose backends are written to the row."""
+    plan(case, backend, device, row)
+    library = libraries.named(case.library, device)
+    computation = ours(pa.parse(case.mechanism), backend)
+    return checked_run(packed(computation, library) if case.packed else computation, case, library)
+
+
+def peer_run(
+    peer: TimedPeer, case: BenchCase, backend: str | None, device: str | None
+) -> CheckedRun:
+    """A peer's run of a case, in its own library."""
+    library = libraries.named(peer.library or case.library, device)
+    return checked_run(peer.make(pa.parse(case.mechanism), backend), case, library)
+
+
+def checked_run(computation: Computation, case: BenchCase, library: Library) -> CheckedRun:
+    """The run of a computation, after its result was compared with the oracle."""
     results: list[Array] = []
-    text = str(computation.mechanism)
+    text, layout = str(computation.mechanism), case.call_layout
     if case.work == "decode":
         if computation.decoder is None:
             raise UnsupportedError(f"{computation.name} has no decoding")
@@ -245,26 +199,22 @@ def checked_run(
 
 
 def _correct_peers(
-    case: BenchCase, backend: str | None, options: MeasureOptions, layout: CallLayout, row: Row
+    case: BenchCase, backend: str | None, options: MeasureOptions, row: Row
 ) -> dict[str, Run]:
     """The peers that are installed and correct; the row gets the reasons of the others."""
     runs: dict[str, Run] = {}
     for peer in peers_of(case):
-        lack = lacks(peer, case, row.device)
-        if lack:
-            row.absent_peers[peer.name] = lack
-            continue
-        library = libraries.named(peer.library or case.library, options.device)
-        try:
-            rounds = peer.make(pa.parse(case.mechanism), backend)
-            run, checked, _ = checked_run(rounds, case, layout, library)
-        except (WrongResultError, UnsupportedError, UncheckedError) as reason:
-            row.absent_peers[peer.name] = str(reason)
-        except Exception as error:
-            row.absent_peers[peer.name] = f"{type(error).__name__}: {error}"
-        else:
-            runs[peer.name] = run
-            row.ratios[peer.name] = {"error": checked.error}
+        reason = lacks(peer, case, row.device)
+        if not reason:
+            try:
+                runs[peer.name], checked, _ = peer_run(peer, case, backend, options.device)
+                row.ratios[peer.name] = {"error": checked.error}
+                continue
+            except (WrongResultError, UnsupportedError, UncheckedError) as error:
+                reason = str(error)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+        row.absent_peers[peer.name] = reason
     return runs
 
 
@@ -277,10 +227,10 @@ def _affordable(run: Run, peers: dict[str, Run]) -> int:
     return int(np.clip(BUDGET / max(seconds, 1e-6), LEAST_ROUNDS, MOST_ROUNDS))
 
 
-def _add_rates(case: BenchCase, options: MeasureOptions, layout: CallLayout, row: Row) -> None:
+def _add_rates(case: BenchCase, options: MeasureOptions, row: Row) -> None:
     """Write FLOPs, bytes, and the shares of the machine's own rates to the row."""
     m = pa.parse(case.mechanism)
-    shapes = {name: p.shape(layout.sizes) for name, p in m.inputs.items()}
+    shapes = {name: p.shape(case.call_layout.sizes) for name, p in m.inputs.items()}
     sizes = m.inputs.sizes(str(m), shapes)
     own = machine.rates(case.library, options.device, case.dtype, quick=options.quick)
     row.flops = flops(m, sizes, case.work)

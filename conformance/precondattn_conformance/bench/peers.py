@@ -1,30 +1,6 @@
 """Peers: what a user would run instead, or the base that a mechanism adds work to.
 
-=============  ==========  ==================================  ==================================
-peer           of          what it computes                    where
-=============  ==========  ==================================  ==================================
-sdpa           softmax     softmax attention                   PyTorch
-masked_sdpa    softmax     the same, with the window as a      PyTorch
-               [window]    boolean mask
-flash_sdpa,    softmax     the same, by one kernel of          PyTorch on a GPU, in half
-cudnn_sdpa                 PyTorch's each                      precision
-xla            softmax     softmax attention                   JAX
-cudnn          softmax     the same, by cuDNN                  JAX on a GPU, in half precision
-naive_lucid    lucid       the same mechanism                  PyTorch
-transformers   gated       the same mechanism; of Nyström      PyTorch, with `transformers`
-               delta,      attention the one with
-               kda, ssd,   `start="batch"`
-               nystrom
-fla            linear      the same, in half precision         PyTorch on a GPU, with
-               family      or float32                          flash-linear-attention
-naive_fla      newer       the same mechanism, as their naive  PyTorch, with `fla-core`
-               rules       references have it
-by_hand,       some        the same mechanism, most for small  PyTorch; NumPy
-numpy_by_hand              calls
-base           any         the base alone, on our backend      everywhere
-batch          any         the same sequences as a batch       everywhere, for packed cases
-torch          any         the same mechanism in PyTorch       PyTorch, for cases of other libraries
-=============  ==========  ==================================  ==================================
+The page on benchmarks has a table of what each computes, and where.
 
 `sdpa` is the peer of every mechanism that contains softmax attention, also of LASER and PaTH, which
 compute something else. A peer is compared with the oracle of what it computes; a wrong one is not
@@ -44,10 +20,8 @@ import numpy as np
 
 import precondattn as pa
 from precondattn.arrays import Array, Arrays
-from precondattn.installed import is_installed
 from precondattn_conformance import libraries
 from precondattn_conformance.bench.adapters import KERNELS, NAIVE, OF_TRANSFORMERS
-from precondattn_conformance.bench.by_hand import by_hand, is_written, lack
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import Computation, ours, token_count
 from precondattn_conformance.bench.naive_lucid import naive_lucid
@@ -57,17 +31,17 @@ SOFTMAX = pa.Softmax()
 
 
 class TimedPeer(NamedTuple):
-    """A row of the table above."""
+    """An implementation to compare with."""
 
     name: str
-    library: str | None
-    """The array library of the peer; None for that of the case."""
     fits: Callable[[pa.Mechanism], bool]
     """Whether it is a peer of this mechanism."""
-    lacks: Callable[[BenchCase, str], str]
-    """Why it can not run this case on this device; empty if it can."""
     make: Callable[[pa.Mechanism, str | None], Computation]
     """The computation for a mechanism; the backend is used if the peer is one of ours."""
+    library: str | None = "torch"
+    """The array library of the peer; None for that of the case."""
+    lacks: Callable[[BenchCase, str], str] = lambda case, device: ""
+    """Why it can not run this case on this device; empty if it can."""
 
 
 def peers_of(case: BenchCase) -> list[TimedPeer]:
@@ -233,16 +207,8 @@ def _jax_attention_by(implementation: str) -> Callable[..., Array]:
     return attention
 
 
-# Transformers: only the module is imported, no model is loaded.
-
-
-def _lacks_transformers(case: BenchCase, device: str) -> str:
-    if not is_installed("transformers"):
-        return "transformers is not installed"
-    return OF_TRANSFORMERS.lack(case, device)
-
-
 def _transformers(mechanism: pa.Mechanism, backend: str | None) -> Computation:
+    """The function of Transformers; Nyströmformer starts its inverse from the batch."""
     if not isinstance(mechanism, pa.Nystrom):
         return OF_TRANSFORMERS.computation(mechanism)
     same = replace(mechanism, start="batch")
@@ -274,94 +240,52 @@ def _again_in_torch(case: BenchCase, device: str) -> str:
     return "is the contender itself" if case.library == "torch" else ""
 
 
+def _named(name: str, attention: Callable[..., Array]) -> Callable[..., Computation]:
+    """The maker of causal softmax attention by a function."""
+    return lambda mechanism, backend: Computation(name, SOFTMAX, attention)
+
+
+def _of(mechanism: pa.Mechanism, name: str) -> Callable[..., Computation]:
+    """The maker of a mechanism of ours beside another one."""
+    return lambda other, backend: ours(mechanism, backend, name)
+
+
 PEERS = (
-    TimedPeer(
-        "sdpa",
-        "torch",
-        _is_softmax_inside,
-        lambda case, device: "",
-        lambda m, backend: _sdpa(causal=m.offers.causal),
-    ),
+    TimedPeer("sdpa", _is_softmax_inside, lambda m, backend: _sdpa(causal=m.offers.causal)),
     TimedPeer(
         "masked_sdpa",
-        "torch",
         lambda m: m == pa.Softmax(window=getattr(m, "window", None) or 1),
-        _no_decoding,
         _masked_sdpa,
+        lacks=_no_decoding,
     ),
     *(
-        TimedPeer(
-            name,
-            "torch",
-            _is_softmax_inside,
-            _lacks_gpu_kernel,
-            lambda m, backend, name=name, kernel=kernel: Computation(  # type: ignore[misc]
-                name, SOFTMAX, _sdpa_by(kernel)
-            ),
+        TimedPeer(name, _is_softmax_inside, _named(name, of(kernel)), library, lack)
+        for name, of, kernel, library, lack in (
+            ("flash_sdpa", _sdpa_by, "FLASH_ATTENTION", "torch", _lacks_gpu_kernel),
+            ("cudnn_sdpa", _sdpa_by, "CUDNN_ATTENTION", "torch", _lacks_gpu_kernel),
+            ("xla", _jax_attention_by, "xla", "jax", _no_decoding),
+            ("cudnn", _jax_attention_by, "cudnn", "jax", _lacks_gpu_kernel),
         )
-        for name, kernel in (("flash_sdpa", "FLASH_ATTENTION"), ("cudnn_sdpa", "CUDNN_ATTENTION"))
-    ),
-    *(
-        TimedPeer(
-            name,
-            "jax",
-            _is_softmax_inside,
-            why,
-            lambda m, backend, name=name: Computation(  # type: ignore[misc]
-                name, SOFTMAX, _jax_attention_by(name)
-            ),
-        )
-        for name, why in (("xla", _no_decoding), ("cudnn", _lacks_gpu_kernel))
     ),
     TimedPeer(
         "naive_lucid",
-        "torch",
         lambda m: str(m) == "lucid",
-        _no_decoding,
         lambda m, backend: Computation("naive_lucid", m, naive_lucid),
-    ),
-    TimedPeer(
-        "transformers",
-        "torch",
-        lambda m: str(m) in OF_TRANSFORMERS.adapters,
-        _lacks_transformers,
-        _transformers,
+        lacks=_no_decoding,
     ),
     *(
-        TimedPeer(each.name, "torch", each.fits, each.lack, each.computation)
-        for each in (KERNELS, NAIVE)
-    ),
-    *(
-        TimedPeer(
-            name,
-            library,
-            lambda m, library=library: is_written(m, library),  # type: ignore[misc]
-            lambda case, device, library=library: lack(case, library),  # type: ignore[misc]
-            lambda m, backend, library=library, name=name: by_hand(  # type: ignore[misc]
-                m, library, name
-            ),
+        TimedPeer(each.name, each.fits, make, lacks=each.lack)
+        for each, make in (
+            (OF_TRANSFORMERS, _transformers),
+            (KERNELS, KERNELS.computation),
+            (NAIVE, NAIVE.computation),
         )
-        for name, library in (("by_hand", "torch"), ("numpy_by_hand", "numpy"))
     ),
+    TimedPeer("gated_delta", _adds_to_gated_delta, _of(pa.GatedDelta(), "gated_delta"), None),
+    TimedPeer("kda", _adds_to_kda, _of(pa.KDA(), "kda"), None),
+    TimedPeer("base", lambda m: m.role == "preconditioner", _base, None),
+    TimedPeer("batch", lambda m: True, lambda m, backend: ours(m, backend, "batch"), None),
     TimedPeer(
-        "gated_delta",
-        None,
-        _adds_to_gated_delta,
-        lambda case, device: "",
-        lambda m, backend: ours(pa.GatedDelta(), backend, "gated_delta"),
-    ),
-    TimedPeer(
-        "kda",
-        None,
-        _adds_to_kda,
-        lambda case, device: "",
-        lambda m, backend: ours(pa.KDA(), backend, "kda"),
-    ),
-    TimedPeer("base", None, lambda m: m.role == "preconditioner", lambda case, device: "", _base),
-    TimedPeer(
-        "batch", None, lambda m: True, lambda case, device: "", lambda m, b: ours(m, b, "batch")
-    ),
-    TimedPeer(
-        "torch", "torch", lambda m: True, _again_in_torch, lambda m, b: ours(m, None, "torch")
+        "torch", lambda m: True, lambda m, backend: ours(m, None, "torch"), lacks=_again_in_torch
     ),
 )

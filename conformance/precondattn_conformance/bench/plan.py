@@ -13,7 +13,6 @@ from precondattn_conformance.bench.computation import allowed
 from precondattn_conformance.bench.correct import LARGEST
 from precondattn_conformance.bench.cost import keeps_tokens
 from precondattn_conformance.bench.record import Row
-from precondattn_conformance.inputs import CallLayout
 
 
 def empty_row(case: BenchCase, backend: str | None, device: str | None) -> Row:
@@ -35,11 +34,9 @@ def empty_row(case: BenchCase, backend: str | None, device: str | None) -> Row:
     )
 
 
-def plan(
-    case: BenchCase, backend: str | None, device: str | None, row: Row, layout: CallLayout
-) -> None:
+def plan(case: BenchCase, backend: str | None, device: str | None, row: Row) -> None:
     """Write the backends to the row, and refuse sizes at which the reference is too expensive."""
-    m = pa.parse(case.mechanism)
+    m, layout = pa.parse(case.mechanism), case.call_layout
     library = libraries.named(case.library, device)
     few = layout._replace(t=1, s=1) if case.work == "decode" else layout
     like = {n: library.array(np.zeros(p.shape(few.sizes)), case.dtype) for n, p in m.inputs.items()}

@@ -1,13 +1,13 @@
-"""A record as figures: time, memory and ratios against the number of tokens, and bars of ratios."""
+"""A record as figures: ratios to plain attention over the number of tokens, and bars of ratios."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from precondattn.installed import is_installed
-from precondattn_conformance.bench.beside_plain import ratios_to_plain, tokens_of
+from precondattn_conformance.bench.beside_plain import ratios_to_plain
 from precondattn_conformance.bench.record import BenchRecord, Row
 
 if TYPE_CHECKING:
@@ -24,101 +24,30 @@ def draw(record: BenchRecord, folder: Path) -> list[Path]:
     ImportError
         if matplotlib is not installed.
     """
-    _require_matplotlib()
-    figures = {
-        "time": against_tokens(_times(record.rows), "seconds"),
-        "memory": against_tokens(_peaks(record.rows), "peak bytes"),
-        "ratios": ratio_bars(record.rows),
-        "beside_plain": curves_beside_plain(record.rows),
-    }
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, figure in figures.items():
-        if figure is None:
-            continue
-        for kind in FORMATS:
-            written.append(folder / f"{name}.{kind}")
-            _write(figure, written[-1])
-    return written
+    figures = {"ratios": ratio_bars, "beside_plain": curves_beside_plain}
+    paths = {folder / f"{name}.{kind}": of for name, of in figures.items() for kind in FORMATS}
+    return [path for path, of in paths.items() if draw_one(of, record, path)]
 
 
-def draw_ratios(record: BenchRecord, path: Path) -> None:
-    """Write only the bars of ratios, if there are any."""
-    _require_matplotlib()
-    figure = ratio_bars(record.rows)
-    if figure is not None:
-        _write(figure, path)
-
-
-def draw_curves(record: BenchRecord, path: Path) -> None:
-    """Write only the ratios to plain attention against the number of tokens, if there are any."""
-    _require_matplotlib()
-    figure = curves_beside_plain(record.rows)
-    if figure is not None:
-        _write(figure, path)
-
-
-def _require_matplotlib() -> None:
+def draw_one(
+    figure_of: Callable[[list[Row]], Figure | None], record: BenchRecord, path: Path
+) -> bool:
+    """Write one figure, such that the same data give the same bytes; False without data."""
     if not is_installed("matplotlib"):
         raise ImportError(
             "figures need matplotlib, which is not installed; install precondattn with its "
             "extra 'bench'"
         )
-
-
-def _write(figure: Figure, path: Path) -> None:
-    """Write a figure such that the same data give the same bytes."""
     import matplotlib
 
+    figure = figure_of(record.rows)
+    if figure is None:
+        return False
     metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
     with matplotlib.rc_context({"svg.hashsalt": "precondattn", "svg.fonttype": "none"}):
         figure.savefig(path, dpi=110, bbox_inches="tight", metadata=metadata)
-
-
-Series = dict[str, list[tuple[int, float]]]
-"""Pairs of a number of tokens and a measurement, by label."""
-
-
-def _times(rows: list[Row]) -> Series:
-    series: Series = defaultdict(list)
-    for row in rows:
-        tokens = tokens_of(row)
-        if not row.seconds or not tokens:
-            continue
-        label = f"{row.mechanism} {row.work} ({', '.join(dict.fromkeys(row.backends))})"
-        series[label].append((tokens, row.seconds["median"]))
-        for name, ratio in row.ratios.items():
-            if name != "base":
-                series[f"{name} {row.work}, beside {row.case}"].append((tokens, ratio["seconds"]))
-    return series
-
-
-def _peaks(rows: list[Row]) -> Series:
-    series: Series = defaultdict(list)
-    for row in rows:
-        label = f"{row.mechanism} ({', '.join(dict.fromkeys(row.backends))})"
-        series[label] += zip(row.peak_tokens, row.peak_bytes, strict=True)
-    return {label: sorted(set(points)) for label, points in series.items() if points}
-
-
-def against_tokens(series: Series, what: str) -> Figure | None:
-    """Curves over the number of tokens, both axes logarithmic; None if there are no points."""
-    from matplotlib.figure import Figure
-
-    if not series:
-        return None
-    figure = Figure(figsize=(6.4, 4.2))
-    axes = figure.add_subplot()
-    for label, points in series.items():
-        tokens, measurements = zip(*sorted(points), strict=True)
-        axes.plot(tokens, measurements, marker="o", markersize=4, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("tokens")
-    axes.set_ylabel(what)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return figure
+    return True
 
 
 def curves_beside_plain(rows: list[Row]) -> Figure | None:

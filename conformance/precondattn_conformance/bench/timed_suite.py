@@ -17,11 +17,11 @@ from precondattn.json_types import JsonObject
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.columns import columns_of
 from precondattn_conformance.bench.interruption import Interruption
-from precondattn_conformance.bench.measure import MeasureOptions, measure, measure_memory
+from precondattn_conformance.bench.measure import MeasureOptions, measure
 from precondattn_conformance.bench.peers import computed_by, peers_of
 from precondattn_conformance.bench.plan import empty_row
 from precondattn_conformance.bench.progress import BenchProgress
-from precondattn_conformance.bench.record import TIMED, Row
+from precondattn_conformance.bench.record import Row
 from precondattn_conformance.bench.table import duration
 
 if TYPE_CHECKING:
@@ -99,10 +99,7 @@ class Collector:
         return self
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        is_memory = metafunc.function.__name__ == "test_memory"
-        todo = [(c, backend) for c, backend in self.todo if (c.work == "memory") == is_memory]
-        ids = [f"{case.name}-t{case.layout.t}-{backend or 'default'}" for case, backend in todo]
-        metafunc.parametrize(("case", "backend"), todo, ids=ids)
+        metafunc.parametrize(("case", "backend"), self.todo)
 
 
 Untyped = Any
@@ -121,18 +118,11 @@ def _statistics(seconds: list[float], calls: int) -> JsonObject:
     return saved | {"data": statistics.data, "iterations": calls}
 
 
-def test_time(
+def test_case(
     case: BenchCase, backend: str | None, collector: Collector, benchmark: BenchmarkFixture
 ) -> None:
     collector.starts(case, backend)
     collector.describe(case, backend, benchmark)
     row = measure(case, backend, collector.options, benchmark)
     collector.add(row)
-    if row.status != TIMED:
-        benchmark.skipped = True  # Otherwise the fixture warns that it was not used.
-        pytest.skip(row.reason)
-
-
-def test_memory(case: BenchCase, backend: str | None, collector: Collector) -> None:
-    collector.starts(case, backend)
-    collector.add(measure_memory(case, backend, collector.options))
+    benchmark.skipped = not row.seconds  # Otherwise the fixture warns that it was not used.
