@@ -67,12 +67,6 @@ CHOSEN: Shipped = (
     (f"differential({BIASED})", (torch.float32,), ((256, 256), (128, 128), (64, 64))),
     ("path", (torch.bfloat16,), ((256, 512), (256, 256), (128, 512), (128, 128), (64, 64))),
     ("path", (torch.float32,), ((256, 256), (128, 256), (128, 128), (64, 64))),
-    (
-        "windowed[size=7,shift=3,grid=64/64,bias=true]",
-        (torch.bfloat16, torch.float32),
-        ((256, 256), (128, 128), (64, 64)),
-    ),
-    ("windowed[size=7,shift=3,grid=64/64,bias=true]", (torch.float16,), ((128, 128),)),
     ("gated_delta", (torch.bfloat16,), ((256, 512), (128, 128))),
     ("gated_delta", (torch.float32,), ((256, 512), (128, 128), (64, 64))),
     ("gated_delta", (torch.float16,), ((256, 512), (128, 128))),
@@ -185,7 +179,6 @@ OPTION_SPILLS = 32
 """The limit for differential attention with a bias or in float16, at widths up to 128."""
 
 SPILLING_IN_TRITON_3_6 = (
-    ("windowed", "_table_gradient"),
     ("preconditioned_key", "d_inputs"),
     ("laser bfloat16 128 packed", "_key_gradient"),
     ("lucid by 15 tokens float32", "read_past"),
