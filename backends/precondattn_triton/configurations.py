@@ -287,11 +287,6 @@ declare(
     full={64: Configuration(16, 32, 8, 1), 256: Configuration(16, 16, 8, 1)},
 )
 declare(
-    "differential_bias_gradient",
-    half={128: Configuration(64, 32, 8, 1), 256: Configuration(32, 16, 8, 1)},
-    full={64: Configuration(32, 32, 8, 1), 256: Configuration(16, 16, 8, 1)},
-)
-declare(
     "softmax_forward",
     half={128: Configuration(128, 64, 8, 2), 512: Configuration(64, 32, 8, 2)},
     full={

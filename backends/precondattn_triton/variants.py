@@ -63,8 +63,6 @@ CHOSEN: Shipped = (
     ("conditioned_query", (torch.float16,), ((128, 128),)),
     ("differential", (torch.bfloat16,), ((256, 512), (256, 256), (128, 128), (64, 64))),
     ("differential", (torch.float32,), ((256, 512), (256, 256), (128, 128), (64, 64))),
-    (f"differential({BIASED})", (torch.bfloat16,), ((256, 256), (128, 128))),
-    (f"differential({BIASED})", (torch.float32,), ((256, 256), (128, 128), (64, 64))),
     ("path", (torch.bfloat16,), ((256, 512), (256, 256), (128, 512), (128, 128), (64, 64))),
     ("path", (torch.float32,), ((256, 256), (128, 256), (128, 128), (64, 64))),
     ("gated_delta", (torch.bfloat16,), ((256, 512), (128, 128))),
@@ -176,7 +174,7 @@ CHUNK_SPILLS = 96
 PRECONDITIONED_SPILLS = 24
 """The limit for the gradient of the keys that ATK preconditions, on compute capability 9.0."""
 OPTION_SPILLS = 32
-"""The limit for differential attention with a bias or in float16, at widths up to 128."""
+"""The limit for differential attention in float16, at widths up to 128."""
 
 SPILLING_IN_TRITON_3_6 = (
     ("preconditioned_key", "d_inputs"),
@@ -246,7 +244,7 @@ def _variant(launch: TritonLaunch, mechanism: str, dtype: torch.dtype, d: int, e
         limit = max(limit, CHUNK_SPILLS)
     if named.startswith("preconditioned_key") and launch.function.__name__ == "d_inputs":
         limit = max(limit, PRECONDITIONED_SPILLS)
-    if named.startswith(("differential(", "differential float16")):
+    if named.startswith("differential float16"):
         limit = max(limit, OPTION_SPILLS)
     is_spilling = any(
         named.startswith(start) and function == launch.function.__name__

@@ -53,7 +53,6 @@ SMALL = {
     "differential_forward": Configuration(16, 16),
     "differential_query_gradient": Configuration(16, 16),
     "differential_key_gradient": Configuration(16, 16),
-    "differential_bias_gradient": Configuration(16, 16),
     "softmax_forward": Configuration(16, 16),
     "softmax_query_gradient": Configuration(16, 16),
     "softmax_key_gradient": Configuration(16, 16),
