@@ -1,9 +1,9 @@
 """The Triton backend: which leaves are computed by which kernels.
 
-LUCID's solve, LASER, PaTH, differential and windowed attention, softmax attention with options,
-rows of unit norm, and leaves with a state: the linear family, the delta rule, gated slot attention,
-Mesa's query, and CCQ's, alone and with its backbone. Softmax attention without options is computed
-by the backend `torch`. Where Triton interprets its kernels, on a machine without a GPU, they are
+LUCID's solve, LASER, PaTH, differential attention, softmax attention with options, rows of unit
+norm, and leaves with a state: the linear family, the delta rule, gated slot attention, Mesa's
+query, and CCQ's, alone and with its backbone. Softmax attention without options is computed by the
+backend `torch`. Where Triton interprets its kernels, on a machine without a GPU, they are
 for checking only: the backend then supports arrays on a CPU, and runs only if it is requested by
 name.
 """
@@ -79,7 +79,6 @@ KERNELS: KernelTable = {
         },
     ),
     pa.Path: "precondattn_triton.path.leaf:PathKernels",
-    pa.Windowed: "precondattn_triton.windowed.leaf:WindowedKernels",
     (pa.LucidSolve, pa.Softmax): "precondattn_triton.lucid.step:LucidStep",
     (pa.LucidSolve, pa.Path): "precondattn_triton.lucid.path_step:LucidPathStep",
     (
@@ -114,7 +113,6 @@ class Triton(KernelBackend):
         "extend lucid_solve: a step of 16 or more tokens",
         "extend lucid: a step of fewer than 16 tokens, if their queries and keys fit no tile",
         "extend path: a step of several tokens with keys wider than 128",
-        "segment_ids windowed: no windows of packed sequences",
     )
     table = KERNELS
     has_ledger = True

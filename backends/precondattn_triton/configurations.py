@@ -287,11 +287,6 @@ declare(
     full={64: Configuration(16, 32, 8, 1), 256: Configuration(16, 16, 8, 1)},
 )
 declare(
-    "differential_bias_gradient",
-    half={128: Configuration(64, 32, 8, 1), 256: Configuration(32, 16, 8, 1)},
-    full={64: Configuration(32, 32, 8, 1), 256: Configuration(16, 16, 8, 1)},
-)
-declare(
     "softmax_forward",
     half={128: Configuration(128, 64, 8, 2), 512: Configuration(64, 32, 8, 2)},
     full={
@@ -321,35 +316,6 @@ declare(
     "softmax_bias_gradient",
     half={128: Configuration(32, 32, 8, 1), 512: Configuration(32, 16, 8, 1)},
     full={64: Configuration(32, 32, 8, 1), 256: Configuration(16, 16, 8, 1)},
-)
-# A tile is not larger than a window.
-declare(
-    "window_forward",
-    half={128: Configuration(64, 64, 4, 1), 512: Configuration(32, 32, 8, 1)},
-    full={
-        64: Configuration(32, 32, 8, 1),
-        128: Configuration(16, 32, 8, 1),
-        512: Configuration(16, 16, 8, 1),
-    },
-)
-declare(
-    "window_query_gradient",
-    half={128: Configuration(64, 64, 4, 1), 512: Configuration(32, 32, 8, 1)},
-    full={64: Configuration(32, 32, 8, 1), 512: Configuration(16, 16, 8, 1)},
-)
-declare(
-    "window_key_gradient",
-    half={64: Configuration(64, 32, 4, 1), 512: Configuration(32, 16, 8, 1)},
-    full={
-        64: Configuration(32, 32, 8, 1),
-        128: Configuration(16, 32, 8, 1),
-        512: Configuration(16, 16, 8, 1),
-    },
-)
-declare(
-    "window_table_gradient",
-    half={128: Configuration(64, 32, 8, 1), 512: Configuration(32, 16, 8, 1)},
-    full={64: Configuration(32, 32, 8, 1), 512: Configuration(16, 16, 8, 1)},
 )
 
 # `rows` is the chunk size: the same for all kernels of a recurrence, and for those of CCQ's query.
@@ -515,12 +481,6 @@ declare(
     "softmax_key_gradient",
     half={64: Configuration(128, 32, 8, 2), 128: Configuration(64, 32, 8, 2)},
     full={},
-    architecture="sm_90",
-)
-declare(
-    "window_query_gradient",
-    half={},
-    full={128: Configuration(16, 32, 8, 1)},
     architecture="sm_90",
 )
 declare(

@@ -63,16 +63,8 @@ CHOSEN: Shipped = (
     ("conditioned_query", (torch.float16,), ((128, 128),)),
     ("differential", (torch.bfloat16,), ((256, 512), (256, 256), (128, 128), (64, 64))),
     ("differential", (torch.float32,), ((256, 512), (256, 256), (128, 128), (64, 64))),
-    (f"differential({BIASED})", (torch.bfloat16,), ((256, 256), (128, 128))),
-    (f"differential({BIASED})", (torch.float32,), ((256, 256), (128, 128), (64, 64))),
     ("path", (torch.bfloat16,), ((256, 512), (256, 256), (128, 512), (128, 128), (64, 64))),
     ("path", (torch.float32,), ((256, 256), (128, 256), (128, 128), (64, 64))),
-    (
-        "windowed[size=7,shift=3,grid=64/64,bias=true]",
-        (torch.bfloat16, torch.float32),
-        ((256, 256), (128, 128), (64, 64)),
-    ),
-    ("windowed[size=7,shift=3,grid=64/64,bias=true]", (torch.float16,), ((128, 128),)),
     ("gated_delta", (torch.bfloat16,), ((256, 512), (128, 128))),
     ("gated_delta", (torch.float32,), ((256, 512), (128, 128), (64, 64))),
     ("gated_delta", (torch.float16,), ((256, 512), (128, 128))),
@@ -182,10 +174,9 @@ CHUNK_SPILLS = 96
 PRECONDITIONED_SPILLS = 24
 """The limit for the gradient of the keys that ATK preconditions, on compute capability 9.0."""
 OPTION_SPILLS = 32
-"""The limit for differential attention with a bias or in float16, at widths up to 128."""
+"""The limit for differential attention in float16, at widths up to 128."""
 
 SPILLING_IN_TRITON_3_6 = (
-    ("windowed", "_table_gradient"),
     ("preconditioned_key", "d_inputs"),
     ("laser bfloat16 128 packed", "_key_gradient"),
     ("lucid by 15 tokens float32", "read_past"),
@@ -253,7 +244,7 @@ def _variant(launch: TritonLaunch, mechanism: str, dtype: torch.dtype, d: int, e
         limit = max(limit, CHUNK_SPILLS)
     if named.startswith("preconditioned_key") and launch.function.__name__ == "d_inputs":
         limit = max(limit, PRECONDITIONED_SPILLS)
-    if named.startswith(("differential(", "differential float16")):
+    if named.startswith("differential float16"):
         limit = max(limit, OPTION_SPILLS)
     is_spilling = any(
         named.startswith(start) and function == launch.function.__name__

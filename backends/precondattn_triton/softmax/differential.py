@@ -17,7 +17,7 @@ from precondattn.algebra.program import Program
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
-from precondattn.kernel_backend.attention_options import declined_option
+from precondattn.kernel_backend.attention_options import SINK, SLOPES, SOFTCAP, declined_option
 from precondattn.limits import KEPT
 from precondattn.spec.difference import Difference
 from precondattn.spec.laser import LOG_MEAN_EXP
@@ -32,13 +32,15 @@ from precondattn_triton.softmax.differential_forward import (
     Maps,
     differential_forward,
 )
-from precondattn_triton.softmax.leaf import SUPPORTED
 from precondattn_triton.softmax.score_options import options_of
 from precondattn_triton.softmax.score_tiles import row_products
 from precondattn_triton.softmax.widths import refuses_widths
 from precondattn_triton.tiles import masks_of
 
 Tensors = Mapping[str, torch.Tensor]
+
+SUPPORTED = SOFTCAP, SINK, SLOPES
+"""The options of both maps, besides a window."""
 
 
 class DifferentialWiring(NamedTuple):
@@ -128,8 +130,7 @@ class DifferentialKernels:
         if q_valid is not None:  # Padding may have any content.
             weight = weight.where(q_valid.bool()[:, None], 0)
         d_sums = torch.stack((of_out + weight * of_second, of_second))
-        bias = x[wires.options["bias"]] if wires.softmax.bias else None
-        d = differential_backward(call, bias, logs, d_sums, d_out)
+        d = differential_backward(call, logs, d_sums, d_out)
         d_lam = -of_second.transpose(1, 2)
         d_lam = {"layer": d_lam.sum(), "head": d_lam.sum((0, 1)), "token": d_lam}[wires.per]
         gradients: dict[str, torch.Tensor] = {}
@@ -137,9 +138,8 @@ class DifferentialKernels:
             # An input of both maps gets the sum of both gradients.
             other = gradients.get(name)
             gradients[name] = gradient if other is None else other.float() + gradient.float()
-        for option, of_option in (("bias", d.bias), ("slopes", d.slopes)):
-            if of_option is not None:
-                gradients[wires.options[option]] = of_option
+        if d.slopes is not None:
+            gradients[wires.options["slopes"]] = d.slopes
         if call.sink is not None:
             weights = (call.sink.float()[:, None] - logs).exp()
             weights[1] *= -weight

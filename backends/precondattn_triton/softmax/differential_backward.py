@@ -3,21 +3,19 @@
     A_m = e^{S_m − λ_m},    dA = do vᵀ,    D₂ = rowsum(do ∘ o₂),    D₁ = rowsum(do ∘ o) + λ D₂,
     dS₁ = A₁ ∘ (dA − D₁),    dS₂ = −λ A₂ ∘ (dA − D₂),    dv = (A₁ − λ A₂)ᵀ do,
     dq_m = s G_m k_m,    dk_m = s G_mᵀ q_m,    G_m = dS_m ∘ (slope of the cap),    dλ = −D₂,
-    dbias = dS₁ + dS₂,    dm = −Σ_ij |i − j| (dS₁ + dS₂)_ij,
+    dm = −Σ_ij |i − j| (dS₁ + dS₂)_ij,
     dσ = −Σ_i (e^{σ − λ₁} D₁ − λ e^{σ − λ₂} D₂)_i.
 
 A_m is recomputed from λ_m. dA is one product for both maps, and so is dv. Kernels and their grids:
 
     query gradient    dq₁, dq₂, sums for dm   one program per tile of queries, head and sequence
     key gradient      dk₁, dk₂, dv            one program per tile of keys, kv head and sequence
-    bias gradient     dbias                   one program per tile of pairs of a bias
 
 If values have more than 256 channels (`channel_parts.py`), the key gradient is launched twice, for
 dk and for the parts of dv. The query gradient sums do vᵀ over parts, of 64 channels in float32. A
-program of the key gradient loops over the query heads of its group, and a program of the bias
-gradient over the heads and sequences that share a bias. No two programs add to the same element, so
-the result is deterministic. Products per head, half of them if causal: t s (4 d + e),
-t s (4 d + 2 e) and t s (2 d + e).
+program of the key gradient loops over the query heads of its group. No two programs add to the same
+element, so the result is deterministic. Products per head, half of them if causal: t s (4 d + e)
+and t s (4 d + 2 e).
 """
 
 from __future__ import annotations
@@ -29,15 +27,12 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.launching import cdiv, launch
-from precondattn_triton.softmax.bias_tiles import bias_tile_of_program, store_pairs
 from precondattn_triton.softmax.channel_parts import WIDEST_PART, load_part, store_part
 from precondattn_triton.softmax.differential_forward import DifferentialCall, Maps, row_weights
-from precondattn_triton.softmax.pair_products import row_products_of
 from precondattn_triton.softmax.reach import (
     is_within,
     keys_in_reach,
     keys_of,
-    may_attend_within,
     queries_in_reach,
     queries_of,
 )
@@ -52,8 +47,6 @@ class DifferentialGradients(NamedTuple):
 
     maps: Maps
     v: torch.Tensor
-    bias: torch.Tensor | None
-    """in the shape of the input, (b or 1, h or 1, t, s)"""
     slopes: torch.Tensor | None
     """(h,), float32"""
 
@@ -296,88 +289,13 @@ def _key_gradient(
         store_part(d_v + start * E, keys, keys < s, n * E, part, value_acc, E)
 
 
-@triton.jit
-def _bias_gradient(
-    q1, k1, q2, k2, v, lam, sink, d_out, logs, d_sums, d_bias, batches, heads,
-    g_batch, g_token, g_head, g_channel,
-    q_valid, k_valid, segment,
-    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
-    scale, t, s, h, n, logs_map,
-    q1_batch, q1_token, q1_head, q1_channel, k1_batch, k1_token, k1_head, k1_channel,
-    q2_batch, q2_token, q2_head, q2_channel, k2_batch, k2_token, k2_head, k2_channel,
-    v_batch, v_token, v_head, v_channel, l_batch, l_token, l_head,
-    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    EXACT: tl.constexpr, FACTOR: tl.constexpr,
-):  # fmt: skip
-    """`batches` sequences and `heads` heads share an entry of the bias."""
-    tile, start, first_batch, first_head = bias_tile_of_program(t, s, h // heads, ROWS, COLUMNS)
-    rows = tile * ROWS + tl.arange(0, ROWS)
-    columns = start + tl.arange(0, COLUMNS)
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for number in range(0, batches * heads):
-        batch, head = first_batch + number // heads, first_head + number % heads
-        kv = head // (h // n)
-        begin, _low, _high, end = keys_in_reach(
-            tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, COLUMNS
-        )
-        if (start >= begin) & (start < end):
-            at = (batch * h + head) * t
-            is_row = is_token(q_valid, batch, rows, t)
-            logs1 = load_logs(logs, at, rows, is_row)
-            logs2 = load_logs(logs, at + logs_map, rows, is_row)
-            is_row = is_row & (logs1 < float("inf"))
-            is_key = is_token(k_valid, batch, columns, s)
-            is_pair = is_row[:, None] & is_key[None, :]
-            mask = may_attend_within(
-                rows[:, None], columns[None, :], is_key[None, :], batch, t, s,
-                segment, window, CAUSAL,
-            )  # fmt: skip
-            d_a = row_products_of(
-                d_out + batch * g_batch + head * g_head, rows, is_row, g_token, g_channel,
-                v + batch * v_batch + kv * v_head, columns, is_key, v_token, v_channel,
-                E, CHANNELS * PARTS, ROWS, COLUMNS, PRECISION,
-            )  # fmt: skip
-            for second in tl.static_range(2):
-                if second:
-                    products = row_products_of(
-                        q2 + batch * q2_batch + head * q2_head, rows, is_row, q2_token, q2_channel,
-                        k2 + batch * k2_batch + kv * k2_head, columns, is_key, k2_token, k2_channel,
-                        D, PADDED_D, ROWS, COLUMNS, PRECISION,
-                    )  # fmt: skip
-                else:
-                    products = row_products_of(
-                        q1 + batch * q1_batch + head * q1_head, rows, is_row, q1_token, q1_channel,
-                        k1 + batch * k1_batch + kv * k1_head, columns, is_key, k1_token, k1_channel,
-                        D, PADDED_D, ROWS, COLUMNS, PRECISION,
-                    )  # fmt: skip
-                scores, _slope = scores_and_slopes(
-                    products, rows[:, None], columns[None, :], is_pair, batch, head, t, s, scale,
-                    softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
-                )  # fmt: skip
-                row_logs = logs2 if second else logs1
-                sums = tl.load(
-                    d_sums + second * logs_map + at + rows, mask=is_row, other=0.0
-                )  # fmt: skip
-                a = tl.exp2(tl.where(mask, scores - row_logs[:, None], float("-inf")))
-                d_s = a * (d_a - sums[:, None])
-                if second:
-                    weight = row_weights(lam, batch, head, rows, is_row, l_batch, l_token, l_head)
-                    d_s *= -weight[:, None]
-                acc += d_s
-    at = (first_batch * (h // heads) + first_head) * t
-    store_pairs(d_bias, at, rows, columns, s, rows < t, columns < s, acc)
-
-
 def differential_backward(
     call: DifferentialCall,
-    bias: torch.Tensor | None,
     logs: torch.Tensor,
     d_sums: torch.Tensor,
     d_out: torch.Tensor,
 ) -> DifferentialGradients:
-    """`bias` is the input (b or 1, h or 1, t, s), and `d_sums` (2, b, h, t) holds D₁ and D₂."""
+    """`d_sums` (2, b, h, t) holds D₁ and D₂."""
     b, t, h, _ = call.maps.q1.shape
     s, n = call.v.shape[1:3]
     d_maps = Maps(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in call.maps))
@@ -411,20 +329,5 @@ def differential_backward(
             **constants, WITH_KEYS=with_keys, WITH_VALUES=with_values,
         )  # fmt: skip
 
-    d_bias = None
-    if bias is not None:
-        d_bias = torch.empty_like(bias, memory_format=torch.contiguous_format)
-        constants = call.constants("differential_bias_gradient")
-        pairs = cdiv(t, constants["ROWS"]) * cdiv(s, constants["COLUMNS"])
-        launch(
-            _bias_gradient,
-            (pairs * bias.shape[0] * bias.shape[1],),
-            *inputs,
-            d_bias,
-            b // bias.shape[0],
-            h // bias.shape[1],
-            *sizes,
-            **constants,
-        )
     slopes = None if d_slopes is None else d_slopes.sum((0, 1))
-    return DifferentialGradients(d_maps, d_v, d_bias, slopes)
+    return DifferentialGradients(d_maps, d_v, slopes)

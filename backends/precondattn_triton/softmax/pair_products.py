@@ -1,6 +1,6 @@
 """Products of the rows of two tiles that are loaded a few channels at a time.
 
-The gradient of a bias or of a table holds no tile of rows from one iteration to the next: factors
+The gradient of a bias holds no tile of rows from one iteration to the next: factors
 are loaded anew for each product, so a program needs registers for a few channels only.
 """
 

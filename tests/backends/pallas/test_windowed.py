@@ -7,6 +7,7 @@ pytest.importorskip("jax")
 
 import precondattn as pa
 from precondattn.backend import Request
+from precondattn.kernel_backend.windows import grid_of
 from precondattn_pallas.configurations import Configuration
 from precondattn_pallas.windowed.leaf import WindowedKernels
 from tests.backends.pallas.tiles import BOUNDS, check, frame_of
@@ -97,3 +98,16 @@ def test_a_refusal_says_what_is_supported(expression, given, reason):
     leaf = pa.parse(expression).program.leaves[-1]
     windowed = next(p for p in pa.parse(expression).program.leaves if isinstance(p, pa.Windowed))
     assert reason in KERNELS.refuses(windowed, request(**given)), leaf
+
+
+@pytest.mark.parametrize("shift", range(4))
+def test_windows_cover_each_token_once(shift):
+    leaf = pa.Windowed(size=(4, 3), shift=(shift, shift % 3), grid=7)
+    grid, size = grid_of(leaf.windows, 61)
+    token = np.full((grid.windows, size.slots), -1)
+    for window, slot in np.ndindex(token.shape):
+        row = grid.first_row + window // grid.across * size.rows + slot // size.columns
+        column = grid.first_column + window % grid.across * size.columns + slot % size.columns
+        if row >= 0 and 0 <= column < grid.columns and row * grid.columns + column < 61:
+            token[window, slot] = row * grid.columns + column
+    assert sorted(token[token >= 0]) == list(range(61))

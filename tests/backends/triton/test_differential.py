@@ -156,9 +156,7 @@ def test_equal_maps_give_one_map_times_one_minus_lambda():
     assert error(wide(run_kernels("differential", x, d_out)[0]), wide(0.75 * softmax)) < 1e-6
 
 
-ALL_OPTIONS = (
-    "differential[per=token](softmax[window=21,bias=true,softcap=2,sink=true,distance=slopes])"
-)
+ALL_OPTIONS = "differential[per=token](softmax[window=21,softcap=2,sink=true,distance=slopes])"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +164,7 @@ ALL_OPTIONS = (
     [
         ("differential(softmax[window=9])", 49, 49, torch.float32),
         ("differential(softmax[causal=false,window=17])", 33, 40, torch.float32),
-        ("differential(softmax[bias=true])", 33, 33, torch.bfloat16),
+        ("differential(softmax[distance=slopes])", 33, 33, torch.bfloat16),
         ("differential[paired=q](softmax[sink=true,softcap=2])", 20, 20, torch.float32),
         (ALL_OPTIONS, 33, 40, torch.float32),
         (ALL_OPTIONS, 49, 49, torch.float16),
@@ -176,16 +174,11 @@ def test_both_maps_have_the_options_of_softmax(expression, t, s, dtype):
     check(expression, *problem(expression, t, s, b=2, h=2, dtype=dtype))
 
 
-def test_a_bias_that_sequences_and_heads_share():
-    x, d_out = problem(ALL_OPTIONS, 33, b=2, h=4, n=2)
-    check(ALL_OPTIONS, {**x, "bias": x["bias"][:1, :1]}, d_out)
-
-
 @pytest.mark.parametrize(
     ("e", "dtype"), [(136, torch.float32), (300, torch.float32), (300, torch.bfloat16)]
 )
 def test_values_of_several_parts(e, dtype):
-    expression = "differential[per=token](softmax[bias=true,softcap=2])"
+    expression = "differential[per=token](softmax[distance=slopes,softcap=2])"
     check(expression, *problem(expression, 20, h=2, e=e, dtype=dtype))
 
 
@@ -253,6 +246,7 @@ def test_supported_calls_are_accepted():
 @pytest.mark.parametrize(
     ("expression", "changes", "reason"),
     [
+        ("differential(softmax[bias=true])", {}, "a bias"),
         ("differential(softmax[forget=scaled])", {}, "a forget gate"),
         ("differential(softmax[distance=buckets])", {}, "buckets"),
         ("differential(laser)", {}, "LASER"),

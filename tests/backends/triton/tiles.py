@@ -53,15 +53,10 @@ SMALL = {
     "differential_forward": Configuration(16, 16),
     "differential_query_gradient": Configuration(16, 16),
     "differential_key_gradient": Configuration(16, 16),
-    "differential_bias_gradient": Configuration(16, 16),
     "softmax_forward": Configuration(16, 16),
     "softmax_query_gradient": Configuration(16, 16),
     "softmax_key_gradient": Configuration(16, 16),
     "softmax_bias_gradient": Configuration(16, 16),
-    "window_forward": Configuration(16, 16),
-    "window_query_gradient": Configuration(16, 16),
-    "window_key_gradient": Configuration(16, 16),
-    "window_table_gradient": Configuration(16, 16),
     **dict.fromkeys(RECURRENT, Configuration(16, 16)),
 }
 
