@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from precondattn.arrays import Array, namespace
+from precondattn.arrays import Array, has_only_a_shape, namespace
 from precondattn.spec.array_functions import finite_or_zero, log_softmax, row_sum, transpose
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM, Read
 from precondattn_portable.arithmetic import Arithmetic, Scratch
@@ -54,6 +54,8 @@ then the gradient normalises rows again. ε is the distance of 1 from the next n
 
 def are_far(log_total: Array) -> bool:
     """Whether some λ are that large."""
+    if has_only_a_shape(log_total):
+        return True
     xp = namespace(log_total)
     return bool(xp.any(xp.abs(log_total) > FAR / xp.finfo(log_total.dtype).eps))
 

@@ -235,7 +235,7 @@ class KernelAttention(AttentionBlocks):
         mean, log_total = kernel.forward(x["q"], x["k"], TORCH.exp(v - shift))
         o = mean.log_().add_(_of_each_head(shift, h)).contiguous()
         is_empty = log_total == -torch.inf
-        if is_empty.any():
+        if has_only_a_shape(is_empty) or is_empty.any():
             o.masked_fill_(is_empty[..., None], 0.0)
         return o, _of_no_keys(log_total)
 
