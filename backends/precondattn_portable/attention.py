@@ -125,10 +125,11 @@ class HeadGroup(NamedTuple):
     """Queries of a tile"""
 
     def tiles(self) -> Iterator[Tile]:
-        """The tiles that are not empty."""
-        for tile in self.mask.tiles(self.view.q.shape[3], self.size):
-            if tile.low < tile.high:
-                yield tile
+        """The tiles that are not empty; those of a forget gate end with their last query."""
+        mask, t = self.mask, self.view.q.shape[3]
+        if self.view.g is not None:
+            return mask.tiles_to_diagonal(t, self.size, self.view.k.shape[2] - t)
+        return (tile for tile in mask.tiles(t, self.size) if tile.low < tile.high)
 
     def row_block(self, tile: Tile) -> Array:
         """Masked scores (b, n, r (i1 − i0), high − low)."""

@@ -105,7 +105,7 @@ class HeadDecay(ChunkDecay):
 
     def __init__(self, ops: Arithmetic, g: Array | None, like: Array) -> None:
         super().__init__(ops, g)
-        token = arange_like(like.shape[2], like)[None, None]
+        token = arange_like(like.shape[2], like)[None, None, :]
         self.until = cast(token[..., None, :] <= token[..., None], like.dtype)
         self.before = cast(token[..., None, :] < token[..., None], like.dtype)
 
@@ -146,7 +146,7 @@ class HeadDecay(ChunkDecay):
 
     def d_g(self, within: Array, read: Array, written: Array, kept: Array) -> Array:
         # Gate t separates the pairs j < t ≤ i.
-        crossing = self.ops.product(within, transpose(self.before[0, 0]))
+        crossing = self.ops.product(within, transpose(self.before[0, 0, ...]))
         within = namespace(within).sum(self.ops.multiply(crossing, self.until), axis=-2)
         return super().d_g(within[..., None], read, written, kept)
 

@@ -184,7 +184,8 @@ class Mask:
         if not self.is_positional:
             return self._visible(i0, i1, low, high)
         assert self.offset is not None
-        pairs = self.offset + i0 - low, i1 - i0, high - low
+        # Symbolic sizes have no hash.
+        pairs = int(self.offset + i0 - low), int(i1 - i0), int(high - low)
         if pairs not in self._known:
             if len(self._known) == MOST_KNOWN:
                 self._known.clear()

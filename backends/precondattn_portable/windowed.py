@@ -145,7 +145,7 @@ class WindowedCall:
 
     @cached_property
     def all(self) -> Partition:
-        return partition(self.leaf.windows, self.x["k"].shape[1])
+        return partition(self.leaf.windows, int(self.x["k"].shape[1]))
 
     def windows(self, together: int) -> Iterator[GatheredWindows]:
         """All windows, in groups of at most so many scores."""

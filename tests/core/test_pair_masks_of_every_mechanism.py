@@ -64,6 +64,18 @@ def test_a_mechanism_has_masks_of_pairs_or_says_why_not(text):
             np.testing.assert_allclose(m(**x, prefix=[0]), m(**x), rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("text", TEXTS)
+def test_first_and_last_keys_that_no_query_sees(text):
+    m = pa.parse(text)
+    if reason(m, "attn_mask") is None:
+        x, mask = make_inputs(m, LAYOUT, "random"), np.arange(6) % 5 > 0
+        given = {**x, "attn_mask": np.broadcast_to(mask, (1, 1, 6, 6))}
+        (out, pull), (expected, definition) = m.vjp(**given), m.vjp(**given, backend="reference")
+        np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
+        for name, gradient in definition(expected).items():
+            np.testing.assert_allclose(pull(expected)[name], gradient, rtol=0, atol=1e-11)
+
+
 def test_those_that_have_them_are_softmax_and_what_is_around_it():
     having = {text for text in TEXTS if reason(pa.parse(text), "attn_mask") is None}
     relating = {

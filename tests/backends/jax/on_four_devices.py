@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import precondattn as pa
+from precondattn.layers.flax import Attention
 from precondattn_conformance.inputs import CallLayout, make_inputs
 from tests.backends.jax.four_devices import told
 
@@ -234,3 +236,25 @@ def test_second_derivatives_are_those_of_one_device():
     result = jax.jit(jax.grad(norm))(sharded)
     for name, gradient in jax.grad(norm)(x).items():
         np.testing.assert_allclose(result[name], gradient, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("expression", ["softmax", "gated_delta"])
+def test_the_inputs_decide_the_device_and_not_the_default(expression):
+    m, x = pa.parse(expression), inputs_of(expression)
+    x, masks = jax.device_put(x, jax.devices()[0]), {"lengths": [9, 4, 9, 1]}
+    layer = Attention(8, heads=2, mechanism=expression, rngs=nnx.Rngs(0))
+
+    def called():
+        out, pullback = m.vjp(**x, **masks)
+        cache = m.init_cache(**x, capacity=18)
+        _, cache = m.extend(cache, **x, **masks)
+        after, later = m.extend(cache.select([0]), **{n: a[:1, :1] for n, a in x.items()})
+        rows = layer.init_cache(1, 4)
+        return out, pullback(out), after, cache.store, later.store, rows.store
+
+    expected = called()
+    with jax.default_device(jax.devices()[1]):
+        found = called()
+    for array, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert array.devices() == {jax.devices()[0]}
+        np.testing.assert_array_equal(array, other)
