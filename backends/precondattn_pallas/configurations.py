@@ -24,7 +24,6 @@ class Configuration(NamedTuple):
 
 
 REGISTRY = Configurations[Configuration]((16, 32, 64, 128, 256))
-CONFIGURATIONS = REGISTRY.untuned
 declare, forced, configuration = REGISTRY.declare, REGISTRY.forced, REGISTRY.find
 
 # The `columns` of the inverse are the length of a super-block.

@@ -2,7 +2,7 @@
 
 A kernel is looked up with the width of its inputs and whether its products have 16-bit factors.
 Those declared for an architecture were chosen from its machine code. All other devices, and the
-interpreter's tests, use `UNTUNED`, which was chosen to compile for compute capability 8.0 and above
+interpreter's tests, use `REGISTRY.untuned`, chosen to compile for compute capability 8.0 and above
 without spilling. None is measured. Whatever the configuration, a kernel computes the same.
 """
 
@@ -29,7 +29,6 @@ class Configuration(NamedTuple):
 
 
 REGISTRY = Configurations[Configuration]((16, 32, 64, 128, 256, 512, 1024))
-UNTUNED = REGISTRY.untuned
 declare, forced = REGISTRY.declare, REGISTRY.forced
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from precondattn import UnsupportedError
@@ -100,18 +100,3 @@ def run_case(case: Case, backend: Backend = None, device: str | None = None) -> 
     except Exception as error:
         reason = f"it raised {type(error).__name__}: {error}"
         return outcome(FAILED, None, reason, traceback.format_exc(limit=-4))
-
-
-def run_cases(
-    cases: Iterable[Case],
-    backend: Backend = None,
-    device: str | None = None,
-    progress: Callable[[Outcome], None] = lambda outcome: None,
-) -> Report:
-    """Run all cases in this process, and call `progress` with each outcome."""
-    report = Report()
-    for case in cases:
-        outcome = run_case(case, backend, device)
-        report.outcomes.append(outcome)
-        progress(outcome)
-    return report

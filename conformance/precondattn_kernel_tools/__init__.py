@@ -4,6 +4,7 @@ triton_interpreter  Triton kernels on a CPU, with the arithmetic of a GPU
 triton_memory       loads and stores in this interpreter: bounds, and races between programs
 triton_compiler     Triton kernels compiled without a GPU: registers, spills, shared memory
 triton_launches     the launches of a package, recorded and not run, to be compiled
+absent_device       counts of the launches and copies of a call, on a GPU that is not here
 pallas_compiler     Pallas kernels compiled without a GPU, or lowered without a TPU
 pallas_interpreter  Pallas kernels for a TPU on a CPU: races, and reads of uninitialised memory
 tpu_compiler        Pallas kernels compiled for a TPU, where libtpu is installed

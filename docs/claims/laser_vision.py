@@ -46,8 +46,6 @@ CLAIM = Claim(
         "values, and 0.46 % with the maximum subtracted, which the paper found to help."
     ),
 )
-NEEDS = ("torch",)
-"""Modules that a test of `run` needs; without `made_up` it needs scikit-learn too."""
 SMALL = {"epochs": 1, "seeds": (0,), "made_up": 60, "kept": False}
 """Arguments of `run` for a test."""
 ALT = (

@@ -37,8 +37,6 @@ CLAIM = Claim(
         "the others never."
     ),
 )
-NEEDS = ("torch",)
-"""Modules that a test of `run` needs; without `made_up` it needs scikit-learn too."""
 SMALL = {"made_up": 60, "epochs": 2, "seeds": 1, "rates": (1e-3, 3e-3)}
 """Arguments of `run` for a test."""
 ALT = (

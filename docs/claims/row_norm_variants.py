@@ -36,7 +36,6 @@ CLAIM = Claim(
         "XCiT 0.1 to 0.5 less, all of which is less than what seeds differ by."
     ),
 )
-NEEDS = ("torch",)
 SMALL = {"made_up": 60, "epochs": 1, "seeds": (0,), "kept": False}
 """Arguments of `run` for a test."""
 ALT = (

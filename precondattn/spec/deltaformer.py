@@ -12,7 +12,7 @@ A is P with one more column: with w = P u and a_t = Σ_{j<t} A_tj,
 
     o_t = a_t w_t + (1 − a_t) u_t,
 
-the second form (`by_one_map`), in which the read of u costs nothing more than its solve.
+in which the read of u costs nothing more than its solve.
 
 Gradient, with du = Aᵀ do and (I + diag(β) P)ᵀ x = du:
 
@@ -121,24 +121,6 @@ class DeltaFormer(Leaf):
         before, weights = self._maps(q, k, frame)
         u = solve_lower(identity_like(before) + beta * before, v)
         return swap_time_and_heads(weights @ u), ()
-
-    def by_one_map(self, x: Mapping[str, Array], frame: Frame) -> Array:
-        """The second form, token by token and with P alone, for tests."""
-        xp = namespace(x["q"])
-        q, k, v, beta = self._rows(x)
-        before, weights = self._maps(q, k, frame)
-        rows: list[Array] = []
-        outs: list[Array] = []
-        for t in range(v.shape[2]):
-            w = xp.zeros_like(v[:, :, t, :])
-            for j, u_j in enumerate(rows):
-                w = w + before[:, :, t, j : j + 1] * u_j
-            rows.append(v[:, :, t, :] - beta[:, :, t, :] * w)
-            own = weights[:, :, t, t : t + 1]
-            # If the key of a row's token is masked, (1 − a) u is omitted; a row without keys is 0.
-            some = row_sum(weights[:, :, t, :])
-            outs.append((some - own) * w + own * rows[-1])
-        return swap_time_and_heads(xp.stack(outs, axis=2))
 
     def backward(
         self,

@@ -6,7 +6,7 @@ Attention then reads y in place of v: o = softmax(s q kᵀ + mask) y. With β = 
 of LUCID, since there diag(Φ) = 1; here the diagonal is set to 1 and not computed. The shift s·d
 makes Φ ≤ 1. One solve serves all query heads of a key/value head.
 
-As a recurrence (the second form, `forward_substitution`): y_t = β_t (v_t − Σ_{j<t} Φ_tj y_j).
+As a recurrence: y_t = β_t (v_t − Σ_{j<t} Φ_tj y_j).
 
 LUCID's Table 5 and Table 1 have two variants without a unit diagonal and without a bound:
 
@@ -226,19 +226,6 @@ class LucidSolve(Leaf):
         system = self._full_system(x, frame)
         v = swap_time_and_heads(x["v"])
         return swap_time_and_heads(solve_lower(system.matrix(), system.beta * v)), ()
-
-    def forward_substitution(self, x: Mapping[str, Array], frame: Frame) -> Array:
-        """The second form, token by token, for tests."""
-        system = self._full_system(x, frame)
-        v = swap_time_and_heads(x["v"])
-        xp = namespace(v)
-        rows: list[Array] = []
-        for t in range(v.shape[2]):
-            residual = v[:, :, t, :]
-            for j, y_j in enumerate(rows):
-                residual = residual - system.strict[:, :, t, j : j + 1] * y_j
-            rows.append(system.beta[:, :, t, :] * residual / system.diagonal[:, :, t, :])
-        return swap_time_and_heads(xp.stack(rows, axis=2))
 
     def backward(
         self,

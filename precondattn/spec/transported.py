@@ -9,7 +9,7 @@ with the empty product at i = j. Source: PaTH (arXiv 2505.16381); LUCID Table 1.
 
 which exists at β = 0, where the T = diag(β)⁻¹ + G of LUCID's table does not. The triangular masks
 are computed from positions and segments, so that there may be fewer queries than keys, and packed
-sequences do not interact. Two more forms, for tests, are `product_form` and `key_cache_form`.
+sequences do not interact.
 
 Gradient, with M = (I + diag(β) G)⁻¹ and dA = 0 above the diagonal:
 
@@ -263,34 +263,3 @@ def metric_option(default: Metric) -> OptionValue:
 
     expected = "one of dot, transported, transported/2, transported/3 ..."
     return option(default, OptionKind(expected, accept, read))
-
-
-def product_form(q: Array, k: Array, w: Array, beta: Array) -> Array:
-    """The definition, reflection by reflection: scores (b, h, t, t), 0 above the diagonal.
-
-    q, k, w (b, h, t, d); beta (b, h, t).
-    """
-    xp = namespace(q)
-    rows = []
-    for i in range(q.shape[2]):
-        row = [xp.zeros_like(q[:, :, 0, 0])] * q.shape[2]
-        x = q[:, :, i, :]
-        for j in range(i, -1, -1):
-            row[j] = xp.sum(x * k[:, :, j, :], axis=-1)
-            x = x - (beta[:, :, j] * xp.sum(x * w[:, :, j, :], axis=-1))[..., None] * w[:, :, j, :]
-        rows.append(xp.stack(row, axis=-1))
-    return xp.stack(rows, axis=2)
-
-
-def key_cache_form(q: Array, k: Array, w: Array, beta: Array) -> Array:
-    """As `product_form`, by rewriting every past key at every token: K̃ ← K̃ H_t."""
-    xp = namespace(q)
-    keys: list[Array] = []
-    rows = []
-    for t in range(q.shape[2]):
-        w_t, beta_t = w[:, :, t, :], beta[:, :, t][..., None]
-        keys = [key - beta_t * row_sum(key * w_t) * w_t for key in keys]
-        keys.append(k[:, :, t, :])
-        row = [xp.sum(q[:, :, t, :] * key, axis=-1) for key in keys]
-        rows.append(xp.stack(row + [xp.zeros_like(row[0])] * (q.shape[2] - len(row)), axis=-1))
-    return xp.stack(rows, axis=2)

@@ -11,7 +11,7 @@ from precondattn_conformance.cases import makes_sense, of_named_layouts
 from precondattn_conformance.checks import CHECKS
 from precondattn_conformance.declared import derived, expressions
 from precondattn_conformance.grid import FEWER_MASKED
-from precondattn_conformance.runner import run_cases
+from precondattn_conformance.runner import Report, run_case
 from precondattn_conformance.status import FAILED
 
 
@@ -121,7 +121,7 @@ def fewer_queries(library, dtype, mechanisms):
 
 
 def check(group, backend):
-    report = run_cases(group.cases, (backend,))
+    report = Report([run_case(case, (backend,)) for case in group.cases])
     failed = [f"{o.case.id}: {o.reason}" for o in report.outcomes if o.status == FAILED]
     assert not failed, "\n".join(failed)
     assert report.is_good

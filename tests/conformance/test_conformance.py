@@ -20,7 +20,7 @@ from precondattn_conformance.design.rows import design
 from precondattn_conformance.inputs import REAL, REAL_GROUPED, CallLayout, real_heads
 from precondattn_conformance.layout_names import layout_named
 from precondattn_conformance.oracle import oracle
-from precondattn_conformance.runner import run_case, run_cases
+from precondattn_conformance.runner import Report, run_case
 from precondattn_conformance.status import FAILED, UNSUPPORTED
 from precondattn_conformance.tolerance import error
 
@@ -230,9 +230,7 @@ def test_a_backend_that_refuses_is_unsupported_with_its_own_reason(faulty, monke
     result = outcome("softmax")
     assert result.status == UNSUPPORTED
     assert "on Sundays" in result.reason
-    layout = CallLayout("fault")
-    report = run_cases([Case("outputs", "softmax", "torch", "float64", layout, "random")], "faulty")
-    assert not report.is_good
+    assert not Report([result]).is_good
 
 
 def test_a_backend_that_runs_nothing_itself_has_no_coverage(third_party):

@@ -21,7 +21,7 @@ from precondattn_conformance import plugin
 from precondattn_conformance.cases import cases
 from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_conformance.new_backend import LIBRARIES, MECHANISMS, new_backend
-from precondattn_conformance.runner import run_cases
+from precondattn_conformance.runner import Report, run_case
 from precondattn_conformance.status import FAILED
 
 ROOT = Path(__file__).parents[2]
@@ -173,7 +173,7 @@ def failures(only_the_reference, monkeypatch):
         monkeypatch.syspath_prepend(str(source))
         pa.register_backend(importlib.import_module("newcomer").Newcomer)
         chosen = {"only_libraries": ("numpy",), "only_mechanisms": (mechanism,)}
-        report = run_cases(cases("smoke", **chosen), "newcomer")
+        report = Report([run_case(case, "newcomer") for case in cases("smoke", **chosen)])
         pa.unregister_backend("newcomer")
         forget()
         return report.count(FAILED)

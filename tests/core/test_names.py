@@ -34,7 +34,7 @@ SHARED = {
         Mask MeanAndLogSumRead MeanRead OutlookRows QueryWeighted ReadRows Similarities
         SymmetricLucidSolveBlocks TransportedScores ValueAdditive WindowedBlocks""",
     KERNELS: """ChunkCall Configuration KernelMasks LaserKernels LucidPlan LucidSolveKernels
-        RecurrenceKernels SoftmaxKernels UnitRowsKernels ValueSpread WindowedKernels""",
+        RecurrenceKernels SoftmaxKernels UnitRowsKernels ValueSpread""",
     (*BLOCKS, *KERNELS): "Chunkwise LucidMatrix LucidStep SolvingChunkwise",
     # What a kernel may do wrong, and how it is shipped, in the languages of kernels.
     TOOLS: "OutOfBoundsError RaceError Variant",

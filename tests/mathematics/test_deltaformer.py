@@ -61,12 +61,6 @@ def test_without_strength_it_is_softmax_attention(backend):
     assert_close(result, pa.softmax(**without, backend="reference"))
 
 
-def test_the_read_of_one_map_is_the_read_of_both():
-    x = problem()
-    frame = pa.Frame(np.arange(9)[None], np.arange(9)[None])
-    assert_close(pa.DeltaFormer().by_one_map(x, frame), pa.deltaformer(**x))
-
-
 def test_equal_keys_subtract_the_mean_of_what_is_left():
     x = problem(s=4, h=1, n=1)
     x["k"], x["beta"] = np.ones_like(x["k"]), np.ones_like(x["beta"])

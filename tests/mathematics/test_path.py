@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import precondattn as pa
-from precondattn.spec.transported import key_cache_form, product_form
 from tests.mathematics.identities import identity_values
 from tests.mathematics.path_definition import (
     BETAS,
@@ -62,8 +61,6 @@ def test_scores_are_the_same_in_every_form(p):
     per_head = [np.swapaxes(x, 1, 2) for x in (p.q, p.k, p.w, p.beta)]
     expected = scores_of_all_heads(p.q, p.k, p.w, p.beta)
     size = 1 + np.abs(expected).max()
-    assert_close(product_form(*per_head), expected, size)
-    assert_close(key_cache_form(*per_head), expected, size)
     assert_close(scores_of(p.q, p.k, p.w, p.beta), expected, size)
     closed = [
         [closed_form(*head) for head in zip(*heads, strict=True)]
@@ -79,8 +76,6 @@ def test_scores_are_bounded_by_the_lengths_of_query_and_key(p):
     keys = np.repeat(k, p.group, axis=2)
     bound = np.einsum("bth,bsh->bhts", np.linalg.norm(q, axis=-1), np.linalg.norm(keys, axis=-1))
     assert np.all(np.abs(scores_of(q, k, p.w, p.beta)) <= bound + 1e-10)
-    repeated = (np.repeat(x, p.group, axis=2).swapaxes(1, 2) for x in (k, p.w, p.beta))
-    assert np.all(np.abs(product_form(q.swapaxes(1, 2), *repeated)) <= bound + 1e-12)
 
 
 @pytest.mark.parametrize("length", [1.3, -1.3])

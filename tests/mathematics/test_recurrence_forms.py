@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precondattn.spec.chunkwise import chunkwise
-from precondattn.spec.parallel import parallel
 from precondattn.spec.recurrence import Stream, recurrent, recurrent_vjp
+from tests.mathematics.chunkwise_form import chunkwise
 from tests.mathematics.identities import assert_close
+from tests.mathematics.parallel_form import parallel
 
 GATES = ["none", "head", "key", "value"]
 RULES = {

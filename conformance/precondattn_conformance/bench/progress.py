@@ -19,14 +19,14 @@ class BenchProgress(progress.Progress):
         self, console: Console, count: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(console, count, clock)
-        self.case_began = self.rounds_began = self.began
+        self.rounds_began = self.began
         self.case, self.number = "", 0
         self.round, self.rounds = 0, 0
 
     def starts(self, case: str) -> None:
         """A case starts, with its check."""
         self.case, self.number = case, self.number + 1
-        self.round, self.rounds, self.case_began = 0, 0, self.clock()
+        self.round, self.rounds = 0, 0
 
     def at_round(self, number: int, rounds: int) -> None:
         """A round of the case starts. The warm-up is round 0."""

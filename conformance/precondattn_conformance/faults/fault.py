@@ -132,11 +132,6 @@ def with_result(change: Callable[[MethodResult], MethodResult]) -> Change:
     return lambda truth, call: change(truth(call))
 
 
-def with_output(change: Callable[[Array], Array]) -> Change:
-    """A change of the correct method's output."""
-    return with_result(lambda result: replace(result, out=change(result.out)))
-
-
 def inside(owner: Owner, name: str, change: Callable[[Function], Function]) -> Change:
     """A change that runs the method while `owner.name` (in a class or module) is replaced."""
 

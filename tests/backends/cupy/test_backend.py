@@ -6,7 +6,7 @@ import pytest
 import precondattn as pa
 from precondattn.algebra.group import Group, group_of
 from precondattn.backend import Request
-from precondattn_conformance.runner import run_cases
+from precondattn_conformance.runner import Report, run_case
 from precondattn_conformance.status import FAILED, PASSED
 from precondattn_cupy import Cupy
 from precondattn_cupy.configurations import Configuration, forced
@@ -45,7 +45,7 @@ SMALL = {
 )
 def test_all_supported_mechanisms_conform(group):
     with forced(**SMALL):
-        report = run_cases(group.cases, ("cupy", "portable"))
+        report = Report([run_case(case, ("cupy", "portable")) for case in group.cases])
     failed = [f"{o.case.id}: {o.reason}" for o in report.outcomes if o.status == FAILED]
     assert not failed, "\n".join(failed)
     assert any(o.status == PASSED for o in report.outcomes)

@@ -12,7 +12,7 @@ pytest.importorskip("jax")
 
 
 import precondattn as pa
-from precondattn_pallas.configurations import CONFIGURATIONS, Configuration
+from precondattn_pallas.configurations import REGISTRY, Configuration
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence.channel_decay import (
     gradients_of_channels,
@@ -35,7 +35,7 @@ from tests.backends.pallas.tiles import (
 KERNELS = RecurrenceKernels(interpret=True)
 TILES = {
     key.kernel: Configuration(64, 16)
-    for key in CONFIGURATIONS
+    for key in REGISTRY.untuned
     if key.kernel.startswith(("chunk_", "channel_", "delta_"))
 }
 """Chunks of 64 tokens, blocks of 16 channels."""

@@ -11,7 +11,7 @@ pytest.importorskip("jax")
 import jax.numpy as jnp
 
 from precondattn.spec.recurrence import Stream, recurrent, recurrent_vjp
-from precondattn_pallas.configurations import CONFIGURATIONS, Configuration
+from precondattn_pallas.configurations import REGISTRY, Configuration
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence.chunkwise import Chunkwise
 from tests.backends.pallas.tiles import quick, small_tiles
@@ -19,7 +19,7 @@ from tests.backends.portable.test_erase_keys import assert_close, stream
 
 TILES = {
     key.kernel: Configuration(16, 16)
-    for key in CONFIGURATIONS
+    for key in REGISTRY.untuned
     if key.kernel.startswith(("chunk_", "channel_", "delta_"))
 }
 

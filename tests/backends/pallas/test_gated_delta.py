@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import precondattn as pa
 from precondattn.kernel_backend.precise import VARIABLE
-from precondattn_pallas.configurations import CONFIGURATIONS, Configuration
+from precondattn_pallas.configurations import REGISTRY, Configuration
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence.chunk_inverse import unit_lower_inverse
 from precondattn_pallas.recurrence.chunk_tiles import pairs_of
@@ -19,7 +19,7 @@ from tests.backends.pallas.tiles import BOUNDS, check, check_extension, error, f
 KERNELS = RecurrenceKernels(interpret=True)
 TILES = {
     key.kernel: Configuration(16, 16)
-    for key in CONFIGURATIONS
+    for key in REGISTRY.untuned
     if key.kernel.startswith(("chunk_", "delta_"))
 }
 """Chunks of 16 tokens, blocks of 16 channels."""

@@ -39,7 +39,7 @@ BACKENDS = {
                     groups("smoke", "torch", ("float64", "float32", "float16", "bfloat16")),
                 )
             ),
-            *groups("smoke", "jax", ("float32",), ("outputs",)),  # `test_jax_backend` has the rest.
+            *groups("smoke", "jax", ("float32",), ("outputs",)),
         ]
     ),
 )

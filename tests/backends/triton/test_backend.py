@@ -16,7 +16,7 @@ import precondattn as pa
 from precondattn.algebra.group import Group, group_of
 from precondattn.backend import Request, UnsupportedError
 from precondattn.kernel_backend.precise import VARIABLE
-from precondattn_conformance.runner import run_cases
+from precondattn_conformance.runner import Report, run_case
 from precondattn_conformance.status import FAILED, PASSED
 from precondattn_triton import Triton, backend
 from precondattn_triton.precision import as_the_user_allows, product_precision
@@ -77,7 +77,7 @@ def test_all_supported_mechanisms_conform(group):
     # The interpreter runs one kernel at a time.
     cases = [case for case in group.cases if case.check != "threads"]
     with small_tiles():
-        report = run_cases(cases, ("triton", "torch"))
+        report = Report([run_case(case, ("triton", "torch")) for case in cases])
     failed = [f"{o.case.id}: {o.reason}" for o in report.outcomes if o.status == FAILED]
     assert not failed, "\n".join(failed)
     assert any(o.status == PASSED for o in report.outcomes)
@@ -324,7 +324,7 @@ for target in ("sm_80", "sm_90"):
     names = [variant.name for variant in variants.variants(target)]
     assert len(names) == len(set(names))
     chosen = configurations.REGISTRY.chosen.get(target, {})
-    by_key = {**configurations.UNTUNED, **chosen}
+    by_key = {**configurations.REGISTRY.untuned, **chosen}
     shipped = {(key.kernel, cut) for key, cut in by_key.items()}
     assert len(shipped) <= 200 + len(set(chosen.values())), len(shipped)
     assert compiled == shipped, shipped ^ compiled

@@ -5,12 +5,12 @@ from contextlib import contextmanager
 import torch
 
 from precondattn_kernel_tools.triton_interpreter import checked
-from precondattn_triton.configurations import UNTUNED, Configuration, forced
+from precondattn_triton.configurations import REGISTRY, Configuration, forced
 
 RECURRENT = tuple(
     dict.fromkeys(
         key.kernel
-        for key in UNTUNED
+        for key in REGISTRY.untuned
         if key.kernel.startswith(
             ("channel_", "chunk_", "delta_", "gate_", "mesa_", "recurrent_", "row_", "value_")
         )
