@@ -55,18 +55,28 @@ def are_far(log_total: Array) -> bool:
     """
     if device_of(log_total) != "cpu" or has_only_a_shape(log_total):
         return False
-    xp = namespace(log_total)
-    return bool(xp.any(xp.abs(log_total) > 2.0**-13 / xp.finfo(log_total.dtype).eps))
+    size = namespace(log_total).abs(log_total)
+    most = 2.0**-13 / namespace(size).finfo(size.dtype).eps
+    return bool(namespace(size).any((size > most) & (size < math.inf)))
 
 
 def log_weights(
     ops: Arithmetic, row_block: Array, log_total: Array, sink: Array | None, *, again: bool
 ) -> Array:
-    """S − λ, in S; −∞ where λ is ∞."""
+    """S − λ, in S; −∞ where λ is ∞.
+
+    Computed `again`, it is S − λ' with the λ' of these rows, which has their rounding. If λ is of
+    more keys than these, the two differ by more than their rounding, and λ' − λ is added.
+    """
     if not again:
         return ops.add(row_block, -log_total)
-    logs, _ = log_softmax(row_block, sink)
-    return namespace(logs).where(log_total < math.inf, logs, -math.inf)
+    logs, of_rows = log_softmax(row_block, sink)
+    xp = namespace(logs)
+    difference = of_rows - log_total
+    rounding = 8 * xp.finfo(logs.dtype).eps * xp.abs(log_total)
+    is_partial = (xp.abs(difference) > rounding) & (xp.abs(difference) < math.inf)
+    logs = logs + xp.where(is_partial, difference, 0.0)
+    return xp.where(log_total < math.inf, logs, -math.inf)
 
 
 class ReadRows(NamedTuple):

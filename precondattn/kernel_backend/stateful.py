@@ -169,7 +169,8 @@ class StatefulKernels:
             return f"its recurrence supports at most {WIDEST_KEYS} slots; found m={slots}"
         if d > (widest := self.widest_keys(leaf, request.dtype)) or e > WIDEST_VALUES:
             return (
-                f"its recurrence supports d <= {widest} and e <= {WIDEST_VALUES}; found {d} and {e}"
+                f"its recurrence supports d <= {widest} and e <= {WIDEST_VALUES}; "
+                f"found d={d}, e={e}"
             )
         if any(0 in shape for shape in shapes.values()):
             return "its recurrence supports no empty arrays"

@@ -160,7 +160,7 @@ def test_an_explanation_names_the_batches():
     for m in (mechanism, pa.Laser()):
         explanation = m.explain(**x, segment_ids=IDS)
         assert explanation.batches == ((3, 19), (3, 41), (2, 2))
-        assert "segments as batches: 3 × 19 tokens, 3 × 41 tokens, 2 × 2 tokens" in str(explanation)
+        assert "segments as batches: 3 x 19 tokens, 3 x 41 tokens, 2 x 2 tokens" in str(explanation)
         assert m.explain(**x, segment_ids=IDS, backend="reference").batches == ()
     solve = pa.LucidSolve()  # It has keys and no queries.
     assert solve.explain(k=x["k"], v=x["v"], segment_ids=IDS).batches == explanation.batches

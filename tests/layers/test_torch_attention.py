@@ -195,7 +195,7 @@ def test_first_values_are_those_of_the_papers():
     torch.testing.assert_close(contraction.sigmoid(), torch.full((4,), 0.1))
 
 
-@pytest.mark.parametrize("depth", [-1, 1.5, True, torch.tensor(1)], ids=str)
+@pytest.mark.parametrize("depth", [-1, 1.5, True, torch.tensor(1.5)], ids=str)
 def test_a_wrong_depth_is_named(depth):
     with pytest.raises(ValueError, match="depth must be a whole number, 0 or above; found"):
         made("differential", depth=depth)

@@ -218,7 +218,7 @@ def test_a_table_of_biases_starts_as_in_swin():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"patch": 4}, ValueError, r"4 × 4 pixels must divide the image; found image=\(6, 8\)"),
+        ({"patch": 4}, ValueError, r"4 x 4 pixels must divide the image; found image=\(6, 8\)"),
         ({"patch": (2, 2, 2)}, ValueError, "patch must be one number, or rows and columns"),
         ({"image": 0}, ValueError, "image must be 1 or above; found 0"),
         ({"width": 16.0}, TypeError, "width must be a whole number; found 16.0"),

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from precondattn_conformance.report.printable import printable
 from precondattn_conformance.report.refusal import in_few_words
@@ -53,7 +53,7 @@ class TableCell:
         return cell + (texts if any(texts) else [])
 
     @classmethod
-    def from_list(cls, cell: Sequence[Any]) -> TableCell:
+    def from_list(cls, cell: Sequence[Json]) -> TableCell:
         word, cases, compared, failed, *texts = cell
         return cls(word, cases, compared, failed, "".join(texts[:1]), tuple(texts[1:]))
 

@@ -6,24 +6,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
+from precondattn.given import Arguments, Given
 from precondattn.integrations.transformers.interface import PreTrainedModel
 
 Change = TypeVar("Change", bound=Callable[..., nn.Module])
 
 
 @contextmanager
-def undone_if_failed(*objects: Any) -> Iterator[None]:
+def undone_if_failed(*objects: Given) -> Iterator[None]:
     """A block after whose failure the objects have their classes and attributes as before.
 
     Dicts and lists stay the same objects, because handles of hooks refer to them. A compiled call
     changes nothing if it fails.
     """
-    before: list[Any] = []
+    before: list[tuple[Given, type, Arguments, list[tuple[Given, Given]]]] = []
     if not torch.compiler.is_compiling():
         for each in objects:
             lists = [x for x in vars(each).values() if isinstance(x, list | dict)]
@@ -43,7 +44,7 @@ def whole_or_not(change: Change) -> Change:
     """A function that changes a model; if it fails, the model is as before."""
 
     @wraps(change)
-    def changed(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    def changed(model: nn.Module, *args: Given, **kwargs: Given) -> nn.Module:
         parts = [*model.modules()] if isinstance(model, PreTrainedModel) else []
         configs = [part.config for part in parts if isinstance(part, PreTrainedModel)]
         with undone_if_failed(*parts, *configs):
