@@ -130,7 +130,7 @@ def unit_rows(x: Array, eps: float) -> Array:
 def rms_norm(x: Array, eps: float, gain: Array, axes: int = 1) -> Array:
     """The RMS norm γ x / √(mean x² + eps), with the mean over the last `axes` axes."""
     xp, wide = namespace(x), upcast(x)
-    # On a CPU, PyTorch's function writes to a result, which selective checkpointing does not allow.
+    # PyTorch's function on a CPU writes to a result, which selective checkpointing does not allow.
     if library_of(x) == "torch" and gain.ndim == axes and (is_compiling() or only_computes()):
         normed = _native(x).rms_norm(wide, wide.shape[-axes:], cast(gain, wide.dtype), eps)
         return cast(normed, x.dtype)

@@ -39,7 +39,7 @@ class RowNorm(TokenWise):
 
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
         normalized = self.normalized(x["x"])
-        return (normalized * x["gain"] if self.gain else normalized), ()
+        return (normalized * _row(x["gain"]) if self.gain else normalized), ()
 
     def backward(
         self,
@@ -52,6 +52,11 @@ class RowNorm(TokenWise):
         if not self.gain:
             return {"x": self.normalized_vjp(x["x"], cotangent)}
         return {
-            "x": self.normalized_vjp(x["x"], cotangent * x["gain"]),
+            "x": self.normalized_vjp(x["x"], cotangent * _row(x["gain"])),
             "gain": sum_rows(cotangent * self.normalized(x["x"])),
         }
+
+
+def _row(gain: Array) -> Array:
+    """γ (d) beside rows (b, t, h, d)."""
+    return gain[None, None, None, :]

@@ -89,7 +89,7 @@ def _restarted(call: MethodCall) -> MethodCall:
 
 
 def _one_token(call: MethodCall) -> MethodCall:
-    """In a sequence without new tokens, the first row counts as a token of zeros."""
+    """The first row of a sequence without new tokens counts as a token of zeros."""
     frame = call.frame
     if frame.q_valid is None:
         return call
