@@ -134,7 +134,8 @@ class LucidStep(Algorithm[Group]):
             y = xp.reshape(x["lucid_beta"], (b, n, 1, 1)) * y
         own = ops.exp(own - largest)
         total = row_sum(weights[reading]) + own
-        out = ops.divide(ops.add_multiple(read[reading], own, y), total)
+        # The quotient is contiguous, which the part of `read` is not.
+        out = ops.add_multiple(read[reading], own, y) / total
         y, r = xp.reshape(y, (b, 1, n, -1)), None if r is None else xp.reshape(r, (b, 1, n, 1))
         return xp.reshape(out, (b, 1, h, -1)), self._updates(x["k"], y, r)
 

@@ -83,6 +83,8 @@ class Tile(NamedTuple):
 
     def rows_of(self, q: Array, part: Part = ALL_HEADS) -> Array:
         """Its queries of some heads of (b, n, r, t, d), as (b, n, r (i1 − i0), d)."""
+        if q.shape[2] == 1:
+            return q[(*part[:2], 0, slice(self.i0, self.i1), ...)]
         rows = q[self.at(part)]
         b, n, r, t, d = rows.shape
         return namespace(q).reshape(rows, (b, n, r * t, d))

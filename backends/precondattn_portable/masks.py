@@ -135,12 +135,12 @@ class Mask:
         """Whether causality is the only constraint."""
         return self.is_positional and self.window is None
 
-    @property
+    @cached_property
     def is_positional(self) -> bool:
         """Whether causality and the window are the only constraints."""
         return self._is_of_positions and self.frame.q_prefix is None
 
-    @property
+    @cached_property
     def _is_of_positions(self) -> bool:
         """Whether causality, a window and a prefix are the only constraints."""
         frame = self.frame

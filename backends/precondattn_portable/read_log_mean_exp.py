@@ -106,7 +106,8 @@ class LogMeanExpRead:
     def backward(self, row_block: Array, tile: Tile, rows: ReadRows, workspace: Scratch) -> Array:
         """dS of the row block; adds dv to `d_v`."""
         ops, (log_total, o, d_o) = self.ops, rows
-        logs = log_weights(ops, row_block, log_total, None, again=self.again)
+        again = self.again
+        logs = log_weights(row_block, log_total) if again else ops.add(row_block, -log_total)
         if not self.is_narrow:
             return self._merged_backward(logs, tile, o, d_o)
         weights = ops.exp(logs)

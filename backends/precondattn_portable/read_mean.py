@@ -55,21 +55,19 @@ def are_far(log_total: Array) -> bool:
     """
     if device_of(log_total) != "cpu" or has_only_a_shape(log_total):
         return False
-    size = namespace(log_total).abs(log_total)
-    most = 2.0**-13 / namespace(size).finfo(size.dtype).eps
-    return bool(namespace(size).any((size > most) & (size < math.inf)))
+    xp, size = namespace(log_total), abs(log_total)
+    most = 2.0**-13 / xp.finfo(size.dtype).eps
+    if 0 in size.shape or float(xp.max(size)) <= most:
+        return False
+    return bool(xp.any((size > most) & (size < math.inf)))
 
 
-def log_weights(
-    ops: Arithmetic, row_block: Array, log_total: Array, sink: Array | None, *, again: bool
-) -> Array:
-    """S − λ, in S; −∞ where λ is ∞.
+def log_weights(row_block: Array, log_total: Array, sink: Array | None = None) -> Array:
+    """S − λ where λ is rounded; −∞ where λ is ∞.
 
-    Computed `again`, it is S − λ' with the λ' of these rows, which has their rounding. If λ is of
-    more keys than these, the two differ by more than their rounding, and λ' − λ is added.
+    It is S − λ' with the λ' of these rows, which has their rounding. If λ is of more keys than
+    these, the two differ by more than their rounding, and λ' − λ is added.
     """
-    if not again:
-        return ops.add(row_block, -log_total)
     logs, of_rows = log_softmax(row_block, sink)
     xp = namespace(logs)
     difference = of_rows - log_total
@@ -112,8 +110,11 @@ class MeanRead:
     def backward(self, row_block: Array, tile: Tile, rows: ReadRows, workspace: Scratch) -> Array:
         """dS of the row block; adds dv to `d_v`."""
         ops, d_mean = self.ops, self.of_mean(rows.d_o)
-        sink = sink_of_rows(self.sink, row_block.shape[2]) if self.again else None
-        weights = ops.exp(log_weights(ops, row_block, rows.log_total, sink, again=self.again))
+        if self.again:
+            sink = sink_of_rows(self.sink, row_block.shape[2])
+            weights = ops.exp(log_weights(row_block, rows.log_total, sink))
+        else:
+            weights = ops.exp(ops.add(row_block, -rows.log_total))
         ops.add_product_at(self.d_v, tile.keys, transpose(weights), d_mean)
         values = transpose(self.v[tile.keys])
         d_weights = ops.product(d_mean, values, workspace.shaped(row_block.shape))

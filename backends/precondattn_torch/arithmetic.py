@@ -41,7 +41,7 @@ class TorchArithmetic(InPlace):
         if out is None:
             out = a.new_empty((*a.shape[:-1], b.shape[-1]))
         stacks = stacked(a), stacked(b), stacked(out)
-        if any(stack is None for stack in stacks):
+        if stacks[0] is None or stacks[1] is None or stacks[2] is None:
             for part in zip(a, b, out, strict=True):
                 self.product(*part)
             return out

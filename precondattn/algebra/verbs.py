@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
-from precondattn.arrays import Array, Arrays, is_compiling
+from precondattn.arrays import Array, Arrays, is_compiling, library_of
 from precondattn.cache import Cache
 from precondattn.cache.conversion import in_library_of, ordinary, with_writable_buffers
 from precondattn.cache.kept import without_kept
@@ -293,7 +293,8 @@ class Verbs(Piece):
         """
         if not isinstance(donate, bool):
             raise TypeError(f"{self}: donate must be true or false; found {donate!r}")
-        whole, cache = cache, _read(cache, arrays, named)
+        is_captured = is_compiling()
+        whole, cache = cache, _read(cache, arrays, named, is_captured=is_captured)
         masks, is_packed = _masks_of_extension(segment_ids, cu_seqlens, lengths, key_mask)
         masks |= {"prefix": prefix, "attn_mask": attn_mask}
         keeping = None
@@ -301,7 +302,7 @@ class Verbs(Piece):
             from precondattn.execution.keeping import Keeping
 
             keeping = Keeping.read(str(self), keep, states_every)
-        if is_compiling():
+        if is_captured:
             if keeping is not None:
                 raise ValueError(
                     f"{self}: code that torch.compile reads keeps no earlier states; extend "
@@ -363,7 +364,7 @@ class Verbs(Piece):
         from precondattn.execution import run
 
         masks, is_packed = _masks_of_extension(segment_ids, cu_seqlens, lengths, key_mask)
-        cache = _read(cache, arrays, named)
+        cache = _read(cache, arrays, named, is_captured=is_compiling())
         extend_vjp = run.extend_vjp_packed if is_packed else run.extend_vjp
         return extend_vjp(self, cache, arrays, named, backend, masks)
 
@@ -394,20 +395,22 @@ class Verbs(Piece):
         """
         from precondattn.execution.run import explain
 
-        cache = _read(cache, arrays, named)
+        cache = _read(cache, arrays, named, is_captured=is_compiling())
         masks = {"lengths": lengths, "key_mask": key_mask}
         masks |= {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         masks |= {"prefix": prefix, "attn_mask": attn_mask}
         return explain(self, verb, cache, arrays, named, backend, masks)
 
 
-def _read(cache: Given, arrays: tuple[Array, ...], named: Arrays) -> Given:
+def _read(cache: Given, arrays: tuple[Array, ...], named: Arrays, *, is_captured: bool) -> Given:
     """The cache without kept states, in the library of the inputs where that is possible."""
     if not isinstance(cache, Cache):
         return cache
-    cache = ordinary(without_kept(cache))
-    if is_compiling():
-        return cache
+    cache = without_kept(cache)
+    if library_of(cache.length) == "torch":
+        # Each call makes a new length, also for the buffers that it does not copy.
+        is_kept = is_captured or not cache.length.is_inference()
+        return cache if is_kept else ordinary(cache)
     return in_library_of(next(iter((*arrays, *named.values())), None), cache)
 
 

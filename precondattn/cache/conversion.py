@@ -39,6 +39,12 @@ def to(cache: C, device: Device, dtype: DType) -> C:
 
 def with_writable_buffers(cache: C) -> C:
     """The cache, for donation: buffers that can not be written to are copied."""
+    if library_of(cache.length) == "torch":  # The usual case is decided without more calls.
+        for a in cache.store.values():
+            if not a.is_contiguous() and 0 in a.stride():
+                break
+        else:
+            return cache
     return holding(cache, cache.length, {name: writable(a) for name, a in cache.store.items()})
 
 
@@ -47,8 +53,9 @@ def in_library_of(like: Array, cache: C) -> C:
 
     Serialisers return NumPy's. Those with a dtype that JAX would change are left as they are.
     """
-    arrays = (cache.length, *cache.store.values())
-    if library_of(like) != "jax" or "numpy" not in map(library_of, arrays):
+    if library_of(like) != "jax":
+        return cache
+    if "numpy" not in map(library_of, (cache.length, *cache.store.values())):
         return cache
     jax = sys.modules["jax"]
 
@@ -67,10 +74,11 @@ def ordinary(cache: C) -> C:
     """
     if library_of(cache.length) != "torch" or is_traced_by_dynamo():
         return cache
-    is_made_in_it = any(a.is_inference() for a in (cache.length, *cache.store.values()))
-    if not is_made_in_it or sys.modules["torch"].is_inference_mode_enabled():
-        return cache
-    return holding(cache, fresh(cache.length), {n: fresh(a) for n, a in cache.store.items()})
+    for a in (cache.length, *cache.store.values()):
+        if a.is_inference() and not sys.modules["torch"].is_inference_mode_enabled():
+            store = {name: fresh(a) for name, a in cache.store.items()}
+            return holding(cache, fresh(cache.length), store)
+    return cache
 
 
 def _apart(device: Device, new: Array, old: Array) -> Array:
