@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from precondattn.given import Arguments, Given
+from precondattn.given import Given
 from precondattn.integrations.transformers.interface import PreTrainedModel
 
 Change = TypeVar("Change", bound=Callable[..., nn.Module])
@@ -24,7 +24,7 @@ def undone_if_failed(*objects: Given) -> Iterator[None]:
     Dicts and lists stay the same objects, because handles of hooks refer to them. A compiled call
     changes nothing if it fails.
     """
-    before: list[tuple[Given, type, Arguments, list[tuple[Given, Given]]]] = []
+    before: list[Given] = []
     if not torch.compiler.is_compiling():
         for each in objects:
             lists = [x for x in vars(each).values() if isinstance(x, list | dict)]
