@@ -30,9 +30,12 @@ thorough = partial(pytest.param, marks=pytest.mark.thorough)
 @pytest.mark.parametrize("expression", ["softmax", *map(thorough, REST)])
 @pytest.mark.parametrize("is_cast", [False, True])
 def test_a_block_has_the_gradient_of_the_plain_call(expression, is_cast):
-    block, calls = Block(32, heads=2, mechanism=expression), []
+    torch.manual_seed(0)
+    # Mesa's iteration enlarges the last bits, in which norms under a checkpoint may differ.
+    dtype, calls = torch.float32 if is_cast else torch.float64, []
+    block = Block(32, heads=2, mechanism=expression, dtype=dtype)
     block.attention.register_forward_hook(lambda *_: calls.append(None))
-    x = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x = torch.randn(2, 20, 32, dtype=dtype, requires_grad=True)
 
     def gradients(call):
         calls.clear()

@@ -250,7 +250,8 @@ class LucidSolveKernels:
         d, e = shapes["k"][3], shapes["v"][3]
         if d > WIDEST_KEYS or e > WIDEST_VALUES:
             return (
-                f"its solve supports d <= {WIDEST_KEYS} and e <= {WIDEST_VALUES}; found {d} and {e}"
+                f"its solve supports d <= {WIDEST_KEYS} and e <= {WIDEST_VALUES}; "
+                f"found d={d}, e={e}"
             )
         if 0 in shapes["k"] + shapes["v"]:
             return "its solve supports no empty arrays"
