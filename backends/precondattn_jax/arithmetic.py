@@ -59,8 +59,8 @@ def zeros(shape: tuple[int, ...], like: Array) -> Array:
     result = jnp.zeros_like(like, shape=shape)
     if not shape or 0 in like.shape:
         return result
-    some = lax.stop_gradient(like[(0,) * like.ndim])
-    zero = jnp.where(jnp.isnan(some), 0, jnp.minimum(jnp.abs(some), 0))
+    element = lax.stop_gradient(like[(0,) * like.ndim])
+    zero = jnp.where(jnp.isnan(element), 0, jnp.minimum(jnp.abs(element), 0))
     return result + zero * jnp.arange(shape[-1], dtype=like.dtype)[(None,) * (len(shape) - 1)]
 
 

@@ -41,15 +41,15 @@ class Chunkwise(AllTokens):
 
     def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
         work = ChunkWork(x)
-        given = (work.written, work.chunks(x.q))
-        last, o = self.loops.scan(work.read, work.joined(state), given)
+        chunks = (work.written, work.chunks(x.q))
+        last, o = self.loops.scan(work.read, work.joined(state), chunks)
         return work.reads(o), jnp.reshape(last, state.shape)
 
     def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> StreamGradients:
         work = ChunkWork(x)
         _, before = lax.scan(work.advance, work.joined(state), work.written)
-        given = (before, work.written, work.chunks(x.q), work.chunks(d_o))
-        first, (d_q, result) = lax.scan(work.pull, work.joined(d_final), given, reverse=True)
+        chunks = (before, work.written, work.chunks(x.q), work.chunks(d_o))
+        first, (d_q, result) = lax.scan(work.pull, work.joined(d_final), chunks, reverse=True)
         stream = Stream(work.reads(d_q), *(None if a is None else work.tokens(a) for a in result))
         d_beta = None if stream.beta is None else stream.beta[..., 0]
         stream = stream._replace(g=jnp.reshape(stream.g, x.g.shape), beta=d_beta)
@@ -65,15 +65,15 @@ class Chunkwise(AllTokens):
         """
         work = ChunkWork(x._replace(q=arrays[0]))
 
-        def of_group(state: Array, given: Tree) -> tuple[Array, Array]:
-            chunks, *parts = given
+        def of_group(state: Array, stacks: Tree) -> tuple[Array, Array]:
+            chunks, *parts = stacks
             group = group_of(x, chunks)
             states = group.states(state)
             group.read(parts[0], states)  # Fills the group's cached arrays outside the inner loop.
             return states[-1], function(lambda q: group.read(q, states), *parts)
 
-        given = (work.written, *map(work.chunks, arrays))
-        last, out = self.loops.scan(of_group, work.joined(state), given)
+        stacks = (work.written, *map(work.chunks, arrays))
+        last, out = self.loops.scan(of_group, work.joined(state), stacks)
         return work.reads(out), jnp.reshape(last, state.shape)
 
 
@@ -123,9 +123,9 @@ class ChunkWork:
 
     # The bodies of the loops.
 
-    def read(self, state: Array, given: tuple[WrittenChunks, Array]) -> tuple[Array, Array]:
+    def read(self, state: Array, chunk: tuple[WrittenChunks, Array]) -> tuple[Array, Array]:
         """The state after a group, and the outputs within it."""
-        chunks, q = given
+        chunks, q = chunk
         group = group_of(self.x, chunks)
         states = group.states(state)
         return states[-1], group.read(q, states)
@@ -134,9 +134,9 @@ class ChunkWork:
         """The state after a group, and the one before."""
         return group_of(self.x, chunks).states(state)[-1], state
 
-    def pull(self, d_state: Array, given: Tree) -> tuple[Array, tuple[Array, WrittenChunks]]:
+    def pull(self, d_state: Array, chunk: Tree) -> tuple[Array, tuple[Array, WrittenChunks]]:
         """Gradients of the state before a group, of its queries and of its written inputs."""
-        state, chunks, q, d_o = given
+        state, chunks, q, d_o = chunk
         group = group_of(self.x, chunks)
         states = group.states(state)
         d_states = group.d_states(q, d_o, d_state)

@@ -118,8 +118,8 @@ def _parts_of_pairs(pairs: Array, capacity: int, count: int) -> Array:
     """The rows of each part (count, b, h, TOKENS, c + TOKENS), for slots and the part's tokens."""
     rows = _parts(pairs, 2, count)
     new = padded(rows[..., capacity:], 0, count * TOKENS - (rows.shape[4] - capacity), 4)
-    own = [new[i, ..., i * TOKENS : (i + 1) * TOKENS] for i in range(count)]
-    return jnp.concatenate([rows[..., :capacity], jnp.stack(own)], axis=4)
+    diagonal_tiles = [new[i, ..., i * TOKENS : (i + 1) * TOKENS] for i in range(count)]
+    return jnp.concatenate([rows[..., :capacity], jnp.stack(diagonal_tiles)], axis=4)
 
 
 def _parts(x: Array, axis: int, count: int) -> Array:

@@ -46,11 +46,11 @@ class Tiles(BlockedCall[pa.DeltaFormer]):
         self.beta = self.beta[..., None]
         self.mask = Mask(frame.among_keys(blocks.s), blocks, strict=True, of_queries=True)
         self.scores = DotScores(blocks, blocks.stacked(q[:, :, None]), k)
-        self.own = row_sum(blocks.of_keys(q) * k)
+        self.own_scores = row_sum(blocks.of_keys(q) * k)
         """S_tt (b, h, s, 1), −∞ if key t is masked"""
         valid = self.mask.k_valid
         if valid is not None:
-            self.own = jnp.where(valid[:, None, :, None], self.own, -math.inf)
+            self.own_scores = jnp.where(valid[:, None, :, None], self.own_scores, -math.inf)
 
     def of_keys(self, name: str) -> Array:
         return repeat_heads(super().of_keys(name), self.n * self.r)
@@ -62,38 +62,40 @@ class Tiles(BlockedCall[pa.DeltaFormer]):
 
     def own_weight(self, a: Array, log_total: Array) -> Array:
         """1 − a of the rows of a block, from λ."""
-        own = self.blocks.take(self.own, a)
-        some = own > -math.inf
-        gap = jnp.where(some, own, 0.0) - jnp.where(some, log_total, 0.0)
-        return jnp.where(some, 0.5 + 0.5 * jnp.tanh(0.5 * gap), 0.0)
+        own_score = self.blocks.take(self.own_scores, a)
+        has_keys = own_score > -math.inf
+        gap = jnp.where(has_keys, own_score, 0.0) - jnp.where(has_keys, log_total, 0.0)
+        return jnp.where(has_keys, 0.5 + 0.5 * jnp.tanh(0.5 * gap), 0.0)
 
     def rows(self, a: Array) -> MapRows:
         return MapRows(self, a)
 
     def differentiable(self) -> Array:
         """o (b, s, h, e), which JAX can differentiate: (I + β P) u = v,  o = a P u + (1 − a) u."""
-        blocks, read = self.blocks, MeanRead()
+        blocks, mean_read = self.blocks, MeanRead()
 
         def log_totals_of(a: Array) -> tuple[Array, Array]:
             """λ, 0 without keys, and whether there are keys."""
             values = blocks.take(self.beta, a)  # Any array of width 1: only weights are summed.
 
             def add(state: MeanState, tile: Array, j: Array) -> MeanState:
-                return read.add(state, self.mask.apply(tile, a, j), values)
+                return mean_read.add(state, self.mask.apply(tile, a, j), values)
 
-            state = read.start(values.shape, values)
-            state = read.add(state, self.masked(a, a, diagonal=True), values)
+            state = mean_read.start(values.shape, values)
+            state = mean_read.add(state, self.masked(a, a, diagonal=True), values)
             first = self.mask.first(a)
             state = self.scores.over(a, first, a, add, state, DIFFERENTIABLE)
-            return read.finish(state)[1], state.total > 0
+            return mean_read.finish(state)[1], state.total > 0
 
-        self.log_totals, some = map(joined, DIFFERENTIABLE.each(log_totals_of, blocks.rows))
+        self.log_totals, has_keys = map(joined, DIFFERENTIABLE.each(log_totals_of, blocks.rows))
         constant = Tiles(self.leaf, lax.stop_gradient(self.x), self.frame)
         constant.log_totals = lax.stop_gradient(self.log_totals)
         u = solved(self, constant, self.v)
-        log_totals = jnp.where(some, self.log_totals, -jnp.inf)
-        own = joined(lax.map(lambda a: self.own_weight(a, blocks.take(log_totals, a)), blocks.rows))
-        return self.tokens((1.0 - own) * products(self, u) + own * u)
+        log_totals = jnp.where(has_keys, self.log_totals, -jnp.inf)
+        own_weights = joined(
+            lax.map(lambda a: self.own_weight(a, blocks.take(log_totals, a)), blocks.rows)
+        )
+        return self.tokens((1.0 - own_weights) * products(self, u) + own_weights * u)
 
 
 class MapRows(LowerRows):
@@ -125,20 +127,20 @@ class DeltaFormerBlocks(SteppingAsDefined[pa.DeltaFormer], deltaformer.DeltaForm
 
             nothing = (zeros(largest.shape, v), zeros(blocks.take(v, a).shape, v))
             start = MeanState(largest, *nothing)
-            largest, total, known = lax.fori_loop(tiles.mask.first(a), a, add, start)
+            largest, total, of_earlier = lax.fori_loop(tiles.mask.first(a), a, add, start)
             shift = finite_or_zero(largest)
-            among = jnp.exp(tile - shift)
-            total = total + row_sum(among)
-            some = total > 0
-            total = jnp.where(some, total, 1.0)
-            log_total = jnp.where(some, shift + jnp.log(total), -math.inf)
-            known, among = known / total, among / total
+            weights = jnp.exp(tile - shift)
+            total = total + row_sum(weights)
+            has_keys = total > 0
+            total = jnp.where(has_keys, total, 1.0)
+            log_total = jnp.where(has_keys, shift + jnp.log(total), -math.inf)
+            of_earlier, weights = of_earlier / total, weights / total
             beta = blocks.take(tiles.beta, a)
-            inverse = unit_lower_inverse(beta * among)
-            solved = product(inverse, blocks.take(v, a) - beta * known)
-            read = known + product(among, solved)
-            own = tiles.own_weight(a, log_total)
-            rows = ((1.0 - own) * read + own * solved, read, log_total)
+            inverse = unit_lower_inverse(beta * weights)
+            solved = product(inverse, blocks.take(v, a) - beta * of_earlier)
+            weighted = of_earlier + product(weights, solved)
+            own_weight = tiles.own_weight(a, log_total)
+            rows = ((1.0 - own_weight) * weighted + own_weight * solved, weighted, log_total)
             return blocks.put(u, a, solved), rows
 
         _, rows = lax.scan(of_block, zeros(v.shape, v), blocks.rows)
@@ -167,31 +169,35 @@ class DeltaFormerBlocks(SteppingAsDefined[pa.DeltaFormer], deltaformer.DeltaForm
         def of_block(carry: tuple[Array, Array], a: Array) -> Tree:
             log_total = blocks.take(log_totals, a)
             shift = finite_or_zero(log_total)
-            own, beta = tiles.own_weight(a, log_total), blocks.take(tiles.beta, a)
+            own_weight, beta = tiles.own_weight(a, log_total), blocks.take(tiles.beta, a)
             d_rows, keys, queries = blocks.take(d_o, a), blocks.take(k, a), tiles.scores.start(a)
-            among = jnp.exp(tiles.masked(a, a, diagonal=True) - shift)
-            read = (1.0 - own) * d_rows
-            right = blocks.take(carry[0], a) + own * d_rows + transposed_product(among, read)
-            solved = transposed_product(unit_lower_inverse(beta * among), right)
+            diagonal_weights = jnp.exp(tiles.masked(a, a, diagonal=True) - shift)
+            d_weighted = (1.0 - own_weight) * d_rows
+            right = (
+                blocks.take(carry[0], a)
+                + own_weight * d_rows
+                + transposed_product(diagonal_weights, d_weighted)
+            )
+            solved = transposed_product(unit_lower_inverse(beta * diagonal_weights), right)
             d_strength = -row_sum(solved * blocks.take(w, a))
-            combined = read - beta * solved
+            combined = d_weighted - beta * solved
             mean = row_sum(d_rows * blocks.take(o, a))
-            constant = (1.0 - own) * mean + beta * d_strength
-            d_own = own * (row_sum(d_rows * blocks.take(u, a)) - mean)
+            constant = (1.0 - own_weight) * mean + beta * d_strength
+            d_own = own_weight * (row_sum(d_rows * blocks.take(u, a)) - mean)
 
             def scored(weights: Array, j: Array) -> Array:
                 """dS of a tile."""
                 return weights * (product_with_transposed(combined, blocks.take(u, j)) - constant)
 
-            def pull(j: Array, given: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-                d_u, d_k, d_queries = given
+            def pull(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+                d_u, d_k, d_queries = sums
                 weights = jnp.exp(tiles.masked(a, j) - shift)
                 d_scores = scored(weights, j)
                 d_u = blocks.add(d_u, j, transposed_product(weights, combined))
                 d_k = blocks.add(d_k, j, transposed_product(d_scores, queries))
                 return d_u, d_k, d_queries + product(d_scores, blocks.take(k, j))
 
-            d_scores = scored(among, a)
+            d_scores = scored(diagonal_weights, a)
             d_k = blocks.add(carry[1], a, transposed_product(d_scores, queries) + d_own * queries)
             start = (carry[0], d_k, product(d_scores, keys) + d_own * keys)
             d_u, d_k, d_queries = lax.fori_loop(tiles.mask.first(a), a, pull, start)

@@ -48,8 +48,8 @@ class ByDistance:
 
     def pulled(self, sums: Array, a: Array, j: Array, d_tile: Array, *, diagonal: bool) -> Array:
         """The sums plus the gradient of f from that of a tile (b, n, r, C, C)."""
-        here = self._numbers(sums, a, j) + toeplitz_vjp(jnp.sum(d_tile, axis=0))
-        return lax.dynamic_update_slice_in_dim(sums, here, self._start(a, j), 2)
+        numbers = self._numbers(sums, a, j) + toeplitz_vjp(jnp.sum(d_tile, axis=0))
+        return lax.dynamic_update_slice_in_dim(sums, numbers, self._start(a, j), 2)
 
     def gradient(self, sums: Array) -> Array:
         """The gradient of the slopes or of the table."""

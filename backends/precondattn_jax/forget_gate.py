@@ -35,13 +35,13 @@ class ForgetGate:
 
     def add_to(self, tile: Array, a: Array, j: Array, *, diagonal: bool) -> Array:
         """Scores (b, n, r, C, C) plus the decay."""
-        own, g = self.blocks.take(self.g, a, 3), self.blocks.take(self.g, j, 3)
+        row_g, g = self.blocks.take(self.g, a, 3), self.blocks.take(self.g, j, 3)
         if diagonal:
-            b, n, r, size = own.shape
-            own = jnp.swapaxes(jnp.reshape(own, (b, n * r, size)), 1, 2)
-            within = jnp.reshape(forget_gate.decay(own, size), (b, n, r, size, size))
+            b, n, r, size = row_g.shape
+            row_g = jnp.swapaxes(jnp.reshape(row_g, (b, n * r, size)), 1, 2)
+            within = jnp.reshape(forget_gate.decay(row_g, size), (b, n, r, size, size))
             return tile + self.factor * within
-        rows = jnp.cumsum(own, axis=-1)[..., None]
+        rows = jnp.cumsum(row_g, axis=-1)[..., None]
         between = jnp.sum(jnp.where(self._between(a, j), self.totals, 0.0), axis=-1)
         behind = jnp.concatenate([g[..., 1:], jnp.zeros_like(g[..., :1])], -1)
         columns = sums_from(behind, axis=-1)[..., None, :]

@@ -190,13 +190,13 @@ class GroupedAttention(TiledAttention):
         )
 
         def of_group(sums: tuple[Array, Array], x: tuple[BlockGroup, ReadRows]) -> Tree:
-            group, own = x
+            group, own_rows = x
 
             def pull(carry: tuple[Array, Array, Array], o: Array | int) -> Tree:
                 d_k, d_v, d_q = carry
                 j = group.first + o
                 k = self._at(self.k, j)
-                d_tile, d_values = read.pull(self._tile(group, o, k), self._at(v, j), own)
+                d_tile, d_values = read.pull(self._tile(group, o, k), self._at(v, j), own_rows)
                 if self.leaf.softcap is not None:
                     scores = product_with_transposed(group.q, k)
                     d_tile = d_tile * slope(scores, self.leaf.softcap)

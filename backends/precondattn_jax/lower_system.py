@@ -113,12 +113,12 @@ def substituted(system: LowerSystem, right: Array) -> Array:
     blocks = system.blocks
 
     def of_block(y: Array, a: Array) -> tuple[Array, None]:
-        def add(known: Array, weights: Array, j: Array) -> Array:
-            return known + product(weights, blocks.take(y, j))
+        def add(total: Array, weights: Array, j: Array) -> Array:
+            return total + product(weights, blocks.take(y, j))
 
-        rows, own = system.rows(a), blocks.take(right, a)
-        known = rows.over_preceding(add, zeros(own.shape, right))
-        rest = (own - rows.strength * known) / rows.diagonal
+        rows, right_rows = system.rows(a), blocks.take(right, a)
+        known = rows.over_preceding(add, zeros(right_rows.shape, right))
+        rest = (right_rows - rows.strength * known) / rows.diagonal
         return blocks.put(y, a, product(rows.inverse(rows.among()), rest)), None
 
     return lax.scan(of_block, zeros(right.shape, right), blocks.rows)[0]

@@ -60,9 +60,9 @@ class LucidSolveBlocks(SteppingAsDefined[pa.LucidSolve]):
             first = system.mask.first(a)
             trail = scores.trail(a, first)
 
-            def scored(weights: Array, known: Array, j: Array) -> Array:
+            def scored(weights: Array, total: Array, j: Array) -> Array:
                 """dS of a tile."""
-                d_tile = -product_with_transposed(d_v, known) * weights
+                d_tile = -product_with_transposed(d_v, total) * weights
                 if rows.maxima is None or leaf.detach_max:
                     return d_tile
                 column = (j * blocks.size + jnp.arange(blocks.size, dtype="int32"))[
@@ -74,23 +74,23 @@ class LucidSolveBlocks(SteppingAsDefined[pa.LucidSolve]):
                 sums, right, d_rows, residual = carry
                 j = first + i
                 weights = rows.weights(scores.tile(scores.on_trail(trail, j), j), j)
-                known = blocks.take(y, j)
+                y_j = blocks.take(y, j)
                 right = blocks.add(right, j, -transposed_product(weights, d_v))
-                sums, d_rows = scores.pulled(sums, trail, d_rows, j, scored(weights, known, j))
+                sums, d_rows = scores.pulled(sums, trail, d_rows, j, scored(weights, y_j, j))
                 if leaf.beta:
-                    residual = residual - product(weights, known)
+                    residual = residual - product(weights, y_j)
                 return sums, right, d_rows, residual
 
             d_rows = zeros(scores.q.shape[1:], scores.q)
             start = (sums, right, d_rows, v if leaf.beta else None)
             sums, right, d_rows, residual = lax.fori_loop(0, a - first, pull, start)
-            known = blocks.take(y, a)
-            d_within = scored(within, known, a)
+            y_a = blocks.take(y, a)
+            d_within = scored(within, y_a, a)
             if not leaf.has_unit_diagonal:
-                d_diagonal = row_sum(d_v * known) * rows.diagonal
+                d_diagonal = row_sum(d_v * y_a) * rows.diagonal
                 d_within = d_within - identity_like(d_within) * d_diagonal
             sums, d_rows = scores.pulled_diagonal(sums, a, d_rows, d_within)
-            d_beta = row_sum(solved * (residual - product(within, known))) if leaf.beta else None
+            d_beta = row_sum(solved * (residual - product(within, y_a))) if leaf.beta else None
             return (sums, right), (d_rows, d_v, d_beta)
 
         start = (scores.sums(), right)
@@ -120,15 +120,15 @@ class LucidSolveBlocks(SteppingAsDefined[pa.LucidSolve]):
         if leaf.normalize == "keys":
             r = rms(k, leaf.eps)
             k, updates["rms"] = k / r, Append(r[..., 0])
-        rows, among = heads_first(k * scale), frame.among_keys(t)
-        cached = BufferedPast(among, past["key"].shape[1], b * n, leaf.window)
+        rows, key_frame = heads_first(k * scale), frame.among_keys(t)
+        cached = BufferedPast(key_frame, past["key"].shape[1], b * n, leaf.window)
 
         def take(j: Array, right: Array) -> Array:
             tile = product_with_transposed(rows, cached.take(past["key"], j))
             if leaf.normalize == "keys":
                 r = cached.take(past["rms"], j)[:, :, None, :]
                 tile = tile / jnp.where(r > 0, r, 1.0)  # Empty slots, which are masked, hold 0.
-            visible = cached.visible(j, among.q_position)[:, :, 0]
+            visible = cached.visible(j, key_frame.q_position)[:, :, 0]
             weights = jnp.where(visible, jnp.exp(tile - scale * d), 0.0)
             return right - product(weights, cached.take(past["solved"], j))
 

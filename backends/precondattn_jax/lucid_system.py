@@ -103,12 +103,14 @@ class LucidRows(LowerRows):
             self.shift = system.scale * system.d
             return
         keys = blocks.take(self.scores.k, a)
-        own = row_sum(keys * keys) * system.scale
+        own_scores = row_sum(keys * keys) * system.scale
         if leaf.normalize == "rows":
-            known = system.maxima
-            self.maxima = self._maxima(own) if known is None else RowMaxima(*(x[a] for x in known))
+            maxima = system.maxima
+            self.maxima = (
+                self._maxima(own_scores) if maxima is None else RowMaxima(*(x[a] for x in maxima))
+            )
             self.shift = self.maxima.value
-        shifted = own - self.shift
+        shifted = own_scores - self.shift
         if system.beta is not None:  # β is 0 at padding, whose diagonal then has to be 1.
             shifted = jnp.where(self.strength > 0, shifted, 0.0)
         self.diagonal = jnp.exp(shifted)
@@ -142,8 +144,8 @@ class LucidRows(LowerRows):
         a, size = self.a, self.scores.blocks.size
 
         def add(total: Array | float, tile: Array, j: Array) -> Array:
-            here = column == (j * size + jnp.arange(size, dtype="int32"))[None, None, None]
-            return total + row_sum(jnp.where(here, tile, 0.0))
+            is_maximum = column == (j * size + jnp.arange(size, dtype="int32"))[None, None, None]
+            return total + row_sum(jnp.where(is_maximum, tile, 0.0))
 
-        own = add(0.0, self.scores.diagonal(a), a)
-        return self.scores.over(a, self.mask.first(a), a, add, own, DIFFERENTIABLE)
+        own_sum = add(0.0, self.scores.diagonal(a), a)
+        return self.scores.over(a, self.mask.first(a), a, add, own_sum, DIFFERENTIABLE)

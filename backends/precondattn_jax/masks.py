@@ -88,8 +88,8 @@ class Mask:
         first, stop = self.first(a), a if self.has_diagonal else self.stop(a)
         ranges = [(first, stop)]
         if self.q_prefix is not None:
-            own, reach = a + 1 if self.causal else stop, self.reach[a - self.blocks.first]
-            ranges = [(first, jnp.maximum(own, reach))]
+            own_stop, reach = a + 1 if self.causal else stop, self.reach[a - self.blocks.first]
+            ranges = [(first, jnp.maximum(own_stop, reach))]
             if self.window is not None:
                 begin = self._start_of_segment(a, jnp.zeros_like(a))
                 ranges.append((begin, jnp.minimum(reach, first)))

@@ -68,11 +68,11 @@ class LogMeanExpRead:
 
     def finish(self, state: LogState) -> tuple[Array, Array]:
         """The outputs and λ, both 0 without visible keys."""
-        some = state.total != 0
-        total = jnp.where(some, state.total, 1.0)
-        log_total = jnp.where(some, state.largest + jnp.log(total), 0.0)
-        log_sum = finite_or_zero(state.shift) + jnp.log(jnp.where(some, state.sums, 1.0))
-        return jnp.where(some, log_sum - log_total, 0.0), log_total
+        has_keys = state.total != 0
+        total = jnp.where(has_keys, state.total, 1.0)
+        log_total = jnp.where(has_keys, state.largest + jnp.log(total), 0.0)
+        log_sum = finite_or_zero(state.shift) + jnp.log(jnp.where(has_keys, state.sums, 1.0))
+        return jnp.where(has_keys, log_sum - log_total, 0.0), log_total
 
     def pull(self, tile: Array, v: Array, rows: ReadRows) -> tuple[Array, Array]:
         """dS, and its contribution to dv."""

@@ -71,9 +71,9 @@ class MeanRead:
 
     def finish(self, state: MeanState) -> tuple[Array, Array]:
         """The outputs and λ, both 0 without visible keys."""
-        some = state.total != 0
-        total = jnp.where(some, state.total, 1.0)
-        return state.sums / total, jnp.where(some, state.largest + jnp.log(total), 0.0)
+        has_keys = state.total != 0
+        total = jnp.where(has_keys, state.total, 1.0)
+        return state.sums / total, jnp.where(has_keys, state.largest + jnp.log(total), 0.0)
 
     def pull(self, tile: Array, v: Array, rows: ReadRows) -> tuple[Array, Array]:
         """dS, and its contribution to dv."""

@@ -77,16 +77,16 @@ class Similarities(BlockedCall[pa.SymmetricLucidSolve]):
         blocks = self.blocks
 
         def of_rows(total: Array, a: Array) -> tuple[Array, None]:
-            here = blocks.take(x, a)
+            rows = blocks.take(x, a)
 
             def add(j: Array, total: Array) -> Array:
                 tile = weighted(self.tile(a, j), a, j)
                 total = blocks.add(total, a, product(tile, blocks.take(x, j)))
-                return blocks.add(total, j, transposed_product(tile, here))
+                return blocks.add(total, j, transposed_product(tile, rows))
 
             tile = self.tile(a, a)
             tile = weighted(jnp.where(identity_like(tile) == 1, own, tile), a, a)
-            total = blocks.add(total, a, product(tile, here))
+            total = blocks.add(total, a, product(tile, rows))
             return lax.fori_loop(self.mask.first(a), a, add, total), None
 
         total, _ = lax.scan(of_rows, zeros(x.shape, x), blocks.rows)
@@ -139,8 +139,8 @@ class Similarities(BlockedCall[pa.SymmetricLucidSolve]):
             def add(i: Array, total: Array) -> Array:
                 j = first + i
                 tile = self.tile(a, j)
-                own = (identity_like(tile) == 1) & (j == a)
-                tile = jnp.where(own, 1.0 + self.leaf.rho, tile)
+                is_own = (identity_like(tile) == 1) & (j == a)
+                tile = jnp.where(is_own, 1.0 + self.leaf.rho, tile)
                 return total + product(tile, blocks.take(x, j))
 
             start = zeros(blocks.take(x, a).shape, x)

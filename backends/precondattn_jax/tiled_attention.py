@@ -68,10 +68,10 @@ class Bias:
 
     def pulled(self, sums: Array, a: Array, j: Array, d_tile: Array, *, diagonal: bool) -> Array:
         """The sums plus the gradient from that of a tile (b, n, r, C, C)."""
-        here = self._at(sums, a, j)
+        index = self._at(sums, a, j)
         a = a - self.blocks.first
         rows = self.blocks.take(sums, a, 3)
-        rows = self.blocks.put(rows, j, here + sum_to(d_tile, here.shape), 4)
+        rows = self.blocks.put(rows, j, index + sum_to(d_tile, index.shape), 4)
         return self.blocks.put(sums, a, rows, 3)
 
     def gradient(self, sums: Array) -> Array:
@@ -172,8 +172,10 @@ class TiledAttention(BlockedCall[SoftmaxAttention]):
         """ν + log of the mean of e^{v − ν}."""
         shift = jnp.max(lax.stop_gradient(v), axis=2, keepdims=True)
         mean, log_total = self.outputs(MeanRead(), jnp.exp(v - shift))
-        some = mean != 0
-        return jnp.where(some, shift[None] + jnp.log(jnp.where(some, mean, 1.0)), 0.0), log_total
+        has_mean = mean != 0
+        return jnp.where(
+            has_mean, shift[None] + jnp.log(jnp.where(has_mean, mean, 1.0)), 0.0
+        ), log_total
 
     # ----------------------------------------------------------------------------- backward
 
@@ -182,12 +184,12 @@ class TiledAttention(BlockedCall[SoftmaxAttention]):
         scores, mask, blocks = self.scores, self.mask, self.blocks
 
         def of_block(totals: Tree, a: Array) -> tuple[Tree, Array]:
-            own = ReadRows(*(blocks.row(stack, a) for stack in rows))
+            own_rows = ReadRows(*(blocks.row(stack, a) for stack in rows))
 
             def of_tile(totals: Tree, tile: Array, j: Array, *, diagonal: bool = False) -> Tree:
                 """The sums plus a tile's part for all but the scores, and the tile's gradient."""
                 tile = self._masked(tile, a, j, diagonal=diagonal)
-                d_tile, d_v = read.pull(tile, blocks.take(v, j), own)
+                d_tile, d_v = read.pull(tile, blocks.take(v, j), own_rows)
                 totals = totals | {"v": blocks.add(totals["v"], j, d_v)}
                 for name, each in self.added.items():
                     pairs = self._pairs(d_tile)

@@ -63,8 +63,8 @@ def _row_by_row(strict: Array) -> Array:
     result = zeros(strict.shape, strict) + identity
 
     def with_row(i: Array, result: Array) -> Array:
-        row, own = (lax.dynamic_slice_in_dim(a, i, 1, axis=-2) for a in (strict, identity))
-        known = jnp.sum(jnp.matrix_transpose(row) * result, axis=-2, keepdims=True)
-        return lax.dynamic_update_slice_in_dim(result, own - known, i, axis=-2)
+        row, identity_row = (lax.dynamic_slice_in_dim(a, i, 1, axis=-2) for a in (strict, identity))
+        inverse_row = jnp.sum(jnp.matrix_transpose(row) * result, axis=-2, keepdims=True)
+        return lax.dynamic_update_slice_in_dim(result, identity_row - inverse_row, i, axis=-2)
 
     return lax.fori_loop(1, size, with_row, result) if size > 1 else result

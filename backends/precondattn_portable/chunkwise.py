@@ -74,8 +74,8 @@ class Chunkwise:
         outs: list[Array] = []
         kept: list[list[Array]] = [[] for _ in works]
         for part in work.parts(max(work.widest for work in works)):
-            among = [n - part.start for n in self.kept_after if part.start < n <= part.stop]
-            outputs, lasts = _read(works, part, queries, lasts, among, kept)
+            kept_columns = [n - part.start for n in self.kept_after if part.start < n <= part.stop]
+            outputs, lasts = _read(works, part, queries, lasts, kept_columns, kept)
             if part.stop > work.first_read:
                 result = function(*outputs, *(work.of_reads(array, part) for array in arrays))
                 outs = outs or [None] * len(result)
@@ -102,8 +102,8 @@ class Chunkwise:
             states = group.states(last)
             last = states[-1, ...] + 0
             if part.stop > work.first_read:
-                given = (work.of_reads(array, part) for array in arrays)
-                result = function(partial(group.read, states=states), *given)
+                reads = (work.of_reads(array, part) for array in arrays)
+                result = function(partial(group.read, states=states), *reads)
                 out = work.filled(work.first_read, part, out, result)
         out = work.tokens(out, arrays[0].shape[2])
         return out, namespace(last).reshape(last, state.shape)
@@ -114,8 +114,8 @@ class Chunkwise:
         step = max(t * budget(TILE) // max(math.prod(array.shape) for array in arrays), 1)
         results: tuple[Array, ...] = ()
         for i0, i1 in blocks(t, step):
-            here = (*(slice(None),) * axis, slice(i0, i1))
-            part_results = function(*(array[(*here, ...)] for array in arrays))
+            index = (*(slice(None),) * axis, slice(i0, i1))
+            part_results = function(*(array[(*index, ...)] for array in arrays))
             if i1 == t and not i0:
                 return part_results
             results = results or tuple(
@@ -123,7 +123,7 @@ class Chunkwise:
                 for a in part_results
             )
             for result, part in zip(results, part_results, strict=True):
-                result[(*here, ...)] = part
+                result[(*index, ...)] = part
         return results
 
     def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> StreamGradients:

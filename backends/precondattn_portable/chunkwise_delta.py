@@ -106,10 +106,10 @@ class DeltaRule(ChunkGroup):
         states = ops.empty((x.k.shape[0] + 1, *state.shape), state)
         states[0, ...] = state
         for chunk in range(x.k.shape[0]):
-            here, after = (chunk, ...), (chunk + 1, ...)
-            ops.add_product_at(right, here, self.reading_k[here], states[here], -1.0)
-            u = product_at(ops, self.u, here, self.inverse[here], right[here])
-            product_at(ops, states, after, transpose(self.writing_k[here]), u)
+            before, after = (chunk, ...), (chunk + 1, ...)
+            ops.add_product_at(right, before, self.reading_k[before], states[before], -1.0)
+            u = product_at(ops, self.u, before, self.inverse[before], right[before])
+            product_at(ops, states, after, transpose(self.writing_k[before]), u)
             self._pass_on(states, chunk, chunk, chunk + 1)
         return states
 
@@ -120,11 +120,13 @@ class DeltaRule(ChunkGroup):
         self.d_right = ops.empty(d_u.shape, d_u)
         d_states = self._added_by_reads(decayed(q, decay.reading), d_o, d_state)
         for chunk in range(self.x.k.shape[0] - 1, -1, -1):
-            here, after = (chunk, ...), (chunk + 1, ...)
-            ops.add_product_at(d_u, here, self.writing_k[here], d_states[after])
-            right = product_at(ops, self.d_right, here, transpose(self.inverse[here]), d_u[here])
+            before, after = (chunk, ...), (chunk + 1, ...)
+            ops.add_product_at(d_u, before, self.writing_k[before], d_states[after])
+            right = product_at(
+                ops, self.d_right, before, transpose(self.inverse[before]), d_u[before]
+            )
             self._pass_on(d_states, chunk, chunk + 1, chunk)
-            ops.add_product_at(d_states, here, transpose(self.reading_k[here]), right, -1.0)
+            ops.add_product_at(d_states, before, transpose(self.reading_k[before]), right, -1.0)
         return d_states
 
     def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> Gradients:
@@ -133,8 +135,8 @@ class DeltaRule(ChunkGroup):
         if self.to_erased is not None:
             from_states = ops.multiply(from_states, self.to_erased)
         from_keys = decay.by_gate(from_states * self.erase)
-        among = ops.product(d_right, transpose(self.u))
-        products = among * self.among_keys
+        d_among = ops.product(d_right, transpose(self.u))
+        products = d_among * self.among_keys
         d_beta = row_sum(d_right * x.v) - row_sum(from_keys) - row_sum(products)
         d_v = ops.multiply(d_right, self.beta)
         d_erase = ops.multiply(from_states, -self.beta)
@@ -145,7 +147,7 @@ class DeltaRule(ChunkGroup):
         read = decay.by_gate(summed_rows(d_q * q)) - self._at_gates(self.beta * from_keys)
         written = decay.by_gate(d_k * x.k)
         d = (d_q, d_k, d_erase)
-        d_q, d_k, d_erase, within = self._pull(q, d_scores, among, products, *d)
+        d_q, d_k, d_erase, within = self._pull(q, d_scores, d_among, products, *d)
         d_g = decay.d_g(within, read, written, self._kept(states, d_states))
         if x.undecayed is None:
             return d_q, WrittenChunks(d_k, d_v, d_g, d_beta, d_erase)

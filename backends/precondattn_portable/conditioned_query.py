@@ -44,8 +44,8 @@ class ConditionedQueryAlgorithm(StatefulAlgorithm[pa.ConditionedQuery]):
         contraction = xp.reshape(x["contraction"], (b, m, h // m, 1))
         second = ops.plus_product(second, transpose(k), k)
         first, n = first + k, n + _counted(k, frame)
-        a, some = ops.product(q, second), _positive(n, 1, frame)
-        out = self._contracted(a, first, some, q, contraction)
+        a, count = ops.product(q, second), _positive(n, 1, frame)
+        out = self._contracted(a, first, count, q, contraction)
         state = {"second": second, "first": first[:, :, 0, :], "count": n[:, :, 0, 0]}
         updates: Updates = {name: Replace(value) for name, value in state.items()}
         return xp.reshape(out, x["q"].shape), updates

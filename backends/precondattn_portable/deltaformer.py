@@ -64,11 +64,13 @@ class WeightRows:
         self.k = repeat_heads(ops.heads_first(x["k"]), h)
         self.v = repeat_heads(ops.heads_first(x["v"]), h)
         self.beta = ops.heads_first(x["beta"])[..., None]
-        self.own = row_sum(self.q * self.k)
+        self.own_scores = row_sum(self.q * self.k)
         """S_tt (b, h, t, 1), −∞ if key t is masked"""
         valid = mask.frame.q_valid
         if valid is not None:
-            self.own = namespace(self.own).where(valid[:, None, :, None], self.own, -math.inf)
+            self.own_scores = namespace(self.own_scores).where(
+                valid[:, None, :, None], self.own_scores, -math.inf
+            )
 
     def groups(self) -> Iterator[tuple[Part, list[Tile]]]:
         """Groups of heads and their tiles, whose keys end with the last row."""
@@ -89,10 +91,10 @@ class WeightRows:
 
     def own_weight(self, part: Part, tile: Tile, log_total: Array) -> Array:
         """1 − a (b, h, rows, 1), from λ."""
-        xp, own = namespace(log_total), self.own[part][tile.queries]
-        some = own > -math.inf
-        gap = xp.where(some, own, 0.0) - xp.where(some, log_total, 0.0)
-        return xp.where(some, 0.5 + 0.5 * xp.tanh(0.5 * gap), 0.0)
+        xp, own_score = namespace(log_total), self.own_scores[part][tile.queries]
+        has_keys = own_score > -math.inf
+        gap = xp.where(has_keys, own_score, 0.0) - xp.where(has_keys, log_total, 0.0)
+        return xp.where(has_keys, 0.5 + 0.5 * xp.tanh(0.5 * gap), 0.0)
 
 
 class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
@@ -121,29 +123,32 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
         for part, tiles in rows.groups():
             keys = None if past_k is None else past_k[part]
             for tile in tiles:
-                i0, here, block = tile.i0, tile.queries, rows.scores(part, tile, keys)
+                i0, queries, block = tile.i0, tile.queries, rows.scores(part, tile, keys)
                 largest = finite_or_zero(xp.max(block, axis=-1, keepdims=True))
                 block = ops.exp(ops.subtract(block, largest))
                 total = row_sum(block)
-                some = total > 0
-                total = xp.where(some, total, 1.0)
-                log_total = xp.where(some, largest + xp.log(total), -math.inf)
-                known, first = ops.zeros(u[part][here].shape, u), max(tile.low - rows.past, 0)
+                has_keys = total > 0
+                total = xp.where(has_keys, total, 1.0)
+                log_total = xp.where(has_keys, largest + xp.log(total), -math.inf)
+                of_earlier, first = (
+                    ops.zeros(u[part][queries].shape, u),
+                    max(tile.low - rows.past, 0),
+                )
                 start = rows.past + i0 - first
                 if past_u is not None and rows.past:
-                    known = ops.add_product(known, block[..., : rows.past], past_u[part])
+                    of_earlier = ops.add_product(of_earlier, block[..., : rows.past], past_u[part])
                 if first < i0:
                     earlier = u[part][:, :, first:i0, :]
-                    known = ops.add_product(known, block[..., rows.past : start], earlier)
-                known = known / total
-                among, beta = block[..., start:] / total, rows.beta[part][here]
-                right = rows.v[part][here] - beta * known
-                solved = solve_unit_lower(ops, beta * among, right)
-                read = ops.add_product(known, among, solved)
-                own = rows.own_weight(part, tile, log_total)
-                u[part][here], w[part][here] = solved, read
-                o[part][here] = (1.0 - own) * read + own * solved
-                log_totals[part][here] = log_total
+                    of_earlier = ops.add_product(of_earlier, block[..., rows.past : start], earlier)
+                of_earlier = of_earlier / total
+                weights, beta = block[..., start:] / total, rows.beta[part][queries]
+                right = rows.v[part][queries] - beta * of_earlier
+                solved = solve_unit_lower(ops, beta * weights, right)
+                weighted = ops.add_product(of_earlier, weights, solved)
+                own_weight = rows.own_weight(part, tile, log_total)
+                u[part][queries], w[part][queries] = solved, weighted
+                o[part][queries] = (1.0 - own_weight) * weighted + own_weight * solved
+                log_totals[part][queries] = log_total
         return o, w, u, log_totals
 
     def backward(
@@ -161,32 +166,36 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
         d_beta = ops.empty(rows.beta.shape, u)
         for part, tiles in rows.groups():
             for tile in reversed(tiles):
-                i0, low, here = tile.i0, tile.low, tile.queries
-                log_total = log_totals[part][here]
-                own = rows.own_weight(part, tile, log_total)
+                i0, low, tokens = tile.i0, tile.low, tile.queries
+                log_total = log_totals[part][tokens]
+                own_weight = rows.own_weight(part, tile, log_total)
                 block = rows.scores(part, tile)
                 block = ops.exp(ops.subtract(block, finite_or_zero(log_total)))
-                among, earlier = block[..., i0 - low :], transpose(block[..., : i0 - low])
-                beta, d_rows = rows.beta[part][here], d_o[part][here]
-                read = (1.0 - own) * d_rows
-                right = d_u[part][here] + own * d_rows + ops.product(transpose(among), read)
-                solved = solve_unit_lower(ops, beta * among, right, transposed=True)
-                d_v[part][here] = solved
-                d_strength = -row_sum(solved * w[part][here])
-                d_beta[part][here] = d_strength
-                combined = read - beta * solved
+                weights, earlier = block[..., i0 - low :], transpose(block[..., : i0 - low])
+                beta, d_rows = rows.beta[part][tokens], d_o[part][tokens]
+                d_weighted = (1.0 - own_weight) * d_rows
+                right = (
+                    d_u[part][tokens]
+                    + own_weight * d_rows
+                    + ops.product(transpose(weights), d_weighted)
+                )
+                solved = solve_unit_lower(ops, beta * weights, right, transposed=True)
+                d_v[part][tokens] = solved
+                d_strength = -row_sum(solved * w[part][tokens])
+                d_beta[part][tokens] = d_strength
+                combined = d_weighted - beta * solved
                 if low < i0:
                     ops.add_product_at(d_u[part], tokens_at(low, i0), earlier, combined)
-                mean = row_sum(d_rows * o[part][here])
+                mean = row_sum(d_rows * o[part][tokens])
                 d_scores = ops.product(combined, transpose(u[part][tile.keys]))
-                d_scores = ops.subtract(d_scores, (1.0 - own) * mean + beta * d_strength)
+                d_scores = ops.subtract(d_scores, (1.0 - own_weight) * mean + beta * d_strength)
                 d_scores = ops.multiply(d_scores, block)
-                d_own = own * (row_sum(d_rows * u[part][here]) - mean)
-                keys, queries = rows.k[part], rows.q[part][here]
-                d_rows = d_own * keys[here]
-                d_q[part][here] = ops.add_product(d_rows, d_scores, keys[tile.keys])
+                d_own = own_weight * (row_sum(d_rows * u[part][tokens]) - mean)
+                keys, queries = rows.k[part], rows.q[part][tokens]
+                d_rows = d_own * keys[tokens]
+                d_q[part][tokens] = ops.add_product(d_rows, d_scores, keys[tile.keys])
                 ops.add_product_at(d_k[part], tile.keys, transpose(d_scores), queries)
-                changed_at(ops.add, d_k[part], here, d_own * queries)
+                changed_at(ops.add, d_k[part], tokens, d_own * queries)
         return {
             "q": time_first(d_q * rows.scale),
             "k": time_first(sum_heads(d_k, n)),
@@ -198,11 +207,11 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
         if frame.is_traced:
             return step_as_defined(self.leaf, past, x, frame)
         t, h = x["q"].shape[1:3]
-        known = filled(frame, past["key"].shape[1])
-        mask = Mask(known.frame.among_keys(t), known.count + t, known.offset, strict=True)
-        rows = WeightRows(self.ops, self.leaf, x, mask, known.count)
-        past_k = repeat_heads(past_heads(past["key"], known.count), h)
-        o, _, u, _ = self._solved(rows, past_k, past_heads(past["solved"], known.count))
+        cached = filled(frame, past["key"].shape[1])
+        mask = Mask(cached.frame.among_keys(t), cached.count + t, cached.offset, strict=True)
+        rows = WeightRows(self.ops, self.leaf, x, mask, cached.count)
+        past_k = repeat_heads(past_heads(past["key"], cached.count), h)
+        o, _, u, _ = self._solved(rows, past_k, past_heads(past["solved"], cached.count))
         updates: Updates = {"key": Append(x["k"]), "solved": Append(time_first(u))}
         return zero_padding(time_first(o), mask.frame), updates
 

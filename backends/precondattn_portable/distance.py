@@ -69,15 +69,15 @@ def by_position_ahead_vjp(leaf: SoftmaxAttention, x: Arrays, d_f: Array) -> Arra
 def added_in_step(leaf: SoftmaxAttention, x: Arrays, part: Part, frame: Frame, tile: Tile) -> Array:
     """The bias of a step's tile (b or 1, n, r, i1 − i0, s), for some heads."""
     xp, (h, n) = namespace(x["q"]), (x["q"].shape[2], x["k"].shape[2])
-    own: Arrays = {}
+    arguments: Arrays = {}
     for name in ("slopes", "bucket_table"):
         if name in x:
             heads = xp.reshape(x[name], (*x[name].shape[:-1], n, h // n))[..., part[1], :]
-            own[name] = xp.reshape(heads, (*x[name].shape[:-1], -1))
+            arguments[name] = xp.reshape(heads, (*x[name].shape[:-1], -1))
     rows = frame.q_position[:, tile.i0 : tile.i1, None]
     ahead = frame.k_position[:, None, :] - rows
     ahead = ahead if ahead.shape[0] == 1 else ahead[part[0], ...]
-    pairs = xp.permute_dims(added(leaf, own, ahead), (1, 0, 2, 3))
+    pairs = xp.permute_dims(added(leaf, arguments, ahead), (1, 0, 2, 3))
     return grouped_bias(pairs, len(range(n)[part[1]]))
 
 

@@ -153,10 +153,10 @@ class NystromCall:
         """Gradients of some heads; those of the landmarks are divided by the scale."""
         ops, v, z = self.ops, self.v[part], self.z[part]
         b, f = self.from_landmarks(part), self.to_landmarks(part)
-        read = ops.product(b, v)
+        weighted = ops.product(b, v)
         d_w = ops.product(transpose(f), d_o)
         d_read = ops.product(transpose(z), d_w)
-        d_f = ops.softmax_vjp(f, ops.product(d_o, transpose(ops.product(z, read))))
+        d_f = ops.softmax_vjp(f, ops.product(d_o, transpose(ops.product(z, weighted))))
         d_b = ops.softmax_vjp(b, ops.product(d_read, transpose(v)))
         return {
             "q": ops.product(d_f, self.scaled_k_mean[part]),
@@ -164,7 +164,7 @@ class NystromCall:
             "v": ops.product(transpose(b), d_read),
             "q_mean": ops.product(d_b, self.k[part]),
             "k_mean": ops.product(transpose(d_f), self.q[part]),
-            "z": ops.product(d_w, transpose(read)),
+            "z": ops.product(d_w, transpose(weighted)),
         }
 
 

@@ -27,15 +27,15 @@ class OneToken(AllTokens):
     def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
         ops, in_place = self.ops, self.in_place
         if x.undecayed is not None:
-            known = ops.product(x.undecayed, state)
+            from_state = ops.product(x.undecayed, state)
         if self.decays:
             kept = namespace(state).exp(x.g[:, :, 0, ...])
             state = ops.multiply(state, kept) if in_place else state * kept
         u = x.v
         if x.beta is not None:
             if x.undecayed is None:
-                known = ops.product(erased(x), state)
-            u = x.beta[..., None] * (u - known)
+                from_state = ops.product(erased(x), state)
+            u = x.beta[..., None] * (u - from_state)
         add = ops.add_multiple if in_place else ops.plus_product
         state = add(state, transpose(x.k), u)
         return ops.product(x.q[:, :, 0, ...], state)[:, :, None, ...], state

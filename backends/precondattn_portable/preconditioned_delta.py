@@ -95,10 +95,10 @@ class _Work(ChunkWork):
         shape = (len(part), self.b * self.m * self.p, self.size // self.p, k.shape[3])
         by_key_chunk, rows = xp.reshape(k, shape), xp.reshape(written, shape)
         for low, high in blocks(len(part), self.together):
-            here, block = (slice(low, high), ...), (part.start + low) // self.together
-            view = rows[here]
-            m, self.squares = self.keys.multipliers(block, by_key_chunk[here], self.squares, view)
-            stored(rows, here, view, self.ops.multiply(m, by_key_chunk[here]))
+            index, block = (slice(low, high), ...), (part.start + low) // self.together
+            view = rows[index]
+            m, self.squares = self.keys.multipliers(block, by_key_chunk[index], self.squares, view)
+            stored(rows, index, view, self.ops.multiply(m, by_key_chunk[index]))
         return super().group(part, {id(erase): k, id(self.written.k): written})
 
     def chunks_together(self, widest: int) -> int:

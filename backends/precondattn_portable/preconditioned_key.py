@@ -60,11 +60,11 @@ class PreconditionedKeyChunks(StatefulAlgorithm[Leaf]):
             g, beta = (xp.reshape(array, (-1, b * h, size, 1)) for array in (g, beta))
             chunks = PreconditionedChunks(self, x, g, beta, together)
             for block, (start, stop) in enumerate(blocks(k.shape[0], together)):
-                here = (slice(start, stop), ...)
-                m, squares = chunks.multipliers(block, counted[here], squares)
-                view = written[here]
+                index = (slice(start, stop), ...)
+                m, squares = chunks.multipliers(block, counted[index], squares)
+                view = written[index]
                 m = xp.reshape(m, view.shape)
-                stored(written, here, view, ops.multiplied(m, k[here], view))
+                stored(written, index, view, ops.multiplied(m, k[index], view))
         return out, ()
 
 
@@ -122,8 +122,8 @@ class PreconditionedChunks:
         """
         ops, xp = self.ops, namespace(squares)
         start, count = block * self.together, k.shape[0]
-        here = (slice(start, start + count), ...)
-        factors, reading = self.factors[here], self.reading[here]
+        index = (slice(start, start + count), ...)
+        factors, reading = self.factors[index], self.reading[index]
         _, rows, size, _ = factors.shape
         d = k.shape[-1]
         shape = (count, rows, size, d)

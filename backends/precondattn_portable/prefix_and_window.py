@@ -122,7 +122,7 @@ def backward(
     for part in parts:
         rows = at(1, part.queries)
         of_rows = out[rows], tuple(r[rows] for r in residuals), cotangent[rows]
-        given = part.inputs(x, declared), part.frame(frame)
-        for name, gradient in algorithm.backward(*given, *of_rows).items():
+        arguments = part.inputs(x, declared), part.frame(frame)
+        for name, gradient in algorithm.backward(*arguments, *of_rows).items():
             part.add(total[name], gradient, axes_of(declared, name))
     return total

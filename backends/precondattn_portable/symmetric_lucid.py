@@ -49,7 +49,7 @@ class Similarities:
         self.queries = unit * self.scale
         self.shift, self.factor = shift_and_factor(self.scale * d)
         """Φ is this factor times the tiles."""
-        self.own = (1.0 + of.leaf.rho) / self.factor
+        self.own_weight = (1.0 + of.leaf.rho) / self.factor
 
     def tiles(self) -> Iterator[Tile]:
         """The row blocks, each from the first visible key of its rows to the diagonal."""
@@ -83,7 +83,7 @@ class Similarities:
         """(Φ + ρ I) x"""
         total = self.ops.zeros(x.shape, x)
         for tile in self.tiles():
-            self._add(total, x, self.weights(tile, self.own), tile)
+            self._add(total, x, self.weights(tile, self.own_weight), tile)
         return total
 
     def pulled(self, x: Array, y: Array) -> Array:
@@ -108,8 +108,8 @@ class SymmetricLucidSolveBlocks(Algorithm[pa.SymmetricLucidSolve]):
         mask = Mask(frame.among_keys(s), s, 0, causal=False)
         row_block = (s if s <= DIRECT else block_size(s)) * s
         for part, workspaces in groups_with_scratch(self.ops, unit, row_block):
-            given = unit[part], mask.of_sequences(part[0]), workspaces[0]
-            yield part, Similarities(self, *given)
+            arguments = unit[part], mask.of_sequences(part[0]), workspaces[0]
+            yield part, Similarities(self, *arguments)
 
     def _solved(self, phi: Similarities, right: Array) -> Array:
         leaf = self.leaf

@@ -243,7 +243,7 @@ class TransportedScores:
     def pull(self, tile: Tile, d_row_block: Array) -> None:
         i0, i1, low, high = tile
         a, size, ops, xp = i0 // self.size, self.size, self.ops, namespace(d_row_block)
-        chunk, here, (b, n), r = self._chunk(a), self._at(a), self.shape[:2], self.r
+        chunk, index, (b, n), r = self._chunk(a), self._at(a), self.shape[:2], self.r
         if i1 - i0 < size:
             d_row_block = xp.reshape(d_row_block, (b, n, r, i1 - i0, high - low))
             d_row_block = padded(d_row_block, 0, size - (i1 - i0), axis=3)
@@ -259,12 +259,12 @@ class TransportedScores:
         if high > old:  # A_aa = q kᵀ − B (Z R)
             d_local = padded(d_row_block[..., old - low :], 0, size - (high - old), axis=3)
             d_q = ops.add_product(d_q, d_local, chunk.k)
-            ops.add_product_at(self.d_k_padded, here, transpose(d_local), q)
+            ops.add_product_at(self.d_k_padded, index, transpose(d_local), q)
             d_q_w = ops.add_product(d_q_w, d_local, transpose(chunk.zr), -1.0)
             d_zr = ops.add_product(d_zr, transpose(q_w), d_local, -1.0)
         d_q_w = self._lower(d_q_w)
         d_q = ops.add_product(d_q, d_q_w, chunk.w)
-        ops.add_product_at(self.d_w, here, transpose(d_q_w), q)
+        ops.add_product_at(self.d_w, index, transpose(d_q_w), q)
         self._pull_chunk(a, chunk, d_zr, d_zw)
         rows = slice(a * size, (a + 1) * size)
         self.d_q_padded[:, :, :, rows, :] = xp.reshape(d_q, (b, n, r, size, d_q.shape[3]))
@@ -288,7 +288,7 @@ class TransportedScores:
     def _pull_chunk(self, a: int, chunk: TransportedChunk, d_zr: Array, d_zw: Array) -> None:
         """Propagate the gradients of Z R and Z w to k, w and β."""
         xp, ops = namespace(chunk.k), self.ops
-        m_t, here = transpose(chunk.m), self._at(a)
+        m_t, index = transpose(chunk.m), self._at(a)
         z_t = chunk.beta * m_t
         r = ops.lower(ops.product(chunk.w, transpose(chunk.k)), -1)
         d_z = ops.add_product(ops.product(d_zr, transpose(r)), d_zw, transpose(chunk.w))
@@ -298,21 +298,21 @@ class TransportedScores:
         overlap = ops.lower(ops.product(chunk.w, transpose(chunk.w)), -1)
         d_beta = xp.sum(chunk.m * d_z, axis=-2) + xp.sum(d_scaled * overlap, axis=-1)
         d_overlap = ops.lower(chunk.beta * d_scaled, -1)
-        self.d_beta[here] = self.d_beta[here] + d_beta
-        ops.add_product_at(self.d_k_padded, here, transpose(d_r), chunk.w)
-        ops.add_product_at(self.d_w, here, z_t, d_zw)
-        ops.add_product_at(self.d_w, here, d_r, chunk.k)
-        ops.add_product_at(self.d_w, here, d_overlap + transpose(d_overlap), chunk.w)
+        self.d_beta[index] = self.d_beta[index] + d_beta
+        ops.add_product_at(self.d_k_padded, index, transpose(d_r), chunk.w)
+        ops.add_product_at(self.d_w, index, z_t, d_zw)
+        ops.add_product_at(self.d_w, index, d_r, chunk.k)
+        ops.add_product_at(self.d_w, index, d_overlap + transpose(d_overlap), chunk.w)
 
     def gradients(self) -> Arrays:
         """The gradients of q, k, w and β, from the sums of dK̃ and dP over later queries."""
         ops = self.ops
         for a in range(self.chunks):
-            chunk, here = self._chunk(a), self._at(a)
-            d_keys, d_whole = self.d_keys[here], self.d_whole[at_chunk(a)]
-            self.d_k_padded[here] = self.d_k_padded[here] + d_keys
-            ops.add_product_at(self.d_w, here, chunk.zr, d_keys, -1.0)
-            ops.add_product_at(self.d_w, here, chunk.zw, transpose(d_whole), -1.0)
+            chunk, index = self._chunk(a), self._at(a)
+            d_keys, d_whole = self.d_keys[index], self.d_whole[at_chunk(a)]
+            self.d_k_padded[index] = self.d_k_padded[index] + d_keys
+            ops.add_product_at(self.d_w, index, chunk.zr, d_keys, -1.0)
+            ops.add_product_at(self.d_w, index, chunk.zw, transpose(d_whole), -1.0)
             d_zr = -ops.product(chunk.w, transpose(d_keys))
             self._pull_chunk(a, chunk, d_zr, -ops.product(chunk.w, d_whole))
         return {

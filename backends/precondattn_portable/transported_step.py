@@ -36,8 +36,8 @@ def transported_step(
     ops: Arithmetic, leaf: pa.Path, past: Arrays, x: Arrays, frame: Frame
 ) -> tuple[Array, Updates]:
     """A step of `Path` without a forget gate, for a few new tokens."""
-    known = filled(frame, past["key"].shape[1])
-    start, flush = known.offset, leaf.flush
+    cached = filled(frame, past["key"].shape[1])
+    start, flush = cached.offset, leaf.flush
     if start is None:  # Sequences differ in length, and so in the position of their last flush.
         result: tuple[Array, Updates] = leaf.step(past, x, frame)
         return result
@@ -66,8 +66,10 @@ def transported_step(
     row_block = xp.concat([ops.product(far, transpose(keys[:, :, :flushed, :])), local], axis=3)
 
     if leaf.bias:
-        row_block = biased(ops, row_block, grouped_bias(bias_of_filled(x["bias"], frame, known), n))
-    mask = Mask(known.frame, start + t, start, window=leaf.window)
+        row_block = biased(
+            ops, row_block, grouped_bias(bias_of_filled(x["bias"], frame, cached), n)
+        )
+    mask = Mask(cached.frame, start + t, start, window=leaf.window)
     row_block = mask.apply(ops, row_block, Tile(0, t, 0, start + t))
     o = read_of_parts(ops, leaf.read, row_block, [past_heads(past["value"], start), v])
     out = ungrouped(xp.reshape(o, (*q.shape[:4], o.shape[3])))

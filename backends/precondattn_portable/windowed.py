@@ -75,8 +75,8 @@ class WindowedBlocks(Algorithm[pa.Windowed]):
             return ops.softmax(self.scores(windows))
         has_keys = namespace(visible).any(visible, axis=-1, keepdims=True)
         # A row without keys is computed as if it had all keys, since a softmax needs one.
-        given = windows._replace(visible=visible | ~has_keys)
-        return ops.keep(ops.softmax(self.scores(given)), has_keys, 0.0)
+        with_keys = windows._replace(visible=visible | ~has_keys)
+        return ops.keep(ops.softmax(self.scores(with_keys)), has_keys, 0.0)
 
     def read(self, windows: GatheredWindows) -> Array:
         """The outputs of some windows, (b windows, h, w, e)."""
@@ -116,8 +116,8 @@ class WindowedBlocks(Algorithm[pa.Windowed]):
         if frame.k_segment is not None:
             gradients = self.leaf.backward(x, frame, out, residuals, cotangent)
             return gradients
-        call, given = self.call(x, frame), (out, zero_padding(cotangent, frame))
-        out, cotangent = (padded(a, call.missing, 0, axis=1) for a in given)
+        call, cotangents = self.call(x, frame), (out, zero_padding(cotangent, frame))
+        out, cotangent = (padded(a, call.missing, 0, axis=1) for a in cotangents)
         slots: dict[str, list[Array]] = {"q": [], "k": [], "v": []}
         d_bias = None
         for each in call.windows(budget(self.entries_together)):
@@ -126,8 +126,8 @@ class WindowedBlocks(Algorithm[pa.Windowed]):
             for (name, parts), rows in zip(slots.items(), d_rows, strict=True):
                 parts.append(call.as_slots(sum_heads(rows, x[name].shape[2])))
             if self.leaf.bias:
-                here = namespace(d_scores).sum(d_scores, axis=0)
-                d_bias = here if d_bias is None else d_bias + here
+                summed = namespace(d_scores).sum(d_scores, axis=0)
+                d_bias = summed if d_bias is None else d_bias + summed
         gradients = {name: call.by_token(parts) for name, parts in slots.items()}
         gradients["q"] = gradients["q"][:, call.missing :, ...]
         if self.leaf.bias:

@@ -33,15 +33,15 @@ class PathAttention(AttentionBlocks):
             return super().read(group, tile)
         assert isinstance(group.scores, TransportedScores)
         own_tile = tile._replace(low=i0)
-        own, own_log = group.read.forward(group.row_block(own_tile), own_tile)
+        own_out, own_log = group.read.forward(group.row_block(own_tile), own_tile)
         queries, keys = group.scores.carried_to(tile)
         past, past_log = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries, keys, group.view.v[:, :, :i0, :], scale=1.0
         )
         past_log = past_log.to(own_log.dtype).unsqueeze(-1)
         log_total = torch.logaddexp(own_log, past_log)
-        own = own.mul_((own_log - log_total).exp_())
-        return own.addcmul_(past, (past_log - log_total).exp_()), log_total
+        own_out = own_out.mul_((own_log - log_total).exp_())
+        return own_out.addcmul_(past, (past_log - log_total).exp_()), log_total
 
 
 def _fits(view: AttentionView, mask: Mask) -> bool:

@@ -246,8 +246,8 @@ class KernelAttention(AttentionBlocks):
         shift = v.amax(1, keepdim=True)
         weights, mean = TORCH.exp(v - shift), TORCH.exp(o - _of_each_head(shift, h))
         heads = x["q"], x["k"], weights
-        given = heads, mean, log_total, cotangent / mean
-        (d_q, d_k, d_weights), others = kernel.backward(*given)
+        arguments = heads, mean, log_total, cotangent / mean
+        (d_q, d_k, d_weights), others = kernel.backward(*arguments)
         return {"q": d_q, "k": d_k, "v": d_weights * weights, **others}
 
 

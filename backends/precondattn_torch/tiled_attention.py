@@ -157,13 +157,13 @@ class TiledCall:
         ranges = (each for near in self.tiles.parts(tile) for each in self.tiles.ranges(near))
         for start, stop, is_masked in ranges:
             for low, high in blocks(stop - start, at_once if is_masked else stop - start):
-                here = tile._replace(low=start + low, high=start + high)
-                keys, values = (a[:, :, here.low : here.high] for a in (k, v))
-                added = self.tiles.distances(here, part)
+                part_tile = tile._replace(low=start + low, high=start + high)
+                keys, values = (a[:, :, part_tile.low : part_tile.high] for a in (k, v))
+                added = self.tiles.distances(part_tile, part)
                 if not is_masked:
                     yield self._read(rows, keys, values, added)
                     continue
-                visible = self.tiles.visible(here, mask)
+                visible = self.tiles.visible(part_tile, mask)
                 stored = torch.where(visible, 0.0 if added is None else added, -math.inf)
                 o, log_total = self._read(rows, keys, values, stored.to(rows.dtype))
                 yield PartialMeans(o, log_total.masked_fill_(~visible.any(-1), -math.inf))

@@ -93,11 +93,11 @@ class TileWork:
             k, v = (TORCH.heads_first(a[where]) for a in (call.k, call.v))
             sums = torch.zeros_like(k), torch.zeros_like(v)
             for tile in tiles:
-                here = tile._replace(low=max(tile.low, start), high=min(tile.high, stop))
-                if here.low < here.high:
-                    own = slice(here.low - start, here.high - start)
-                    given = (a[:, :, own] for a in (k, v, *sums))
-                    self._of_tile(here, part, mask, *given)
+                part_tile = tile._replace(low=max(tile.low, start), high=min(tile.high, stop))
+                if part_tile.low < part_tile.high:
+                    columns = slice(part_tile.low - start, part_tile.high - start)
+                    parts = (a[:, :, columns] for a in (k, v, *sums))
+                    self._of_tile(part_tile, part, mask, *parts)
             d_k[where], d_v[where] = (a.transpose(1, 2) for a in sums)
 
     def _of_tile(

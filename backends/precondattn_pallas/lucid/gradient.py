@@ -29,8 +29,8 @@ def key_gradient(
     """
     rows = out["d_keys"].shape[0]
     a_start = pl.program_id(0) * rows
-    own = pl.ds(a_start, rows)
-    keys, a_segments = x["keys"], of_tile(x, "segments", own)
+    own_rows = pl.ds(a_start, rows)
+    keys, a_segments = x["keys"], of_tile(x, "segments", own_rows)
     a = a_start + lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
     offset = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
 
@@ -41,10 +41,14 @@ def key_gradient(
             g = jnp.zeros((rows, columns), jnp.float32)
             for first in range(0, x[left].shape[1], chunk):
                 channels = pl.ds(first, chunk)
-                g += phi.products.dot(x[left][own, channels], x[right][other, channels], right=True)
+                g += phi.products.dot(
+                    x[left][own_rows, channels], x[right][other, channels], right=True
+                )
             b = b_start + offset
             g = jnp.where(b < a if before else b > a, g, 0.0)
-            weights = phi.tile(keys, own, keys, other, a_segments, of_tile(x, "segments", other))
+            weights = phi.tile(
+                keys, own_rows, keys, other, a_segments, of_tile(x, "segments", other)
+            )
             return total + phi.products.dot(g * weights, keys[other, :].astype(jnp.float32))
 
         return add

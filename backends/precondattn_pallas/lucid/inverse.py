@@ -89,8 +89,8 @@ def left_factors(
     def add(index: Array, total: Array) -> Array:
         m = pl.ds(index * tile, tile)
         system = system_tile(x, i, m, phi=phi, by_row=by_row)
-        own = x["inverse"][m, pl.ds(column, tile)]
-        return total + phi.products.dot(system.astype(own.dtype), own)
+        column_tiles = x["inverse"][m, pl.ds(column, tile)]
+        return total + phi.products.dot(system.astype(column_tiles.dtype), column_tiles)
 
     low, high = j_start, first + half
     if "segments" in x:
@@ -114,9 +114,9 @@ def right_factors(
     def add(index: Array, total: Array) -> Array:
         m_start = second + index * tile
         column = pl.multiple_of(remainder(m_start, super_block), tile)
-        own = x["inverse"][i, pl.ds(column, tile)]
+        column_tiles = x["inverse"][i, pl.ds(column, tile)]
         left = x["left"][pl.ds(pair * half + index * tile, tile), :]
-        return total + phi.products.dot(own, left)
+        return total + phi.products.dot(column_tiles, left)
 
     low, high = jnp.int32(0), divide(tile_index, tiles) + 1
     if "segments" in x:

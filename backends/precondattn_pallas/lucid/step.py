@@ -78,7 +78,7 @@ def _step(plan: LucidStepPlan, past: Arrays, x: Arrays, masks: Array) -> tuple[A
     *_, q_valid, valid = masks
     capacity = past[slots["key"]].shape[1]
     valid = jnp.broadcast_to(valid, (b, capacity + 1))
-    new, held = valid[:, capacity:], valid[:, :capacity]
+    new, cached = valid[:, capacity:], valid[:, :capacity]
     # A new token with a masked key still attends to the other keys.
     is_token = jnp.ones((b, 1), bool) if q_valid is None else jnp.broadcast_to(q_valid, (b, 1))
     k, v = (where_valid(new, x[name]).astype(jnp.float32) for name in ("k", "v"))
@@ -99,11 +99,11 @@ def _step(plan: LucidStepPlan, past: Arrays, x: Arrays, masks: Array) -> tuple[A
     buffers = {
         "keys": padded(past[slots["key"]], tokens, widths[0]),
         "solved": padded(past[slots["solved"]], tokens, widths[1]),
-        "valid": padded(held[..., None].astype(jnp.int32), tokens, 1)[..., 0],
+        "valid": padded(cached[..., None].astype(jnp.int32), tokens, 1)[..., 0],
     }
     if rms is not None:
         buffers["rms"] = padded(past[slots["rms"]], tokens, n)
-    filled_slots = jnp.max(jnp.where(held, jnp.arange(1, capacity + 1), 0), axis=1)
+    filled_slots = jnp.max(jnp.where(cached, jnp.arange(1, capacity + 1), 0), axis=1)
     partial_sums = lucid_decode.read(
         rows,
         buffers,

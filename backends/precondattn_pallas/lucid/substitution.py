@@ -40,17 +40,17 @@ class Solved(NamedTuple):
 
 def apply_inverse(x: References, out: References, *, phi: Phi, tile: int, backward: bool) -> None:
     """N_J R_J or N_Jᵀ R_J: a tile of rows of one super-block, and some channels."""
-    own = pl.program_id(0)
+    own_block = pl.program_id(0)
     start = x["start"][0]
     tiles = x["sides"].shape[0] // tile
 
     def add(index: Array, total: Array) -> Array:
-        row, column = (index, own) if backward else (own, index)
+        row, column = (index, own_block) if backward else (own_block, index)
         block = x["inverse"][pl.ds(start + row * tile, tile), pl.ds(column * tile, tile)]
         sides = x["sides"][pl.ds(index * tile, tile), :]
         return total + phi.products.dot(block, sides, left=backward)
 
-    low, high = (own, tiles) if backward else (0, own + 1)
+    low, high = (own_block, tiles) if backward else (0, own_block + 1)
     out["solution"][...] = loop(low, high, add, jnp.zeros(out["solution"].shape, jnp.float32))
 
 
@@ -67,12 +67,12 @@ def update(x: References, out: References, *, phi: Phi, columns: int, backward: 
 
     @pl.when(is_other & (low < high))
     def _() -> None:
-        own, i_segments = pl.ds(0, rows), of_tile(x, "segments", ...)
+        own_rows, i_segments = pl.ds(0, rows), of_tile(x, "segments", ...)
 
         def add(index: Array, total: Array) -> Array:
             j = pl.ds(index * columns, columns)
             j_segments = of_tile(x, "j_segments", j)
-            weights = phi.tile(x["i_keys"], own, x["j_keys"], j, i_segments, j_segments)
+            weights = phi.tile(x["i_keys"], own_rows, x["j_keys"], j, i_segments, j_segments)
             values = x["operand"][j, :]
             return total + phi.products.dot(weights.astype(values.dtype), values)
 

@@ -51,8 +51,8 @@ class Phi(NamedTuple):
             return self.weights(scores, _are_equal(i_segments, j_segments))
 
         def add(index: Array, total: Array) -> Array:
-            some = pl.ds(pl.multiple_of(index * channels, channels), channels)
-            return total + self.products.dot(i_keys[i, some], j_keys[j, some], right=True)
+            part = pl.ds(pl.multiple_of(index * channels, channels), channels)
+            return total + self.products.dot(i_keys[i, part], j_keys[j, part], right=True)
 
         scores = loop(0, width // channels, add, jnp.zeros((i.size, j.size), jnp.float32))
         return self.weights(scores, _are_equal(i_segments, j_segments))

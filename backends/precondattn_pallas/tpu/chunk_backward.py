@@ -52,18 +52,18 @@ def backward(
     d_k = times(writing, dot(chunk.u, d_state, right=True))
     next_state = times(total, d_state)
     size = k.shape[0]
-    crossing, read = jnp.zeros((size, size), jnp.float32), jnp.zeros((size, 1), jnp.float32)
+    crossing, d_reads = jnp.zeros((size, size), jnp.float32), jnp.zeros((size, 1), jnp.float32)
     for row in range(x["q"].shape[0]):
         q, d_o = x["q"][row], x["d_o"][row]
-        among = dot(q, k, right=True)
-        d_u = d_u + dot(pairs * among, d_o, left=True)
+        q_k = dot(q, k, right=True)
+        d_u = d_u + dot(pairs * q_k, d_o, left=True)
         d_scores = pairs * dot(d_o, chunk.u, right=True)
         from_state = times(reading, dot(d_o, state, right=True))
         out["d_q"][row] = dot(d_scores, k) + from_state
         d_k = d_k + dot(d_scores, q, left=True)
         next_state = next_state + dot(q, times(reading, d_o), left=True)
-        crossing = crossing + d_scores * among
-        read = read + _sum(from_state * q)
+        crossing = crossing + d_scores * q_k
+        d_reads = d_reads + _sum(from_state * q)
     written = _sum(of_k * chunk.u)
     numbers = jnp.zeros((1, size), jnp.float32)
     d_v = d_u
@@ -77,14 +77,14 @@ def backward(
         d_k = d_k + dot(of_pairs, k) + dot(of_pairs, k, left=True) - from_state
         next_state = next_state - dot(k, times(reading, d_v), left=True)
         crossing = crossing + of_system * chunk.strict
-        read = read - _sum(from_state * k)
+        d_reads = d_reads - _sum(from_state * k)
         numbers = as_row(_sum(right * (chunk.residual - dot(chunk.strict, chunk.u))))
     out["d_k"][...] = d_k
     out["d_v"][...] = d_v
     rows = [numbers]
     if gates:
         overlap = total * jnp.sum(_sum(state * d_state), axis=0, keepdims=True)
-        rows.append(d_gates(products, crossing, read, written, overlap))
+        rows.append(d_gates(products, crossing, d_reads, written, overlap))
     out["d_numbers"][...] = tile_of(rows)
     kept[...] = next_state
 

@@ -28,8 +28,8 @@ def key_gradient(x: References, out: References, _: Array, *, phi: Phi, heads: i
     first, last = jnp.int32(0), pl.num_programs(1) - 1
     if "reach" in x:
         sequence = lax.div(pl.program_id(0), jnp.int32(heads))
-        own = 2 * (sequence * pl.num_programs(1) + a)
-        first, last = x["reach"][own], x["reach"][own + 1]
+        reach_index = 2 * (sequence * pl.num_programs(1) + a)
+        first, last = x["reach"][reach_index], x["reach"][reach_index + 1]
 
     @pl.when(b == 0)
     def _() -> None:

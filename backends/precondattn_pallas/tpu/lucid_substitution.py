@@ -45,7 +45,7 @@ def substitute(
     """y and ρ of a block, or dv and X; `heads` is the number of heads of a sequence."""
     head, step, last = pl.program_id(0), pl.program_id(1), pl.num_programs(1) - 1
     memory = {"keys": x["all_keys"], "numbers": x["all_numbers"], "values": out["values"]}
-    own = x["keys"][...], x["numbers"][...]
+    own_tile = x["keys"][...], x["numbers"][...]
     sides, solved = scratch["sides"], scratch["solved"]
     sides[...] = x["right"][...]
 
@@ -84,15 +84,15 @@ def substitute(
             copy.wait()
         slot = lax.rem(turn, jnp.int32(2))
         other = scratch["keys"][slot], scratch["numbers"][slot]
-        weights = phi_tile(phi, own, other)
+        weights = phi_tile(phi, own_tile, other)
         sides[...] = sides[...] - phi.products.dot(weights, scratch["values"][slot])
         return jnp.int32(0)
 
     lax.fori_loop(start, step, correct, jnp.int32(0))
 
-    factor = row(own[1], FACTOR)
+    factor = row(own_tile[1], FACTOR)
     column = as_column(factor)
-    system = phi_tile(phi, own, own) * (column if backward else factor)
+    system = phi_tile(phi, own_tile, own_tile) * (column if backward else factor)
     inverse = unit_lower_inverse(phi.products, system)
     before = phi.products.dot(inverse, sides[...], left=backward)
     if "before_beta" in out:

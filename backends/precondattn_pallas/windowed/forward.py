@@ -152,28 +152,28 @@ def inputs_of(
 ) -> dict[str, tuple[Array, Array]]:
     """The arrays that every kernel of a query head reads, each with the block of a program."""
     (_, t, h, _), (_, s, n, _) = x["q"].shape, x["v"].shape
-    given = {
+    operands = {
         "q": (padded(x["q"], t, tiling.d), rows_of_head(t, tiling.d)),
         "k": (padded(x["k"], s, tiling.d), rows_of_head(s, tiling.d, h // n)),
         "v": (padded(x["v"], s, tiling.e), rows_of_head(s, tiling.e, h // n)),
     }
-    return given | shared_inputs(x, masks)
+    return operands | shared_inputs(x, masks)
 
 
 def shared_inputs(
     x: Arrays, masks: WindowMasks, heads: int | None = None
 ) -> dict[str, tuple[Array, Array]]:
     """The table of a program's head, or of its `heads`, and which tokens are valid."""
-    given = {}
+    operands = {}
     if "bias_table" in x:
         table = x["bias_table"]
-        given["table"] = table, pl.BlockSpec((table.shape[0], heads), lambda i, h, b: (0, h))
+        operands["table"] = table, pl.BlockSpec((table.shape[0], heads), lambda i, h, b: (0, h))
     for name, valid in masks._asdict().items():
         if valid is not None:
             b = x["q"].shape[0]
             numbers = jnp.broadcast_to(valid, (b, valid.shape[1])).astype(jnp.int32)
-            given[name] = numbers, pl.BlockSpec((None, valid.shape[1]), lambda i, h, b: (b, 0))
-    return given
+            operands[name] = numbers, pl.BlockSpec((None, valid.shape[1]), lambda i, h, b: (b, 0))
+    return operands
 
 
 def rows_of_head(tokens: int, width: int, group: int = 1) -> pl.BlockSpec:

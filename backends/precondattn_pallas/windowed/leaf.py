@@ -104,10 +104,10 @@ class WindowedKernels(SoftmaxKernels):
         cotangent: Array,
     ) -> Arrays:
         """The gradients of all inputs, in their dtypes."""
-        given, (log_total, *full) = _inputs(x), residuals
-        plan = plan_of(leaf, given, interpret=self.interpret)
-        d_out, full_out = cotangent.astype(given["v"].dtype), full[0] if full else out
-        result = _backward(plan, given, _masks(frame), full_out, log_total, d_out)
+        arrays, (log_total, *full) = _inputs(x), residuals
+        plan = plan_of(leaf, arrays, interpret=self.interpret)
+        d_out, full_out = cotangent.astype(arrays["v"].dtype), full[0] if full else out
+        result = _backward(plan, arrays, _masks(frame), full_out, log_total, d_out)
         return {name: gradient.astype(x[name].dtype) for name, gradient in result.items()}
 
 
