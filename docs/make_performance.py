@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cpu_limits import LIMITS
-
 from precondattn_conformance.bench.beside_plain import ratios_to_plain, tokens_of
 from precondattn_conformance.bench.record import TIMED, BenchRecord, Row, load
 from precondattn_conformance.bench.table import duration, size
@@ -47,25 +45,6 @@ queries, keys and values in the same run. At 1, a mechanism costs as much as pla
 cost per token of a recurrence does not grow, so its ratio falls below 1 for long sequences.
 """
 
-TWO_THREADS = ("times", "others", "atk", "jax", "decoding")
-"""The runs that limits are compared with."""
-
-ABOUT_LIMITS = """\
-## What limits them on a CPU
-
-The table compares ratios of times on two threads, from the runs below, with the limits that we had
-set for them. Where a limit is missed, the last column gives the reason, often from a profile on one
-thread.
-"""
-
-EARLIER = MEASUREMENTS / "earlier"
-"""Saved runs of an earlier version, under the name of the run to compare them with."""
-
-
-ALONE = MEASUREMENTS / "alone"
-"""Runs on an idle machine, each under the name of the run beside busy processes right after it."""
-
-
 CURVES = MEASUREMENTS / "curves"
 """Runs of several mechanisms at many lengths, beside plain attention: a folder for each library."""
 
@@ -80,28 +59,7 @@ def page(records: dict[str, BenchRecord]) -> str:
     if not records:
         return HEAD + NOTHING
     sections = [section(name, record) for name, record in records.items()]
-    return HEAD + ABOUT + "\n" + "\n".join([*curves(), *limits(records), *sections])
-
-
-def limits(records: dict[str, BenchRecord]) -> list[str]:
-    """The wanted and the measured ratios of the cases on a CPU to their peers."""
-    headings = ("case", "peer", "limit", "earlier ratio", "ratio", "why the limit is missed")
-    rows = {
-        row.case: row
-        for name, record in records.items()
-        for row in record.rows
-        if name.removeprefix("cpu_2_cores_") in TWO_THREADS
-    }
-    cells = []
-    for limit in LIMITS:
-        ratio = rows[limit.case].ratios.get(limit.peer) if limit.case in rows else None
-        if ratio is None:
-            continue
-        found = ratio["median"]
-        why = limit.missed if found > limit.wanted else ""
-        names = (f"`{limit.case}`", limit.peer, f"{limit.wanted:g}", limit.before)
-        cells.append((*names, f"{found:.2f}", why))
-    return [ABOUT_LIMITS, table(headings, cells)] if cells else []
+    return HEAD + ABOUT + "\n" + "\n".join([*curves(), *sections])
 
 
 def load_curves() -> dict[str, BenchRecord]:
@@ -200,16 +158,11 @@ def lengths(of: Mapping[str, list[tuple[int, float]]], text: str | Callable[[flo
 def section(name: str, record: BenchRecord) -> str:
     """One run: the machine, the times, the peaks of memory, and the cases without a time."""
     parts = [f"## {name}\n", machine(record)]
-    earlier, alone = EARLIER / f"{name}.json", ALONE / f"{name}.json"
     timed = [row for row in record.rows if row.seconds]
     peaks = [row for row in record.rows if row.peak_bytes]
     refused = [row for row in record.rows if row.status != TIMED]
     if timed:
         parts.append(times(timed))
-    if timed and earlier.exists():
-        parts.append(before_and_after(load(earlier), timed))
-    if timed and alone.exists():
-        parts.append(with_a_neighbour(load(alone), timed))
     if any(row.ratios for row in timed):
         shape = "Bars of our time over each peer's, with quartiles, and a line at 1."
         parts.append(plot(f"measurements/{name}_ratios.svg", shape, ratios_finding(timed)))
@@ -285,59 +238,6 @@ def times(rows: list[Row]) -> str:
             )
         )
     return table(headings, cells)
-
-
-def before_and_after(before: BenchRecord, rows: list[Row]) -> str:
-    """The times of an earlier version and of this one, each beside the peer's of the same run."""
-    headings = ("case", "peer", "time before", "ratio before", "time", "ratio", "times as fast")
-    old = {row.case: row for row in before.rows if row.seconds}
-    cells = []
-    for row in (row for row in rows if row.case in old):
-        was = old[row.case]
-        for name in (name for name in row.ratios if name in was.ratios):
-            cells.append(
-                (
-                    f"`{row.case}`",
-                    name,
-                    duration(was.seconds["median"]),
-                    f"{was.ratios[name]['median']:.2f}",
-                    duration(row.seconds["median"]),
-                    f"{row.ratios[name]['median']:.2f}",
-                    f"{was.seconds['median'] / row.seconds['median']:.1f}",
-                )
-            )
-    heading = f"Comparison with an earlier version, measured {before.date[:10]}:"
-    return f"{heading}\n\n{table(headings, cells)}"
-
-
-def with_a_neighbour(alone: BenchRecord, rows: list[Row]) -> str:
-    """The times and ratios of the same cases on an idle machine and beside busy processes."""
-    headings = (
-        "case",
-        "peer",
-        "time alone",
-        "ratio alone",
-        "time beside a busy process",
-        "ratio beside a busy process",
-    )
-    quiet = {row.case: row for row in alone.rows if row.seconds}
-    cells = [
-        (
-            f"`{row.case}`",
-            name,
-            duration(quiet[row.case].seconds["median"]),
-            f"{quiet[row.case].ratios[name]['median']:.2f}",
-            duration(row.seconds["median"]),
-            f"{beside['median']:.2f}",
-        )
-        for row in rows
-        for name, beside in row.ratios.items()
-        if row.case in quiet and name in quiet[row.case].ratios
-    ]
-    return (
-        "Comparison with a run without the other process, measured "
-        f"{alone.date[:10]}:\n\n{table(headings, cells)}"
-    )
 
 
 def share(of: float | None) -> str:
