@@ -345,7 +345,7 @@ declare(
     half={512: Configuration(64, 64, 8, 1)},
     full={512: Configuration(64, 32, 4, 1)},
 )
-for _kernel in ("chunk_reads", "chunk_scores_gradient", "chunk_query_gradient"):
+for _kernel in ("chunk_reads", "chunk_scores_gradient"):
     declare(
         _kernel,
         half={512: Configuration(64, 64, 8, 1)},
@@ -363,9 +363,9 @@ for _kernel in ("delta_keys", "value_sums"):
         full={512: Configuration(64, 32, 8, 1)},
     )
 declare(
-    "chunk_key_gradient",
+    "channel_input_gradient",
     half={512: Configuration(64, 32, 8, 1)},
-    full={64: Configuration(64, 16, 8, 1), 512: Configuration(64, 32, 8, 1)},
+    full={512: Configuration(64, 16, 8, 1)},
 )
 declare(
     "chunk_moments",

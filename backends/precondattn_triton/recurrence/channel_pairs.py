@@ -15,7 +15,7 @@ from torch import Tensor
 
 from precondattn.kernel_backend.precise import is_precise
 from precondattn_triton.precision import exact
-from precondattn_triton.recurrence import channel_decay, chunk_gradient
+from precondattn_triton.recurrence import channel_decay, chunk_reads
 from precondattn_triton.recurrence.chunk_arrays import Arguments, ChunkCall, strides, strides_if
 
 QUERY, COTANGENT = ("q", "bmtrd"), ("d_o", "bmtre")
@@ -151,7 +151,7 @@ def tril_of_products(call: ChunkCall, x: tuple[str, str], y: tuple[str, str]) ->
     queries = call.b * call.m * call.r
     products = call.empty(queries, call.tokens, call.chunk, dtype=call.factors)
     call.launch(
-        chunk_gradient.d_scores_of,
+        chunk_reads.d_scores_of,
         "chunk_scores_gradient",
         (call.count, queries),
         **_as(call, *x, *COTANGENT),
@@ -159,9 +159,7 @@ def tril_of_products(call: ChunkCall, x: tuple[str, str], y: tuple[str, str]) ->
         e=call.arguments["d" if y is KEY else "e"],
         STEP=call.width if y is KEY else call.step,
         u=None if y is KEY else call.arguments["u"],
-        gates=None,
         d_scores=products,
-        crossing_scores=None,
         BLOCK=call.both("chunk_scores_gradient"),
     )
     return products

@@ -15,6 +15,7 @@ import triton.language as tl
 from precondattn_triton.recurrence.chunk_tiles import (
     as_factor,
     head_of,
+    pairs_from,
     pairs_of,
     product,
     store_rows,
@@ -151,3 +152,49 @@ def read_back(
         cotangent = load_tokens(outputs, start - s + t, first, t, e, o_t, o_e, CHUNK, BLOCK)
         gradient += product(tl.trans(as_factor(pairs, local)), cotangent, PRECISION)
     store_rows(local, head, tokens, start, first, gradient, STEP)
+
+
+@triton.jit
+def d_scores_of(
+    v,
+    u,
+    d_o,
+    d_scores,
+    heads,
+    queries,
+    s,
+    t,
+    tokens,
+    e,
+    scale,
+    v_b,
+    v_m,
+    v_s,
+    v_e,
+    v_group,
+    o_b,
+    o_m,
+    o_t,
+    o_r,
+    o_e,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write dA of one query per token to `d_scores` (m r, T, CHUNK)."""
+    query = tl.program_id(1).to(tl.int64)
+    head, row = query // queries, query % queries
+    start = tl.program_id(0) * CHUNK
+    d_o = head_of(d_o, head, heads, o_b, o_m, 1) + row * o_r
+    v = head_of(v, head, heads, v_b, v_m, v_group)
+    d_pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for c in range(0, STEP, BLOCK):
+        cotangent = load_tokens(d_o, start - s + t, c, t, e, o_t, o_e, CHUNK, BLOCK)
+        if u is not None:
+            written = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
+        else:
+            written = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
+        d_pairs += product(cotangent, tl.trans(written), PRECISION)
+    d_pairs *= pairs_from(None, CHUNK, False) * scale
+    store_rows(d_scores, query, tokens, start, 0, d_pairs, CHUNK)

@@ -1,12 +1,11 @@
-"""The decay factors of a chunk, and the gradient of β: a few numbers per token.
+"""The decay factors of a chunk: a few numbers per token.
 
     reading_i = e^{g_1 + … + g_i},    writing_j = e^{g_{j+1} + … + g_C},    total = reading_C
 
 Keys that are erased from the state before its decay are read with reading_{i−1}.
 
-The delta rule computes them in its own pass over the keys (`delta_rule.py`), and its gradient of β
-with those of the other inputs (`input_gradient.py`), except with a gate per channel. Grid: one
-program per chunk of one head.
+The delta rule computes them in its own pass over the keys (`delta_rule.py`). Grid: one program per
+chunk of one head.
 """
 
 from __future__ import annotations
@@ -75,16 +74,3 @@ def load_factors(
     chunk = head * tl.num_programs(0) + tl.program_id(0)
     g += head // heads * g_b + head % heads * g_m
     factors_of(g, gates, reading, None, writing, total, at, chunk, start, s, g_s, CHUNK)
-
-
-@triton.jit
-def strength_gradient(
-    from_keys, d_strength, d_beta, s, tokens, CHUNK: tl.constexpr, KEY_BLOCKS: tl.constexpr
-):  # fmt: skip
-    """Write dβ (m, s): `d_strength` (m, T), minus `from_keys` (m, blocks, T) of every block."""
-    head = tl.program_id(1).to(tl.int64)
-    token = (tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
-    gradient = tl.load(d_strength + head * tokens + token)
-    for block in range(KEY_BLOCKS):
-        gradient -= tl.load(from_keys + (head * KEY_BLOCKS + block) * tokens + token)
-    tl.store(d_beta + head * s + token, gradient, mask=token < s)
