@@ -182,7 +182,7 @@ def test_the_hash_of_a_kernel_ignores_comments_and_other_kernels(copied):
         path.write_text(path.read_text() + "\n# The end.\n")
     path = folder / "cuda/softmax_forward.cu"
     path.write_text(path.read_text() + "\n// The end.\n")
-    edited(folder / "cuda/channel_scan.cu", "__global__", "extern __global__")
+    edited(folder / "cuda/scan.cu", "__global__", "extern __global__")
     edited(folder / "lucid/solve.py", "return ", "return 1 + ")
     assert hashed() == before
 
