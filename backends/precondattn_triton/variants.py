@@ -296,7 +296,7 @@ def _way(launch: TritonLaunch) -> str:
         name += f" decay of {decay}"
     if "x" in launch.values and launch.values["x"] is None:
         name += " of values alone"
-    if "among" in launch.values and launch.values.get("reading") is not None:
+    if "erase_scores" in launch.values and launch.values.get("reading") is not None:
         name += " with factors"
     if launch.values.get("WITH_KEYS") is False:
         name += " of values"

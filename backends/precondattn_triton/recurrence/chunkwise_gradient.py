@@ -32,7 +32,7 @@ from precondattn_triton.recurrence.chunk_arrays import Arguments, ChunkCall
 
 OF_CHANNELS = (
     *("within_q", "within_k", "within_erase", "d_scores", "d_gates", "d_keys", "d_strength"),
-    *("read", "written", "erased", "overlap", "d_u"),
+    *("query_products", "key_products", "erase_products", "overlap", "d_u"),
 )
 """The arguments that only a gate per channel has."""
 
@@ -82,11 +82,11 @@ def _d_inputs(call: ChunkCall, x: Stream, d_v: Tensor | None) -> Stream:
         arguments |= {"d_v": d_v, "d_scores": scores}
         d_v = d_v.transpose(1, 2)
     if call.decay == "keys":
-        call.arguments["read"] = call.empty(heads * call.r, call.tokens, call.width)
-        call.arguments["written"] = call.empty(heads, call.tokens, call.width)
+        call.arguments["query_products"] = call.empty(heads * call.r, call.tokens, call.width)
+        call.arguments["key_products"] = call.empty(heads, call.tokens, call.width)
         call.arguments["overlap"] = call.empty(heads, call.count, call.width)
         if x.beta is not None:
-            call.arguments["erased"] = call.empty(heads, call.tokens, call.width)
+            call.arguments["erase_products"] = call.empty(heads, call.tokens, call.width)
     name = "channel_input_gradient" if call.is_by_channel else "chunk_input_gradient"
     keys = call.keys(name)
     call.launch(
@@ -178,8 +178,8 @@ def _d_channel_gates(call: ChunkCall, x: Stream) -> Tensor:
     """The gradient (m, s, w) of a gate per channel."""
     if call.decay == "values":
         heads, values = call.b * call.m, call.values("value_sums")
-        call.arguments["read"] = call.empty(heads * call.r, call.tokens, call.step)
-        call.arguments["written"] = call.empty(heads, call.tokens, call.step)
+        call.arguments["query_products"] = call.empty(heads * call.r, call.tokens, call.step)
+        call.arguments["key_products"] = call.empty(heads, call.tokens, call.step)
         call.arguments["overlap"] = call.empty(heads, call.count, call.step)
         call.launch(
             channel_gates.sums_of_values,

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from precondattn_triton.recurrence.chunk_tiles import head_of
+
 LOWEST = tl.constexpr(-200.0)
 """A gate whose exponential is 0 in float32, like that of −∞."""
 
@@ -62,9 +64,7 @@ def load_factors(
     heads,
     s,
     tokens,
-    g_b,
-    g_m,
-    g_s,
+    g_strides,
     CHUNK: tl.constexpr,
 ):
     """Write g to `gates`, reading, writing (m, T) and total (m, chunks)."""
@@ -72,5 +72,5 @@ def load_factors(
     start = tl.program_id(0) * CHUNK
     at = head * tokens + start + tl.arange(0, CHUNK)
     chunk = head * tl.num_programs(0) + tl.program_id(0)
-    g += head // heads * g_b + head % heads * g_m
-    factors_of(g, gates, reading, None, writing, total, at, chunk, start, s, g_s, CHUNK)
+    g = head_of(g, head, heads, g_strides)
+    factors_of(g, gates, reading, None, writing, total, at, chunk, start, s, g_strides.token, CHUNK)

@@ -40,12 +40,14 @@ from precondattn_triton.recurrence.chunk_tiles import (
     as_factor,
     crossing,
     head_of,
+    load_head,
+    load_queries,
     pairs_of,
     product,
     store_rows,
     store_tokens,
 )
-from precondattn_triton.tiles import load_rows, load_tokens
+from precondattn_triton.tiles import load_rows
 
 
 @triton.jit
@@ -76,9 +78,9 @@ def d_inputs(
     d_erase,
     d_g,
     d_beta,
-    read,
-    written,
-    erased,
+    query_products,
+    key_products,
+    erase_products,
     overlap,
     heads,
     queries,
@@ -88,32 +90,11 @@ def d_inputs(
     d,
     e,
     scale,
-    q_b,
-    q_m,
-    q_t,
-    q_r,
-    q_d,
-    q_group,
-    k_b,
-    k_m,
-    k_s,
-    k_d,
-    k_group,
-    v_b,
-    v_m,
-    v_s,
-    v_e,
-    v_group,
-    erase_b,
-    erase_m,
-    erase_s,
-    erase_d,
-    erase_group,
-    o_b,
-    o_m,
-    o_t,
-    o_r,
-    o_e,
+    q_strides,
+    k_strides,
+    v_strides,
+    erase_strides,
+    o_strides,
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -130,10 +111,10 @@ def d_inputs(
     `d_scores` (m r, T, CHUNK) gets dA.
 
     With a gate per channel, `d_scores` is read, `d_v` and `d_g` are not written, and the pairs'
-    part of dβ is `d_strength` (m, T). With a gate per key channel, `read` (m r, T, WIDTH) gets
-    Q ∘ dQ, `written` (m, T, WIDTH) K ∘ dK and `erased` − E ∘ dE, of the parts from the state, and
-    `overlap` (m, chunks, WIDTH) Σ S ∘ dS over value channels; `within_q` (m r, T, WIDTH),
-    `within_k` and `within_erase` (m, T, WIDTH) are the parts from within the chunk.
+    part of dβ is `d_strength` (m, T). With a gate per key channel, `query_products` (m r, T, WIDTH)
+    gets Q ∘ dQ, `key_products` (m, T, WIDTH) K ∘ dK and `erase_products` − E ∘ dE, of the parts
+    from the state, and `overlap` (m, chunks, WIDTH) Σ S ∘ dS over value channels; `within_q` (m r,
+    T, WIDTH), `within_k` and `within_erase` (m, T, WIDTH) are the parts from within the chunk.
     """
     head = tl.program_id(1).to(tl.int64)
     chunk = head * tl.num_programs(0) + tl.program_id(0)
@@ -141,10 +122,10 @@ def d_inputs(
     position = tl.arange(0, CHUNK)
     numbers = head * tokens + start + position
     output = head // heads * s * heads + head % heads
-    q = head_of(q, head, heads, q_b, q_m, q_group)
-    k = head_of(k, head, heads, k_b, k_m, k_group)
-    v = head_of(v, head, heads, v_b, v_m, v_group)
-    d_o = head_of(d_o, head, heads, o_b, o_m, 1)
+    q = head_of(q, head, heads, q_strides)
+    k = head_of(k, head, heads, k_strides)
+    v = head_of(v, head, heads, v_strides)
+    d_o = head_of(d_o, head, heads, o_strides)
     d_q += (head // heads * t * heads + head % heads) * queries * d
     d_k += output * d
     # The sums of each token: of its pairs' gates, and of its reads, erasures and writes.
@@ -154,24 +135,22 @@ def d_inputs(
     writes = tl.zeros((CHUNK,), tl.float32)
     overlaps = tl.zeros((KEYS,), tl.float32)
     for row in range(queries):
-        outputs, query = d_o + row * o_r, head * queries + row
+        query = head * queries + row
         if DECAY == "none" or DECAY == "head":
             pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
             for c in range(0, e, BLOCK):
-                cotangent = load_tokens(outputs, start - s + t, c, t, e, o_t, o_e, CHUNK, BLOCK)
+                cotangent = load_queries(d_o, row, start - s + t, c, t, e, o_strides, CHUNK, BLOCK)
                 if u is not None:
                     values = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
                 else:
-                    values = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
+                    values = load_head(v, start, c, s, e, v_strides, CHUNK, BLOCK)
                 pairs += product(cotangent, tl.trans(values), PRECISION)
             pairs *= pairs_of(gates, head * tokens + start, CHUNK, False) * scale
             if DECAY == "head":
                 scores = tl.zeros((CHUNK, CHUNK), tl.float32)
                 for first in range(0, d, KEYS):
-                    keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
-                    rows = load_tokens(
-                        q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS
-                    )
+                    keys = load_head(k, start, first, s, d, k_strides, CHUNK, KEYS)
+                    rows = load_queries(q, row, start - s + t, first, t, d, q_strides, CHUNK, KEYS)
                     scores += product(rows, tl.trans(keys), PRECISION)
                 crossed += crossing(pairs * scores, CHUNK)
             pairs = as_factor(pairs, d_scores)
@@ -183,7 +162,7 @@ def d_inputs(
         for first in range(0, d, KEYS):
             gradient = tl.zeros((CHUNK, KEYS), tl.float32)
             for c in range(0, e, BLOCK):
-                cotangent = load_tokens(outputs, start - s + t, c, t, e, o_t, o_e, CHUNK, BLOCK)
+                cotangent = load_queries(d_o, row, start - s + t, c, t, e, o_strides, CHUNK, BLOCK)
                 if DECAY == "values":
                     rows = load_rows(reading, head, tokens, start, CHUNK, BLOCK, c, STEP)
                     cotangent = as_factor(cotangent * rows, states)
@@ -191,17 +170,17 @@ def d_inputs(
                 gradient += product(cotangent, tl.trans(state), PRECISION)
             gradient *= scale
             if DECAY == "head" or DECAY == "keys":
-                rows = load_tokens(q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
+                rows = load_queries(q, row, start - s + t, first, t, d, q_strides, CHUNK, KEYS)
             if DECAY == "head":
                 gradient *= tl.load(reading + numbers)[:, None]
                 reads += tl.sum(gradient * rows.to(tl.float32), axis=1)
             if DECAY == "keys":
                 gradient *= load_rows(reading, head, tokens, start, CHUNK, KEYS, first, WIDTH)
                 rows = gradient * rows.to(tl.float32)
-                store_rows(read, query, tokens, start, first, rows, WIDTH)
+                store_rows(query_products, query, tokens, start, first, rows, WIDTH)
                 gradient += load_rows(within_q, query, tokens, start, CHUNK, KEYS, first, WIDTH)
             else:
-                keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
+                keys = load_head(k, start, first, s, d, k_strides, CHUNK, KEYS)
                 gradient += product(pairs, keys, PRECISION)
             at = start - s + t
             store_tokens(d_q + row * d, at, first, t, d, heads * queries * d, gradient)
@@ -209,7 +188,7 @@ def d_inputs(
     tl.debug_barrier()
     if right is not None:
         if erase is not None:
-            erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
+            erase = head_of(erase, head, heads, erase_strides)
             d_erase += output * d
         beta = tl.load(strength + numbers)
     if DECAY == "none" or DECAY == "head":
@@ -223,14 +202,14 @@ def d_inputs(
                 within += product(rows, tl.trans(values), PRECISION)
                 rows = rows.to(tl.float32)
                 store_tokens(d_v, start, c, s, e, heads * e, rows * beta[:, None])
-                values = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
+                values = load_head(v, start, c, s, e, v_strides, CHUNK, BLOCK)
                 d_strengths += tl.sum(rows * values.to(tl.float32), axis=1)
             within *= pairs_of(gates, head * tokens + start, CHUNK, True, UNDECAYED)
             scores = tl.zeros((CHUNK, CHUNK), tl.float32)
             for c in range(0, d, BLOCK):
-                keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, BLOCK)
+                keys = load_head(k, start, c, s, d, k_strides, CHUNK, BLOCK)
                 if erase is not None:
-                    erased_keys = load_tokens(erase, start, c, s, d, erase_s, erase_d, CHUNK, BLOCK)
+                    erased_keys = load_head(erase, start, c, s, d, erase_strides, CHUNK, BLOCK)
                     scores += product(erased_keys, tl.trans(keys), PRECISION)
                 else:
                     scores += product(keys, tl.trans(keys), PRECISION)
@@ -246,7 +225,7 @@ def d_inputs(
             for c in range(0, e, BLOCK):
                 gradient = tl.zeros((CHUNK, BLOCK), tl.float32)
                 for first in range(0, d, KEYS):
-                    keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
+                    keys = load_head(k, start, first, s, d, k_strides, CHUNK, KEYS)
                     d_state = load_rows(d_states, chunk, WIDTH, first, KEYS, BLOCK, c, STEP)
                     gradient += product(keys, d_state, PRECISION)
                 if DECAY == "head":
@@ -254,21 +233,22 @@ def d_inputs(
                 for row in range(queries):
                     pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
                     for first in range(0, d, KEYS):
-                        keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
-                        rows = load_tokens(
-                            q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS
+                        keys = load_head(k, start, first, s, d, k_strides, CHUNK, KEYS)
+                        rows = load_queries(
+                            q, row, start - s + t, first, t, d, q_strides, CHUNK, KEYS
                         )
                         pairs += product(rows, tl.trans(keys), PRECISION)
                     pairs *= pairs_of(gates, head * tokens + start, CHUNK, False) * scale
-                    outputs = d_o + row * o_r
-                    cotangent = load_tokens(outputs, start - s + t, c, t, e, o_t, o_e, CHUNK, BLOCK)
+                    cotangent = load_queries(
+                        d_o, row, start - s + t, c, t, e, o_strides, CHUNK, BLOCK
+                    )
                     gradient += product(tl.trans(as_factor(pairs, states)), cotangent, PRECISION)
                 store_tokens(d_v, start, c, s, e, heads * e, gradient)
     elif right is not None:
         d_strengths = tl.load(d_strength + numbers)
     tl.debug_barrier()
     for first in range(0, d, KEYS):
-        keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
+        keys = load_head(k, start, first, s, d, k_strides, CHUNK, KEYS)
         gradient = tl.zeros((CHUNK, KEYS), tl.float32)
         if right is not None:
             from_state = tl.zeros((CHUNK, KEYS), tl.float32)
@@ -279,7 +259,7 @@ def d_inputs(
             if u is not None:
                 values = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
             else:
-                values = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
+                values = load_head(v, start, c, s, e, v_strides, CHUNK, BLOCK)
             if DECAY == "values":
                 rows = load_rows(writing, head, tokens, start, CHUNK, BLOCK, c, STEP)
                 values = as_factor(values * rows, states)
@@ -297,7 +277,8 @@ def d_inputs(
         if DECAY == "keys":
             tl.store(overlap + chunk * WIDTH + first + tl.arange(0, KEYS), overlaps)
             gradient *= load_rows(writing, head, tokens, start, CHUNK, KEYS, first, WIDTH)
-            store_rows(written, head, tokens, start, first, gradient * keys.to(tl.float32), WIDTH)
+            products = gradient * keys.to(tl.float32)
+            store_rows(key_products, head, tokens, start, first, products, WIDTH)
             gradient += load_rows(within_k, head, tokens, start, CHUNK, KEYS, first, WIDTH)
         if right is not None:
             if DECAY == "head":
@@ -306,11 +287,12 @@ def d_inputs(
                 from_state *= load_rows(reading, head, tokens, start, CHUNK, KEYS, first, WIDTH)
             erased_keys = keys
             if erase is not None:
-                erased_keys = load_tokens(erase, start, first, s, d, erase_s, erase_d, CHUNK, KEYS)
+                erased_keys = load_head(erase, start, first, s, d, erase_strides, CHUNK, KEYS)
             products = from_state * erased_keys.to(tl.float32)
             erasures += tl.sum(products, axis=1)
             if DECAY == "keys":
-                store_rows(erased, head, tokens, start, first, beta[:, None] * products, WIDTH)
+                products *= beta[:, None]
+                store_rows(erase_products, head, tokens, start, first, products, WIDTH)
                 of_erased = -beta[:, None] * from_state
                 if erase is not None:
                     of_erased += load_rows(
@@ -328,7 +310,7 @@ def d_inputs(
             for row in range(queries):
                 at = head * queries + row
                 pairs = load_rows(d_scores, at, tokens, start, CHUNK, CHUNK, 0, CHUNK)
-                rows = load_tokens(q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
+                rows = load_queries(q, row, start - s + t, first, t, d, q_strides, CHUNK, KEYS)
                 gradient += product(tl.trans(pairs), rows, PRECISION)
         store_tokens(d_k, start, first, s, d, heads * d, gradient)
     token = (start + position).to(tl.int64)
