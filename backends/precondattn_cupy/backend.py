@@ -30,22 +30,19 @@ LEAST_CAPABILITY = 80
 """Compute capability 8.0, the first whose tensor cores multiply bfloat16."""
 
 KEYS: tuple[Erase, ...] = ("written key", "own key")
-DECAYED = (
+GATES = (None, "fixed", "head", "channel")
+SCANNED = (
     Recurrences(gate=(None, "fixed", "head"), normaliser=(None, "sum")),
-    Recurrences(("delta",), gate=(None, "fixed", "head"), erase=KEYS, strength=("scalar",)),
-)
-GATED_BY_CHANNEL = (
     Recurrences(gate=("channel",), keys=("given", "of the gate")),
-    Recurrences(("delta",), gate=("channel",), erase=KEYS, strength=("scalar",)),
+    Recurrences(("delta",), gate=GATES, erase=KEYS, strength=("scalar",)),
 )
 
 KERNELS: KernelTable = {
     pa.UnitRows: "precondattn_cupy.unit_rows:UnitRowsKernels",
     **dict.fromkeys(
-        (*DECAYED, pa.ConditionedQuery, pa.PreconditionedKey),
+        (*SCANNED, pa.ConditionedQuery, pa.PreconditionedKey),
         "precondattn_cupy.recurrence.leaves:RecurrenceKernels",
     ),
-    **dict.fromkeys(GATED_BY_CHANNEL, "precondattn_cupy.recurrence.leaves:ChannelRecurrence"),
     pa.LucidSolve: "precondattn_cupy.lucid.solve:LucidSolveKernels",
     pa.Softmax: ByOption(
         "read",

@@ -8,6 +8,7 @@ above without spills up to 128 channels; none has been measured.
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from precondattn.kernel_backend import limits
@@ -30,27 +31,7 @@ class Configuration(NamedTuple):
         return 2 * self.rows
 
 
-REGISTRY = Configurations[Configuration](WIDTHS)
-declare, forced, configuration = REGISTRY.declare, REGISTRY.forced, REGISTRY.find
+FILE = Path(__file__).with_name("configurations.json")
+REGISTRY = Configurations(FILE, Configuration, WIDTHS)
+forced, configuration = REGISTRY.forced, REGISTRY.find
 padded_width = partial(limits.padded_width, widest=WIDTHS[-1])
-
-declare(
-    "lucid_inverse",
-    half={256: Configuration(64, 512)},
-    full={256: Configuration(32, 512)},
-)
-declare(
-    "lucid_update",
-    half={128: Configuration(128, 32), 256: Configuration(64, 32)},
-    full={128: Configuration(64, 16), 256: Configuration(32, 16)},
-)
-declare(
-    "lucid_gradient",
-    half={128: Configuration(64, 32), 256: Configuration(32, 16)},
-    full={128: Configuration(64, 16), 256: Configuration(32, 16)},
-)
-declare(
-    "lucid_decode",
-    half={128: Configuration(16, 32), 256: Configuration(16, 16)},
-    full={256: Configuration(16, 16)},
-)

@@ -8,7 +8,6 @@ The backend's own launching code runs, and its launches are recorded.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 
 import ml_dtypes
 import numpy as np
@@ -42,10 +41,7 @@ CALLS: Shipped = (
     ("softmax", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256), (256, 512))),
     ("laser", ("float16",), ((16, 16), (32, 32), (64, 64), (128, 128))),
     ("laser", ("bfloat16", "float32"), ((16, 16), (32, 32), (64, 64), (128, 128), (256, 512))),
-    ("gated_delta", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 512))),
-    ("erasing_gated_delta", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 512))),
     *((name, ALL, ((32, 32), (64, 64), (128, 128), (256, 512))) for name in ("kda", "erasing_kda")),
-    ("preconditioned_key", ("float32",), ((64, 64),)),
 )
 """Full calls, with their gradients."""
 
@@ -53,13 +49,8 @@ STEPS: Shipped = (
     ("lucid[beta=true]", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256))),
     ("softmax", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 128))),
     ("laser", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 128))),
-    ("gated_delta", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 512))),
-    ("erasing_gated_delta", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 512))),
 )
 """Extensions of a cache by one token."""
-
-SHARED = {"gated_delta": (1, 2), "erasing_gated_delta": (1, 2)}
-"""How many value heads share a key head. Where they do, the gradient of the keys is in float32."""
 
 TOKENS, HEADS, BATCH, SLOTS = 1024, 2, 1, 64
 WIDE_SPILLS = 0
@@ -72,8 +63,8 @@ def variants(target: str) -> Iterator[Variant]:
     for is_step, shipped in ((False, CALLS), (True, STEPS)):
         for mechanism, dtypes, widths in shipped:
             for dtype in dtypes:
-                for (d, e), shared in product(widths, SHARED.get(mechanism, (1,))):
-                    for launch in launches(mechanism, dtype, d, e, is_step, shared):
+                for d, e in widths:
+                    for launch in launches(mechanism, dtype, d, e, is_step):
                         if launch.kernel not in yielded:
                             yielded.add(launch.kernel)
                             yield _variant(launch, WIDE_SPILLS if max(d, e) > 128 else 0)
@@ -91,7 +82,7 @@ def _variant(launch: CudaLaunch, spill_limit: int) -> Variant:
 
 
 def launches(
-    expression: str, dtype: str, d: int, e: int, is_step: bool = False, shared: int = 1
+    expression: str, dtype: str, d: int, e: int, is_step: bool = False
 ) -> list[CudaLaunch]:
     """The launches of a call with its gradient, or of a step."""
     mechanism = pa.parse(expression)
@@ -100,7 +91,7 @@ def launches(
     assert isinstance(leaf, pa.Leaf)
     piece: Piece = Group(group_of(expression)) if is_group else leaf
     inputs = piece.inputs.extending() if is_step else piece.inputs
-    sizes = {"b": BATCH, "h": HEADS, "n": HEADS, "u": HEADS * shared, "c": TOKENS}
+    sizes = {"b": BATCH, "h": HEADS, "n": HEADS, "u": HEADS, "c": TOKENS}
     sizes |= {"d": d, "e": e, "m": SLOTS}
     sizes |= {"t": 1, "s": 1} if is_step else {"t": TOKENS, "s": TOKENS}
     x = {name: _zeros(pattern.shape(sizes), dtype) for name, pattern in inputs.items()}

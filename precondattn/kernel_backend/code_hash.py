@@ -1,6 +1,7 @@
 """The hash of a kernel's code: the module of its class, and the package modules it imports.
 
-The hash includes the CUDA sources that these modules name, and the headers that those include.
+The hash includes the JSON files and the CUDA sources that these modules name, and the headers that
+the sources include.
 Comments, docstrings and empty lines do not affect it, nor does the backend's choice of kernels.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import io
+import json
 import re
 import tokenize
 from collections.abc import Iterator
@@ -57,7 +59,12 @@ def _sources(module: str) -> dict[str, str]:
         tree = ast.parse(source)
         texts[name] = _stripped(source, tree)
         waiting += [each for each in _imported(tree) if each.partition(".")[0] == package]
-        texts |= _cuda_sources(root / CUDA_FOLDER, tree)
+        strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        names = {each for each in strings if isinstance(each, str)}
+        texts |= _cuda_sources(root / CUDA_FOLDER, names)
+        for data in (path.parent / each for each in names if each.endswith(".json")):
+            if data.is_file():
+                texts[data.name] = json.dumps(json.loads(data.read_text(encoding="utf-8")))
     return texts
 
 
@@ -94,10 +101,9 @@ def _stripped(source: str, tree: ast.AST) -> str:
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
-def _cuda_sources(folder: Path, tree: ast.AST) -> dict[str, str]:
+def _cuda_sources(folder: Path, names: set[str]) -> dict[str, str]:
     """The CUDA sources that a module names in its strings, and all files that they include."""
-    strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    waiting = [f"{each}.cu" for each in strings if isinstance(each, str) and each.isidentifier()]
+    waiting = [f"{each}.cu" for each in names if each.isidentifier()]
     texts: dict[str, str] = {}
     while waiting:
         name = waiting.pop()

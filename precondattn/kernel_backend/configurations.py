@@ -1,15 +1,20 @@
-"""A registry of launch configurations, one for each kernel and width.
+"""A registry of launch configurations, one for each kernel and width, read from a JSON file.
 
 A kernel computes the same with every configuration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, NamedTuple, TypeVar, cast
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 C = TypeVar("C")
+
+ANY_DEVICE = "every device"
+PRECISIONS = {"half": True, "full": False}
 
 
 class Key(NamedTuple):
@@ -23,9 +28,18 @@ class Key(NamedTuple):
 
 
 class Configurations(Generic[C]):
-    """A backend's configurations, of a type `C` that the backend defines."""
+    """A backend's configurations, of a type `C` that the backend defines.
 
-    def __init__(self, widths: Sequence[int]) -> None:
+    The file has objects in objects: by architecture ("sm_90", or "every device"), kernel, precision
+    ("half" or "full"), and the largest width that each is for, the fields of a configuration.
+
+    Raises
+    ------
+    ValueError
+        if a name occurs twice, a precision is another, or a width is none of `widths`.
+    """
+
+    def __init__(self, file: Path, kind: Callable[..., C], widths: Sequence[int]) -> None:
         self.widths = tuple(widths)
         """The padded widths that tiles may have, in ascending order."""
         self.untuned: dict[Key, C] = {}
@@ -33,17 +47,22 @@ class Configurations(Generic[C]):
         self.chosen: dict[str, dict[Key, C]] = {}
         """Configurations chosen for an architecture, such as "sm_90"."""
         self._forced: dict[str, C] = {}
-
-    def declare(
-        self, kernel: str, half: Mapping[int, C], full: Mapping[int, C], architecture: str = ""
-    ) -> None:
-        """Declare a kernel's configurations, by the largest width that each is for."""
-        into = self.chosen.setdefault(architecture, {}) if architecture else self.untuned
-        for is_half, by_width in ((True, half), (False, full)):
-            for width in self.widths:
-                fitting = [w for w in sorted(by_width) if w >= width]
-                if fitting:
-                    into[Key(kernel, width, is_half)] = by_width[fitting[0]]
+        tables = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+        for architecture, kernels in tables.items():
+            is_any = architecture == ANY_DEVICE
+            table = self.untuned if is_any else self.chosen.setdefault(architecture, {})
+            for kernel, by_precision in kernels.items():
+                for precision, by_width in by_precision.items():
+                    largest = {int(width): kind(*fields) for width, fields in by_width.items()}
+                    if precision not in PRECISIONS or not {*largest} <= {*self.widths}:
+                        raise ValueError(
+                            f"{file.name}: {kernel} has {precision!r} and the widths {[*largest]}; "
+                            f"expected one of {[*PRECISIONS]} and of {self.widths}"
+                        )
+                    for width in self.widths:
+                        if fitting := [w for w in largest if w >= width]:
+                            key = Key(kernel, width, PRECISIONS[precision])
+                            table[key] = largest[min(fitting)]
 
     def find(self, kernel: str, width: int, half: bool, architecture: str = "") -> C:
         """The configuration of a kernel at a padded width."""
@@ -62,3 +81,11 @@ class Configurations(Generic[C]):
             yield
         finally:
             self._forced = before
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of the file, whose names differ."""
+    names = [name for name, _ in pairs]
+    if len({*names}) < len(names):
+        raise ValueError(f"a name occurs twice among {names}")
+    return dict(pairs)

@@ -1,5 +1,6 @@
 """Code that kernel backends share: the table of kernels, configurations, and limits."""
 
+import json
 import sys
 from dataclasses import replace
 
@@ -51,20 +52,39 @@ def test_every_entry_of_a_table_names_a_class(name):
             assert hasattr(kernels_in(rows, pa.Softmax()), "refuses")
 
 
-def test_forced_configurations_are_preferred_to_those_of_an_architecture():
-    registry = Configurations((16, 32, 64))
-    registry.declare("kernel", half={32: "narrow", 64: "wide"}, full={32: "full"})
+def registry_of(path, text):
+    path.write_text(text)
+    return Configurations(path, lambda name: name, (16, 32, 64))
+
+
+def test_forced_configurations_are_preferred_to_those_of_an_architecture(tmp_path):
+    kernel = {"half": {"32": ["narrow"], "64": ["wide"]}, "full": {"32": ["full"]}}
+    tables = {"every device": {"kernel": kernel}, "sm_90": {"kernel": {"half": {"64": ["chosen"]}}}}
+    registry = registry_of(tmp_path / "configurations.json", json.dumps(tables))
     assert registry.find("kernel", 16, half=True) == "narrow"
     assert registry.find("kernel", 64, half=True) == "wide"
     with pytest.raises(KeyError):
         registry.find("kernel", 64, half=False)
-    registry.declare("kernel", half={64: "chosen"}, full={}, architecture="sm_90")
     assert registry.find("kernel", 32, True, "sm_90") == "chosen"
     assert registry.find("kernel", 32, False, "sm_90") == "full"
     assert registry.find("kernel", 32, True, "sm_80") == "narrow"
     with registry.forced(kernel="forced"):
         assert registry.find("kernel", 64, False) == "forced"
     assert registry.find("kernel", 64, True) == "wide"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"sm_90": {"read": {"hlf": {"32": [1]}}}}', "read has 'hlf' and the widths"),
+        ('{"sm_90": {"read": {"half": {"48": [1]}}}}', r"read has 'half' and the widths \[48\]"),
+        ('{"sm_90": {"read": {}, "read": {}}}', r"a name occurs twice among \['read', 'read'\]"),
+        ('{"sm_90": {"read": {"full": {"16": [1, 2]}}}}', "takes 1 positional argument but 2"),
+    ],
+)
+def test_a_wrong_file_of_configurations_is_refused(tmp_path, text, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        registry_of(tmp_path / "configurations.json", text)
 
 
 def test_widths_are_padded_and_limited():

@@ -1,5 +1,6 @@
 """Kernels are chosen by default only where the backend's ledger says that they ran and agreed."""
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -13,8 +14,10 @@ from precondattn.dispatch.described import explain_described
 from precondattn.dispatch.discovery import allowed_backends, discover
 from precondattn.dispatch.plan import _plan
 from precondattn.kernel_backend import backend as kernel_backend
-from precondattn.kernel_backend import ledger
+from precondattn.kernel_backend import code_hash, ledger
 from precondattn.kernel_backend.code_hash import code_of
+from precondattn_cupy import backend as cupy_backend
+from precondattn_cupy.sources import FOLDER
 from precondattn_triton import backend as triton_backend
 from precondattn_triton.backend import Triton
 
@@ -165,6 +168,7 @@ def edited(path, old, new):
         ("layout.py", "return ", "return 1 + "),
         ("cuda/softmax_forward.cu", "__global__", "extern __global__"),
         ("cuda/running_softmax.cuh", "return", "return 1 +"),
+        ("configurations.json", "[64, 32]", "[64, 16]"),
     ],
 )
 def test_the_hash_of_a_kernel_changes_with_its_code_and_all_that_it_uses(copied, file, old, new):
@@ -182,9 +186,16 @@ def test_the_hash_of_a_kernel_ignores_comments_and_other_kernels(copied):
         path.write_text(path.read_text() + "\n# The end.\n")
     path = folder / "cuda/softmax_forward.cu"
     path.write_text(path.read_text() + "\n// The end.\n")
-    edited(folder / "cuda/channel_scan.cu", "__global__", "extern __global__")
+    edited(folder / "cuda/scan.cu", "__global__", "extern __global__")
     edited(folder / "lucid/solve.py", "return ", "return 1 + ")
     assert hashed() == before
+
+
+def test_every_cuda_file_is_hashed_with_a_kernel():
+    rows = (getattr(row, "classes", {"": row}).values() for row in cupy_backend.KERNELS.values())
+    modules = {entry.partition(":")[0] for entry in itertools.chain(*rows)}
+    hashed = {name for module in modules for name in code_hash._sources(module)}
+    assert {path.name for path in FOLDER.iterdir()} <= hashed
 
 
 def test_the_kernels_of_this_backend_have_different_hashes():

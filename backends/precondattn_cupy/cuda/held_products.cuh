@@ -36,16 +36,7 @@ __device__ __forceinline__ void plain_held_product(Product<COLUMNS>& c, const Pr
     const int from = lane() / 4 * 4 + k % 8 / 2;
     const float upper = __shfl_sync(ALL_LANES, rounded<T>(a.x[k / 8][k % 2]), from);
     const float lower = __shfl_sync(ALL_LANES, rounded<T>(a.x[k / 8][k % 2 + 2]), from);
-#pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j) {
-      const int n = column_of(j, 0);
-      const float left = wide(B_TRANSPOSED ? b[n * b_step + k] : b[k * b_step + n]);
-      const float right = wide(B_TRANSPOSED ? b[(n + 1) * b_step + k] : b[k * b_step + n + 1]);
-      c.x[j][0] += upper * left;
-      c.x[j][1] += upper * right;
-      c.x[j][2] += lower * left;
-      c.x[j][3] += lower * right;
-    }
+    add_outer<B_TRANSPOSED>(c, upper, lower, b, b_step, k);
   }
 }
 
@@ -61,21 +52,13 @@ __device__ __forceinline__ unsigned both_narrow(float first, float second) {
 template <bool B_TRANSPOSED, int COLUMNS, int DEPTH, class T>
 __device__ __forceinline__ void tensor_held_product(Product<COLUMNS>& c, const Product<DEPTH>& a,
                                                     const T* b, int b_step) {
-  const int row = lane() % 8, second = lane() / 8 % 2 * 8, third = lane() / 16 * 8;
 #pragma unroll
   for (int k = 0; k < DEPTH; k += 16) {
     const float(&near)[4] = a.x[k / 8];
     const float(&far)[4] = a.x[k / 8 + 1];
     const unsigned left[4] = {both_narrow<T>(near[0], near[1]), both_narrow<T>(near[2], near[3]),
                               both_narrow<T>(far[0], far[1]), both_narrow<T>(far[2], far[3])};
-#pragma unroll
-    for (int n = 0; n < COLUMNS; n += 16) {
-      unsigned right[4];
-      load_matrices<!B_TRANSPOSED>(right, B_TRANSPOSED ? b + (n + row + third) * b_step + k + second
-                                                       : b + (k + row + second) * b_step + n + third);
-      multiply<T>(c.x[n / 8], left, right[0], right[1]);
-      multiply<T>(c.x[n / 8 + 1], left, right[2], right[3]);
-    }
+    multiply_by_rows<B_TRANSPOSED>(c, left, b, b_step, k);
   }
 }
 

@@ -23,12 +23,6 @@ constexpr bool PRECISE = true;
 constexpr bool PRECISE = false;
 #endif
 
-// Whether a product of float32 in a call of T takes three of tf32, which has no more bits than T.
-template <class T>
-constexpr bool IS_SPLIT = false;
-template <>
-constexpr bool IS_SPLIT<__half> = PRECISE;
-
 __device__ __forceinline__ float wide(float x) { return x; }
 __device__ __forceinline__ double wide(double x) { return x; }
 __device__ __forceinline__ float wide(__half x) { return __half2float(x); }

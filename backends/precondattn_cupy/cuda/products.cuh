@@ -35,6 +35,22 @@ struct Product {
   }
 };
 
+// C += column k of A, of which a lane has the numbers of its two rows, times row k of B.
+template <bool B_TRANSPOSED, int COLUMNS, class T>
+__device__ __forceinline__ void add_outer(Product<COLUMNS>& c, float upper, float lower, const T* b,
+                                          int b_step, int k) {
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; ++j) {
+    const int n = column_of(j, 0);
+    const float left = wide(B_TRANSPOSED ? b[n * b_step + k] : b[k * b_step + n]);
+    const float right = wide(B_TRANSPOSED ? b[(n + 1) * b_step + k] : b[k * b_step + n + 1]);
+    c.x[j][0] += upper * left;
+    c.x[j][1] += upper * right;
+    c.x[j][2] += lower * left;
+    c.x[j][3] += lower * right;
+  }
+}
+
 // A[m][k] is a[m * a_step + k], or, transposed, a[k * a_step + m]; B likewise.
 template <bool A_TRANSPOSED, bool B_TRANSPOSED, int COLUMNS, int DEPTH, class T>
 __device__ __forceinline__ void plain_product(Product<COLUMNS>& c, const T* a, int a_step,
@@ -44,16 +60,7 @@ __device__ __forceinline__ void plain_product(Product<COLUMNS>& c, const T* a, i
   for (int k = 0; k < DEPTH; ++k) {
     const float upper = wide(A_TRANSPOSED ? a[k * a_step + row] : a[row * a_step + k]);
     const float lower = wide(A_TRANSPOSED ? a[k * a_step + row + 8] : a[(row + 8) * a_step + k]);
-#pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j) {
-      const int n = column_of(j, 0);
-      const float left = wide(B_TRANSPOSED ? b[n * b_step + k] : b[k * b_step + n]);
-      const float right = wide(B_TRANSPOSED ? b[(n + 1) * b_step + k] : b[k * b_step + n + 1]);
-      c.x[j][0] += upper * left;
-      c.x[j][1] += upper * right;
-      c.x[j][2] += lower * left;
-      c.x[j][3] += lower * right;
-    }
+    add_outer<B_TRANSPOSED>(c, upper, lower, b, b_step, k);
   }
 }
 
@@ -99,6 +106,21 @@ __device__ __forceinline__ void multiply<__nv_bfloat16>(float (&c)[4], const uns
 
 #if !defined(PRECONDATTN_SIMULATED) || defined(PRECONDATTN_EMULATED_TENSORS)
 
+// C += 16 columns of A, from k on, times 16 rows of B.
+template <bool B_TRANSPOSED, int COLUMNS, class T>
+__device__ __forceinline__ void multiply_by_rows(Product<COLUMNS>& c, const unsigned (&left)[4],
+                                                 const T* b, int b_step, int k) {
+  const int row = lane() % 8, second = lane() / 8 % 2 * 8, third = lane() / 16 * 8;
+#pragma unroll
+  for (int n = 0; n < COLUMNS; n += 16) {
+    unsigned right[4];
+    load_matrices<!B_TRANSPOSED>(right, B_TRANSPOSED ? b + (n + row + third) * b_step + k + second
+                                                     : b + (k + row + second) * b_step + n + third);
+    multiply<T>(c.x[n / 8], left, right[0], right[1]);
+    multiply<T>(c.x[n / 8 + 1], left, right[2], right[3]);
+  }
+}
+
 template <bool A_TRANSPOSED, bool B_TRANSPOSED, int COLUMNS, int DEPTH, class T>
 __device__ __forceinline__ void tensor_product(Product<COLUMNS>& c, const T* a, int a_step,
                                                const T* b, int b_step) {
@@ -110,14 +132,7 @@ __device__ __forceinline__ void tensor_product(Product<COLUMNS>& c, const T* a, 
     unsigned left[4];
     load_matrices<A_TRANSPOSED>(left, A_TRANSPOSED ? a + (k + row + third) * a_step + second
                                                    : a + (row + second) * a_step + k + third);
-#pragma unroll
-    for (int n = 0; n < COLUMNS; n += 16) {
-      unsigned right[4];
-      load_matrices<!B_TRANSPOSED>(right, B_TRANSPOSED ? b + (n + row + third) * b_step + k + second
-                                                       : b + (k + row + second) * b_step + n + third);
-      multiply<T>(c.x[n / 8], left, right[0], right[1]);
-      multiply<T>(c.x[n / 8 + 1], left, right[2], right[3]);
-    }
+    multiply_by_rows<B_TRANSPOSED>(c, left, b, b_step, k);
   }
 }
 

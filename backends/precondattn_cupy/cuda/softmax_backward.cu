@@ -3,13 +3,13 @@
 //     A = 2^{S − λ},    D_i = do_i · o_i,    dS = A ∘ (do vᵀ − D),
 //     dq = scale dS k,    dk = scale dSᵀ q,    dv = Aᵀ do,    S = scale log₂ e q kᵀ.
 //
-// Three kernels, and their grids:
+// Two kernels, and their grids:
 //
 //     row_products              D                 8 queries of a head × heads × sequences
-//     softmax_query_gradient    dq                tiles of queries × parts of channels, heads, …
-//     softmax_key_gradient      dk and dv         tiles of keys × parts of channels, kv heads, …
+//     softmax_gradient          dq                tiles of queries × parts of channels, heads, …
+//     … OF_KEYS                 dk and dv         tiles of keys × parts of channels, kv heads, …
 //
-// A block of the last two has ROWS tokens, 16 for each warp, with all channels in shared memory, next to
+// A block of the last has ROWS tokens, 16 for each warp, with all channels in shared memory, next to
 // a tile of the other tokens; scores and their gradients stay in registers. It computes a part of the
 // output channels. A block of the key gradient iterates over all query heads that read its keys: no two
 // blocks add to the same element, so the result is deterministic.
@@ -50,6 +50,12 @@ __device__ __forceinline__ void begin_parts(Copies& copies, F* tile, const F* __
                                      rest, step, first, count, width, by_16, valid);
 }
 
+// A number of rows, as a type.
+template <int ROWS>
+struct Rows {
+  static constexpr int value = ROWS;
+};
+
 // C += A Bᵀ of such tiles, without the product of the two smallest parts.
 template <int PARTS, int ROWS, int COLUMNS, int WIDTH, class F>
 __device__ __forceinline__ void add_product_of_parts(Product<COLUMNS>& c, const F* a, const F* b) {
@@ -62,164 +68,92 @@ __device__ __forceinline__ void add_product_of_parts(Product<COLUMNS>& c, const 
   }
 }
 
-template <class T, class F, int PARTS, int ROWS, int COLUMNS, int KEY_WIDTH, int WIDTH>
-__global__ void __launch_bounds__(2 * ROWS, 1) softmax_query_gradient(
+// dq, or, OF_KEYS, dk and dv: then everything is transposed, keys × queries. dv is written to `d_v`, or,
+// unrounded, to `d_v_full`.
+template <class T, class F, int PARTS, bool OF_KEYS, int ROWS, int COLUMNS, int KEY_WIDTH, int WIDTH>
+__global__ void __launch_bounds__(2 * ROWS, 1) softmax_gradient(
     const T* __restrict__ q, const T* __restrict__ k, const F* __restrict__ v,
     const F* __restrict__ v_rest, const int* __restrict__ is_chosen, const F* __restrict__ d_o,
     const F* __restrict__ d_o_rest, const float* __restrict__ log_total,
-    const float* __restrict__ d_sum, T* __restrict__ d_q, const unsigned char* __restrict__ q_valid,
-    const unsigned char* __restrict__ k_valid, const int* __restrict__ q_segment,
-    const int* __restrict__ k_segment, float log_scale, float scale, int t, int s, int h, int n,
-    int d, int e, int lookback, int lookahead) {
-  constexpr int KEY_STEP = KEY_WIDTH + gap<T>(), STEP = WIDTH + gap<F>();
-  constexpr int OWN = KEY_WIDTH < 128 ? KEY_WIDTH : 128;
-  const int parts = (d + OWN - 1) / OWN, tiles = (t + ROWS - 1) / ROWS;
-  const int channel = blockIdx.x % parts * OWN, head = blockIdx.y, batch = blockIdx.z;
-  const int first = (tiles - 1 - blockIdx.x / parts) * ROWS, kv = head / (h / n);
-  if (is_chosen && !is_chosen[batch * n + kv]) return;
-  const Mask mask(batch, t, s, lookback, lookahead, q_valid, k_valid, q_segment, k_segment);
-  const Span span = keys_of(mask, first, ROWS);
-
-  extern __shared__ __align__(16) unsigned char memory[];
-  T* q_tile = reinterpret_cast<T*>(memory);
-  T* k_tile = q_tile + ROWS * KEY_STEP;
-  F* d_o_tile = reinterpret_cast<F*>(k_tile + COLUMNS * KEY_STEP);
-  F* v_tile = d_o_tile + PARTS * ROWS * STEP;
-  int* runs = reinterpret_cast<int*>(v_tile + PARTS * COLUMNS * STEP);
-
-  const long long k_head = (long long)batch * s * n + kv, q_head = (long long)batch * t * h + head;
-  k += k_head * d;
-  v += k_head * e;
-  if (PARTS > 1) v_rest += k_head * e;
-  if (PARTS > 1) d_o_rest += q_head * e;
-  const bool by_16 = d * sizeof(T) % 16 == 0;
-  Copies copies;
-  begin_tile<2 * ROWS, ROWS, KEY_WIDTH>(copies, q_tile, KEY_STEP, q + q_head * d, (long long)h * d,
-                                        first, t, d, by_16, mask.q_valid);
-  begin_parts<2 * ROWS, PARTS, ROWS, WIDTH>(copies, d_o_tile, d_o + q_head * e, d_o_rest,
-                                            (long long)h * e, first, t, e, mask.q_valid);
-  const int row = first + 16 * warp() + row_of(0);
-  int run[2];
-  float log_of[2], sum_of[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int token = row + 8 * i;
-    const long long at = ((long long)batch * h + head) * t + token;
-    run[i] = mask.run_of_query(token);
-    log_of[i] = token < t ? log_total[at] : INFINITE;
-    sum_of[i] = token < t ? d_sum[at] : 0.0f;
-  }
-
-  Product<OWN> acc;
-  acc.clear();
-  for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
-    __syncthreads();
-    begin_tile<2 * ROWS, COLUMNS, KEY_WIDTH>(copies, k_tile, KEY_STEP, k, (long long)n * d, start,
-                                             s, d, by_16, mask.k_valid);
-    begin_parts<2 * ROWS, PARTS, COLUMNS, WIDTH>(copies, v_tile, v, v_rest, (long long)n * e,
-                                                 start, s, e, mask.k_valid);
-#pragma unroll 1
-    for (int j = threadIdx.x; j < COLUMNS; j += 2 * ROWS) runs[j] = mask.run_of_key(start + j);
-    copies.wait();
-    __syncthreads();
-
-    Product<COLUMNS> p, d_a;
-    p.clear();
-    d_a.clear();
-    add_product<false, true, COLUMNS, KEY_WIDTH>(p, q_tile + 16 * warp() * KEY_STEP, KEY_STEP,
-                                                 k_tile, KEY_STEP);
-    add_product_of_parts<PARTS, ROWS, COLUMNS, WIDTH>(d_a, d_o_tile, v_tile);
-    if (!mask.sees_all(first, ROWS, start, COLUMNS))
-#pragma unroll
-      for (int j = 0; j < COLUMNS / 8; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int column = column_of(j, i);
-          if (runs[column] != run[i / 2] || !mask.is_near(row + 8 * (i / 2), start + column))
-            p.x[j][i] = -INFINITE;
-        }
-#pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float a = power_of_2(p.x[j][i] * log_scale - log_of[i / 2]);
-        p.x[j][i] = a * (d_a.x[j][i] - sum_of[i / 2]);
-      }
-    add_weighted<OWN, COLUMNS>(acc, p, k_tile + channel, KEY_STEP);
-  }
-
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const int token = row + 8 * (i / 2);
-    if (token >= t) continue;
-    T* to = d_q + (q_head + (long long)token * h) * d;
-#pragma unroll
-    for (int j = 0; j < OWN / 8; ++j) {
-      const int at = channel + column_of(j, i);
-      if (at < d)
-        store_there(to + at, d - at, d % 2 == 0, acc.x[j][i] * scale, acc.x[j][i + 1] * scale);
-    }
-  }
-}
-
-// Everything is transposed: keys × queries. dv is written to `d_v`, or, unrounded, to `d_v_full`.
-template <class T, class F, int PARTS, int ROWS, int COLUMNS, int KEY_WIDTH, int WIDTH>
-__global__ void __launch_bounds__(2 * ROWS, 1) softmax_key_gradient(
-    const T* __restrict__ q, const T* __restrict__ k, const F* __restrict__ v,
-    const F* __restrict__ v_rest, const int* __restrict__ is_chosen, const F* __restrict__ d_o,
-    const F* __restrict__ d_o_rest, const float* __restrict__ log_total,
-    const float* __restrict__ d_sum, T* __restrict__ d_k, T* __restrict__ d_v,
+    const float* __restrict__ d_sum, T* __restrict__ d_own, T* __restrict__ d_v,
     float* __restrict__ d_v_full, const unsigned char* __restrict__ q_valid,
     const unsigned char* __restrict__ k_valid, const int* __restrict__ q_segment,
     const int* __restrict__ k_segment, float log_scale, float scale, int t, int s, int h, int n,
     int d, int e, int lookback, int lookahead) {
-  constexpr int KEY_STEP = KEY_WIDTH + gap<T>(), STEP = WIDTH + gap<F>();
+  constexpr int KEY_STEP = KEY_WIDTH + gap<T>(), STEP = WIDTH + gap<F>(), THREADS = 2 * ROWS;
   constexpr int OWN_KEY = KEY_WIDTH < 128 ? KEY_WIDTH : 128, OWN = WIDTH < 128 ? WIDTH : 128;
-  const int parts = max((d + OWN_KEY - 1) / OWN_KEY, (e + OWN - 1) / OWN);
-  const int part = blockIdx.x % parts, kv = blockIdx.y, batch = blockIdx.z;
-  const int first = blockIdx.x / parts * ROWS, group = h / n;
+  const int key_parts = (d + OWN_KEY - 1) / OWN_KEY, value_parts = (e + OWN - 1) / OWN;
+  const int parts = OF_KEYS ? max(key_parts, value_parts) : key_parts;
+  const int part = blockIdx.x % parts, batch = blockIdx.z, group = h / n;
+  // With causality, the first keys and the last queries have the most work.
+  const int tile = OF_KEYS ? blockIdx.x / parts : (t + ROWS - 1) / ROWS - 1 - blockIdx.x / parts;
+  const int first = tile * ROWS, kv = OF_KEYS ? blockIdx.y : blockIdx.y / group;
   if (is_chosen && !is_chosen[batch * n + kv]) return;
   const Mask mask(batch, t, s, lookback, lookahead, q_valid, k_valid, q_segment, k_segment);
-  const Span span = queries_of(mask, first, ROWS);
+  const Span span = OF_KEYS ? queries_of(mask, first, ROWS) : keys_of(mask, first, ROWS);
 
   extern __shared__ __align__(16) unsigned char memory[];
-  T* k_tile = reinterpret_cast<T*>(memory);
-  T* q_tile = k_tile + ROWS * KEY_STEP;
-  F* v_tile = reinterpret_cast<F*>(q_tile + COLUMNS * KEY_STEP);
-  F* d_o_tile = v_tile + PARTS * ROWS * STEP;
-  int* runs = reinterpret_cast<int*>(d_o_tile + PARTS * COLUMNS * STEP);
+  T* own_keys = reinterpret_cast<T*>(memory);
+  T* other_keys = own_keys + ROWS * KEY_STEP;
+  F* own_values = reinterpret_cast<F*>(other_keys + COLUMNS * KEY_STEP);
+  F* other_values = own_values + PARTS * ROWS * STEP;
+  int* runs = reinterpret_cast<int*>(other_values + PARTS * COLUMNS * STEP);
   float* log_of = reinterpret_cast<float*>(runs + COLUMNS);
   float* sum_of = log_of + COLUMNS;
 
   const long long k_head = (long long)batch * s * n + kv;
   const bool by_16 = d * sizeof(T) % 16 == 0;
   Copies copies;
-  begin_tile<2 * ROWS, ROWS, KEY_WIDTH>(copies, k_tile, KEY_STEP, k + k_head * d, (long long)n * d,
-                                        first, s, d, by_16, mask.k_valid);
-  begin_parts<2 * ROWS, PARTS, ROWS, WIDTH>(copies, v_tile, v + k_head * e,
-                                            PARTS > 1 ? v_rest + k_head * e : v_rest,
-                                            (long long)n * e, first, s, e, mask.k_valid);
-  const int row = first + 16 * warp() + row_of(0);
-  const int run[2] = {mask.run_of_key(row), mask.run_of_key(row + 8)};
-
-  Product<OWN_KEY> key_acc;
-  Product<OWN> acc;
-  key_acc.clear();
-  acc.clear();
-  for (int head = kv * group; head < (kv + 1) * group; ++head) {
+  // A tile of queries and their do, or of keys and their values.
+  const auto begin_queries = [&](auto rows, T* keys, F* values, int head, int start) {
     const long long q_head = (long long)batch * t * h + head;
-    for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
-      __syncthreads();
-      begin_tile<2 * ROWS, COLUMNS, KEY_WIDTH>(copies, q_tile, KEY_STEP, q + q_head * d,
+    begin_tile<THREADS, decltype(rows)::value, KEY_WIDTH>(copies, keys, KEY_STEP, q + q_head * d,
                                                (long long)h * d, start, t, d, by_16, mask.q_valid);
-      begin_parts<2 * ROWS, PARTS, COLUMNS, WIDTH>(copies, d_o_tile, d_o + q_head * e,
+    begin_parts<THREADS, PARTS, decltype(rows)::value, WIDTH>(copies, values, d_o + q_head * e,
                                                    PARTS > 1 ? d_o_rest + q_head * e : d_o_rest,
                                                    (long long)h * e, start, t, e, mask.q_valid);
+  };
+  const auto begin_keys = [&](auto rows, T* keys, F* values, int start) {
+    begin_tile<THREADS, decltype(rows)::value, KEY_WIDTH>(copies, keys, KEY_STEP, k + k_head * d,
+                                               (long long)n * d, start, s, d, by_16, mask.k_valid);
+    begin_parts<THREADS, PARTS, decltype(rows)::value, WIDTH>(copies, values, v + k_head * e,
+                                                   PARTS > 1 ? v_rest + k_head * e : v_rest,
+                                                   (long long)n * e, start, s, e, mask.k_valid);
+  };
+  if (OF_KEYS)
+    begin_keys(Rows<ROWS>(), own_keys, own_values, first);
+  else
+    begin_queries(Rows<ROWS>(), own_keys, own_values, blockIdx.y, first);
+  const int row = first + 16 * warp() + row_of(0);
+  int run[2];
+  float log_of_row[2], sum_of_row[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = row + 8 * i;
+    run[i] = OF_KEYS ? mask.run_of_key(token) : mask.run_of_query(token);
+    const long long at = ((long long)batch * h + blockIdx.y) * t + token;
+    log_of_row[i] = !OF_KEYS && token < t ? log_total[at] : INFINITE;
+    sum_of_row[i] = !OF_KEYS && token < t ? d_sum[at] : 0.0f;
+  }
+
+  Product<OWN_KEY> key_acc;
+  Product<OF_KEYS ? OWN : 16> acc;
+  key_acc.clear();
+  acc.clear();
+  const int low = OF_KEYS ? kv * group : blockIdx.y, high = OF_KEYS ? low + group : low + 1;
+  for (int head = low; head < high; ++head) {
+    for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
+      __syncthreads();
+      if (OF_KEYS)
+        begin_queries(Rows<COLUMNS>(), other_keys, other_values, head, start);
+      else
+        begin_keys(Rows<COLUMNS>(), other_keys, other_values, start);
 #pragma unroll 1
-      for (int i = threadIdx.x; i < COLUMNS; i += 2 * ROWS) {
+      for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
         const int token = start + i;
+        runs[i] = OF_KEYS ? mask.run_of_query(token) : mask.run_of_key(token);
+        if (!OF_KEYS) continue;
         const long long at = ((long long)batch * h + head) * t + token;
-        runs[i] = mask.run_of_query(token);
         log_of[i] = token < t ? log_total[at] : INFINITE;
         sum_of[i] = token < t ? d_sum[at] : 0.0f;
       }
@@ -229,59 +163,65 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_key_gradient(
       Product<COLUMNS> p, d_a;
       p.clear();
       d_a.clear();
-      add_product<false, true, COLUMNS, KEY_WIDTH>(p, k_tile + 16 * warp() * KEY_STEP, KEY_STEP,
-                                                   q_tile, KEY_STEP);
-      add_product_of_parts<PARTS, ROWS, COLUMNS, WIDTH>(d_a, v_tile, d_o_tile);
-      if (!mask.sees_all(start, COLUMNS, first, ROWS))
+      add_product<false, true, COLUMNS, KEY_WIDTH>(p, own_keys + 16 * warp() * KEY_STEP, KEY_STEP,
+                                                   other_keys, KEY_STEP);
+      add_product_of_parts<PARTS, ROWS, COLUMNS, WIDTH>(d_a, own_values, other_values);
+      const bool sees_all = OF_KEYS ? mask.sees_all(start, COLUMNS, first, ROWS)
+                                    : mask.sees_all(first, ROWS, start, COLUMNS);
+      if (!sees_all)
 #pragma unroll
         for (int j = 0; j < COLUMNS / 8; ++j)
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int column = column_of(j, i);
-            if (runs[column] != run[i / 2] || !mask.is_near(start + column, row + 8 * (i / 2)))
-              p.x[j][i] = -INFINITE;
+            const int column = column_of(j, i), own = row + 8 * (i / 2), other = start + column;
+            const bool is_near = OF_KEYS ? mask.is_near(other, own) : mask.is_near(own, other);
+            if (runs[column] != run[i / 2] || !is_near) p.x[j][i] = -INFINITE;
           }
 #pragma unroll
       for (int j = 0; j < COLUMNS / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int column = column_of(j, i);
-          const float a = power_of_2(p.x[j][i] * log_scale - log_of[column]);
-          d_a.x[j][i] = a * (d_a.x[j][i] - sum_of[column]);
-          p.x[j][i] = a;
+          const float log_of_pair = OF_KEYS ? log_of[column] : log_of_row[i / 2];
+          const float sum_of_pair = OF_KEYS ? sum_of[column] : sum_of_row[i / 2];
+          p.x[j][i] = power_of_2(p.x[j][i] * log_scale - log_of_pair);
+          d_a.x[j][i] = p.x[j][i] * (d_a.x[j][i] - sum_of_pair);
         }
-      if (part * OWN < WIDTH) {
-        const F* own = d_o_tile + part * OWN;
-        add_held_product<false, OWN, COLUMNS>(acc, p, own, STEP);
-        if (PARTS > 1) {
-          add_held_product<false, OWN, COLUMNS>(acc, p, own + COLUMNS * STEP, STEP);
-          keep_rest<F>(p);
+      if constexpr (OF_KEYS)
+        if (part * OWN < WIDTH) {
+          const F* own = other_values + part * OWN;
           add_held_product<false, OWN, COLUMNS>(acc, p, own, STEP);
+          if (PARTS > 1) {
+            add_held_product<false, OWN, COLUMNS>(acc, p, own + COLUMNS * STEP, STEP);
+            keep_rest<F>(p);
+            add_held_product<false, OWN, COLUMNS>(acc, p, own, STEP);
+          }
         }
-      }
       if (part * OWN_KEY < KEY_WIDTH)
-        add_weighted<OWN_KEY, COLUMNS>(key_acc, d_a, q_tile + part * OWN_KEY, KEY_STEP);
+        add_weighted<OWN_KEY, COLUMNS>(key_acc, d_a, other_keys + part * OWN_KEY, KEY_STEP);
     }
   }
 
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
     const int token = row + 8 * (i / 2);
-    if (token >= s) continue;
-    const long long at_token = k_head + (long long)token * n;
+    if (token >= (OF_KEYS ? s : t)) continue;
+    const long long at_token = OF_KEYS ? k_head + (long long)token * n
+                                       : ((long long)batch * t + token) * h + blockIdx.y;
 #pragma unroll
     for (int j = 0; j < OWN_KEY / 8; ++j) {
       const int at = part * OWN_KEY + column_of(j, i);
       const float x = key_acc.x[j][i] * scale, y = key_acc.x[j][i + 1] * scale;
-      if (at < d) store_there(d_k + at_token * d + at, d - at, d % 2 == 0, x, y);
+      if (at < d) store_there(d_own + at_token * d + at, d - at, d % 2 == 0, x, y);
     }
+    if constexpr (OF_KEYS)
 #pragma unroll
-    for (int j = 0; j < OWN / 8; ++j) {
-      const int at = part * OWN + column_of(j, i);
-      const float x = acc.x[j][i], y = acc.x[j][i + 1];
-      if (at >= e) continue;
-      if (d_v) store_there(d_v + at_token * e + at, e - at, e % 2 == 0, x, y);
-      if (d_v_full) store_there(d_v_full + at_token * e + at, e - at, e % 2 == 0, x, y);
-    }
+      for (int j = 0; j < OWN / 8; ++j) {
+        const int at = part * OWN + column_of(j, i);
+        const float x = acc.x[j][i], y = acc.x[j][i + 1];
+        if (at >= e) continue;
+        if (d_v) store_there(d_v + at_token * e + at, e - at, e % 2 == 0, x, y);
+        if (d_v_full) store_there(d_v_full + at_token * e + at, e - at, e % 2 == 0, x, y);
+      }
   }
 }

@@ -12,30 +12,10 @@
 //
 // Grids: splits of the cache, tiles of query heads × kv heads, sequences; and query heads, sequences.
 #include "running_softmax.cuh"
+#include "slots.cuh"
 #include "tiles.cuh"
 
 constexpr int DECODING_WARPS = 4;
-
-// Some slots by all channels; `counts` marks the valid ones.
-template <int WIDTH, int TOKENS, class T>
-__device__ __forceinline__ void load_slots(T* tile, const T* __restrict__ head, int capacity,
-                                           int start, int width, const unsigned char* counts) {
-  constexpr int PART = 16 / sizeof(T), STEP = TOKENS + gap<T>();
-  const bool by_16 = capacity % PART == 0;
-  for (int at = threadIdx.x; at < WIDTH * TOKENS / PART; at += blockDim.x) {
-    const int channel = at / (TOKENS / PART), token = at % (TOKENS / PART) * PART;
-    const T* from = head + (long long)channel * capacity + start + token;
-    T* to = tile + channel * STEP + token;
-    bool is_whole = by_16 && channel < width;
-    for (int i = 0; i < PART; ++i) is_whole = is_whole && counts[token + i];
-    if (is_whole) {
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-    } else {
-      for (int i = 0; i < PART; ++i)
-        to[i] = channel < width && counts[token + i] ? from[i] : narrow<T>(0.0f);
-    }
-  }
-}
 
 // The part that both reads share.
 template <class T, int COLUMNS, int KEY_WIDTH, int WIDTH>
@@ -74,12 +54,15 @@ struct Past {
                                        int capacity, int n, int d, int e, float scale) const {
     const long long head = (long long)blockIdx.z * n + kv;
     __syncthreads();
-    for (int i = threadIdx.x; i < TOKENS; i += blockDim.x)
-      counts[i] = start + i < end &&
-                  (!valid || valid[(long long)blockIdx.z * capacity + start + i]);
-    __syncthreads();
-    load_slots<KEY_WIDTH, TOKENS>(k_tile, keys + head * d * capacity, capacity, start, d, counts);
-    load_slots<WIDTH, TOKENS>(v_tile, values + head * e * capacity, capacity, start, e, counts);
+    if (valid) valid += (long long)blockIdx.z * capacity;
+    const bool by_16 = capacity * sizeof(T) % 16 == 0;
+    constexpr int THREADS = 32 * DECODING_WARPS;
+    for (int i = threadIdx.x; i < TOKENS; i += THREADS)
+      counts[i] = start + i < end && (!valid || valid[start + i]);
+    load_slots<KEY_WIDTH, TOKENS, THREADS>(k_tile, keys + head * d * capacity, d, capacity, start,
+                                           end, by_16, valid);
+    load_slots<WIDTH, TOKENS, THREADS>(v_tile, values + head * e * capacity, e, capacity, start, end,
+                                       by_16, valid);
     __syncthreads();
     p.clear();
     const int own = warp() * COLUMNS;

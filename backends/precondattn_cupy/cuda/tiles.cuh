@@ -9,13 +9,11 @@
 #include "products.cuh"
 
 // `by_16`: rows are aligned to 16 bytes, and their length is a multiple of 16 bytes. Then a thread
-// reads 16 bytes at once, and several times before it uses the first. Each number is passed to
-// `convert`. THREADS are those of the block.
-template <int THREADS, int ROWS, int WIDTH, class T, class U, class Convert>
-__device__ __forceinline__ void load_converted(U* tile, int tile_step, const T* __restrict__ head,
-                                               long long step, int first, int count, int width,
-                                               bool by_16, const unsigned char* valid,
-                                               Convert convert) {
+// reads 16 bytes at once, and several times before it uses the first. THREADS are those of the block.
+template <int THREADS, int ROWS, int WIDTH, class T, class U>
+__device__ __forceinline__ void load_tile(U* tile, int tile_step, const T* __restrict__ head,
+                                          long long step, int first, int count, int width,
+                                          bool by_16, const unsigned char* valid = nullptr) {
   constexpr int PART = 16 / sizeof(T), PARTS = ROWS * WIDTH / PART;
   static_assert(WIDTH % PART == 0, "a tile's rows are made of 16 bytes");
   if (by_16) {
@@ -31,7 +29,7 @@ __device__ __forceinline__ void load_converted(U* tile, int tile_step, const T* 
       const T* x = reinterpret_cast<const T*>(&bytes);
       U* to = tile + row * tile_step + column;
 #pragma unroll
-      for (int i = 0; i < PART; ++i) to[i] = convert(x[i]);
+      for (int i = 0; i < PART; ++i) to[i] = narrow<U>(wide(x[i]));
     }
   } else {
 #pragma unroll 1
@@ -42,17 +40,9 @@ __device__ __forceinline__ void load_converted(U* tile, int tile_step, const T* 
 #pragma unroll 1
       for (int i = 0; i < PART; ++i)
         tile[row * tile_step + column + i] =
-            there && column + i < width ? convert(head[token * step + column + i]) : U(0.0f);
+            there && column + i < width ? narrow<U>(wide(head[token * step + column + i])) : U(0.0f);
     }
   }
-}
-
-template <int THREADS, int ROWS, int WIDTH, class T, class U>
-__device__ __forceinline__ void load_tile(U* tile, int tile_step, const T* __restrict__ head,
-                                          long long step, int first, int count, int width,
-                                          bool by_16, const unsigned char* valid = nullptr) {
-  load_converted<THREADS, ROWS, WIDTH>(tile, tile_step, head, step, first, count, width, by_16,
-                                       valid, [](T x) { return narrow<U>(wide(x)); });
 }
 
 // Begins to load a tile whose elements need no conversion: ready after `copies.wait()`.

@@ -15,7 +15,7 @@ from precondattn.frame import Frame
 from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.spec.metric import DOT
 from precondattn.spec.softmax import Softmax
-from precondattn_cupy.configurations import Configuration, configuration, declare, padded_width
+from precondattn_cupy.configurations import Configuration, configuration, padded_width
 from precondattn_cupy.launch import GRID_LIMITS, Argument, cpp_type, launch
 from precondattn_cupy.layout import KernelMasks, empty, masks_of
 
@@ -29,29 +29,6 @@ EVERYWHERE = 1 << 30
 """How far a query without a window attends; there are fewer tokens than that."""
 ROW_WARPS = 8
 """Warps of a block of `row_products`; each has a row."""
-
-declare(
-    "softmax_forward",
-    half={32: Configuration(64, 32), 64: Configuration(64, 64), 512: Configuration(64, 32)},
-    full={128: Configuration(64, 32), 512: Configuration(32, 16)},
-)
-declare(
-    "softmax_query_gradient",
-    half={64: Configuration(64, 64), 512: Configuration(64, 32)},
-    full={128: Configuration(64, 32), 512: Configuration(32, 16)},
-)
-declare(
-    "softmax_key_gradient",
-    half={64: Configuration(64, 64), 512: Configuration(64, 16)},
-    full={128: Configuration(64, 32), 512: Configuration(32, 16)},
-)
-# Values are stored in two parts.
-for _kernel in ("forward", "query_gradient", "key_gradient"):
-    declare(
-        f"softmax_{_kernel}_of_two",
-        half={64: Configuration(64, 32), 128: Configuration(64, 16)},
-        full={},
-    )
 
 
 class Values(NamedTuple):
@@ -137,7 +114,7 @@ def attend(call: SoftmaxCall, out: Array | None, full: Array | None) -> Array:
     tile, name = _chosen(call, "forward", widths)
     of_row, of_value = _row_bytes(call, widths)
     _launch(
-        call, "forward", name, -(-t // tile.rows) * -(-e // widths[1]), h, tile,
+        call, "softmax_forward", name, -(-t // tile.rows) * -(-e // widths[1]), h, tile,
         (call.q, call.k, *call.v, call.is_chosen, out, full, log_total, *call.masks,
          call.log_scale),
         tile.rows * of_row + 2 * tile.columns * (of_row + of_value + 4),
@@ -166,9 +143,9 @@ def query_gradient(
     widths = padded_width(d), padded_width(call.v.array.shape[3])
     tile, name = _chosen(call, "query_gradient", widths)
     _launch(
-        call, "backward", name, -(-t // tile.rows) * -(-d // PART), h, tile,
-        (call.q, call.k, *call.v, call.is_chosen, *d_o, log_total, d_sum, d_q, *call.masks,
-         call.log_scale, call.scale),
+        call, "softmax_backward", name, -(-t // tile.rows) * -(-d // PART), h, tile,
+        (call.q, call.k, *call.v, call.is_chosen, *d_o, log_total, d_sum, d_q, None, None,
+         *call.masks, call.log_scale, call.scale),
         (tile.rows + tile.columns) * sum(_row_bytes(call, widths)) + tile.columns * 4,
     )  # fmt: skip
 
@@ -186,7 +163,7 @@ def key_gradient(
     widths = padded_width(d), padded_width(e)
     tile, name = _chosen(call, "key_gradient", widths)
     _launch(
-        call, "backward", name, -(-s // tile.rows) * max(-(-d // PART), -(-e // PART)), n, tile,
+        call, "softmax_backward", name, -(-s // tile.rows) * -(-max(d, e) // PART), n, tile,
         (call.q, call.k, *call.v, call.is_chosen, *d_o, log_total, d_sum, d_k, d_v, d_v_full,
          *call.masks, call.log_scale, call.scale),
         (tile.rows + tile.columns) * sum(_row_bytes(call, widths)) + tile.columns * 12,
@@ -198,9 +175,12 @@ def _chosen(call: SoftmaxCall, kernel: str, widths: tuple[int, int]) -> tuple[Co
     width = max(widths[0], padded_width(call.v.array.shape[3]))
     name = f"softmax_{kernel}" + ("_of_two" if call.v.parts == 2 else "")
     tile = configuration(name, width, call.q.dtype.itemsize == 2)
-    numbers = call.v.parts, tile.rows, tile.columns, *widths
-    arguments = cpp_type(call.q), call.v.cpp_type, *map(str, numbers)
-    return tile, f"softmax_{kernel}<{', '.join(arguments)}>"
+    numbers = tile.rows, tile.columns, *widths
+    arguments = [cpp_type(call.q), call.v.cpp_type, call.v.parts, *numbers]
+    if kernel != "forward":
+        arguments.insert(3, str(kernel == "key_gradient").lower())
+        kernel = "gradient"
+    return tile, f"softmax_{kernel}<{', '.join(map(str, arguments))}>"
 
 
 def _row_bytes(call: SoftmaxCall, widths: tuple[int, int]) -> tuple[int, int]:
@@ -220,7 +200,7 @@ def _launch(
     shared_bytes: int,
 ) -> None:
     launch(
-        f"softmax_{file}",
+        file,
         name,
         (blocks, heads, call.q.shape[0]),
         tile.threads,

@@ -1,4 +1,4 @@
-"""LASER of heads whose values are far apart: launches of `cuda/laser_exact_*.cu`.
+"""LASER of heads whose values are far apart: launches of `cuda/laser_exact.cu`.
 
 Blocks of close heads return at once.
 """
@@ -6,93 +6,63 @@ Blocks of close heads return at once.
 from __future__ import annotations
 
 from precondattn.arrays import Array, Arrays
-from precondattn_cupy.configurations import Configuration, configuration, declare, padded_width
+from precondattn_cupy.configurations import padded_width
 from precondattn_cupy.launch import Argument, cpp_type, launch
 from precondattn_cupy.softmax.attention import LOG2_E, PART, SoftmaxCall
 
-CHANNELS = 32
-"""Value channels that are processed at once, as in `laser_exact.cuh`."""
-
-for _kernel in ("forward", "query_gradient", "key_gradient", "values"):
-    declare(
-        f"laser_exact_{_kernel}",
-        half={128: Configuration(64, 32), 256: Configuration(64, 16)},
-        full={128: Configuration(64, 32), 256: Configuration(32, 32)},
-    )
+WARPS, OTHERS = 8, 32
+"""Tokens of a block, one for each warp, and of a tile of the other side."""
 
 
 def forward(call: SoftmaxCall, v: Array, out: Array, full: Array, log_total: Array) -> None:
     """Compute o and λ, in the arrays to which the kernels of close heads write."""
     t, _, h, _, _, e, *_ = call.sizes
-    tile, widths = _tile(call, "forward")
+    channels = min(max(padded_width(e), 32), PART)
     _launch(
-        call, f"laser_exact_forward<{cpp_type(v)}, {widths}>", "forward",
-        (-(-t // tile.rows) * -(-e // CHANNELS), h), tile,
-        (call.q, call.k, v, call.is_chosen, out, full, log_total, *call.masks,
-         call.scale * LOG2_E),
-        channels=tile.columns, numbers=tile.columns,
-    )  # fmt: skip
+        call,
+        f"forward<{cpp_type(v)}, {_width(call)}, {channels}>",
+        (-(-t // WARPS) * -(-e // channels), h),
+        (v, call.is_chosen, out, full, log_total, *call.masks, call.scale * LOG2_E),
+        OTHERS * (channels + 1) + WARPS * OTHERS,
+    )
 
 
 def backward(
-    call: SoftmaxCall,
-    v: Array,
-    full: Array,
-    log_total: Array,
-    d_out: Array,
-    result: Arrays,
+    call: SoftmaxCall, v: Array, full: Array, log_total: Array, d_out: Array, result: Arrays
 ) -> None:
-    t, s, h, n, d, e, *_ = call.sizes
-    inputs = (call.q, call.k, v, call.is_chosen, d_out, full, log_total)
+    t, s, h, n, _, e, *_ = call.sizes
+    widths = f"{_width(call)}, {max(padded_width(e), 32)}"
     scales = (call.scale * LOG2_E, call.scale)
-    for name, side, tokens, heads in (("query", "q", t, h), ("key", "k", s, n)):
-        tile, widths = _tile(call, f"{name}_gradient")
-        rows, columns = tile
-        keys, queries = (rows, columns) if side == "k" else (columns, rows)
-        is_of_keys = str(side == "k").lower()
+    for of_keys, tokens, heads in ((False, t, h), (True, s, n)):
+        results = (result["k"], result["v"]) if of_keys else (result["q"], None)
+        keys, queries = (WARPS, OTHERS) if of_keys else (OTHERS, WARPS)
         _launch(
-            call, f"laser_exact_gradient<{cpp_type(v)}, {is_of_keys}, {widths}>", "backward",
-            (-(-tokens // rows) * -(-d // PART), heads), tile,
-            (*inputs, result[side], *call.masks, *scales),
-            channels=keys + 2 * queries, numbers=queries + columns,
-        )  # fmt: skip
-    tile, widths = _tile(call, "values")
-    _launch(
-        call, f"laser_exact_values<{cpp_type(v)}, {widths}>", "backward",
-        (-(-s // tile.rows) * -(-e // CHANNELS), n), tile,
-        (*inputs, result["v"], *call.masks, scales[0]),
-        channels=2 * tile.columns, numbers=2 * tile.columns,
-    )  # fmt: skip
+            call,
+            f"gradient<{cpp_type(v)}, {str(of_keys).lower()}, {widths}>",
+            (-(-tokens // WARPS), heads),
+            (v, call.is_chosen, d_out, full, log_total, *results, *call.masks, *scales),
+            (keys + 2 * queries) * 33,
+        )
 
 
-def _tile(call: SoftmaxCall, kernel: str) -> tuple[Configuration, str]:
-    """The tile of a kernel, and its part of the name expression."""
-    width = padded_width(call.q.shape[3])
-    tile = configuration(f"laser_exact_{kernel}", width, call.q.dtype.itemsize == 2)
-    return tile, f"{tile.rows}, {tile.columns}, {width}"
+def _width(call: SoftmaxCall) -> int:
+    return padded_width(call.q.shape[3])
 
 
 def _launch(
     call: SoftmaxCall,
-    name: str,
-    file: str,
+    kernel: str,
     blocks: tuple[int, int],
-    tile: Configuration,
     arguments: tuple[Argument, ...],
-    *,
-    channels: int,
     numbers: int,
 ) -> None:
-    """Launch with shared memory for rows of channels and for single 4-byte numbers."""
-    row_bytes = padded_width(call.q.shape[3]) * call.q.dtype.itemsize + 16
+    """Launch with shared memory for rows of queries and keys, and further numbers of 4 bytes."""
+    rows = (WARPS + OTHERS) * (_width(call) + 1)
     launch(
-        f"laser_exact_{file}",
-        name,
+        "laser_exact",
+        f"laser_exact_{kernel}",
         (*blocks, call.q.shape[0]),
-        tile.threads,
-        (*arguments, *call.sizes),
-        (tile.rows + tile.columns) * row_bytes
-        + channels * 4 * (CHANNELS + 1)
-        + tile.rows * 4 * (tile.columns + 1)
-        + numbers * 4,
+        32 * WARPS,
+        (call.q, call.k, *arguments, *call.sizes),
+        4 * (rows + numbers),
     )

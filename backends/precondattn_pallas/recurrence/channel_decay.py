@@ -43,57 +43,57 @@ def channel_scores(
     x: References, out: References, *, products: Products, block: int, blocks: int
 ) -> None:
     """dF/dA: the rows of tile b."""
-    own, count = _tile_in_chunk(x, blocks)
+    row_tile, count = _tile_in_chunk(x, blocks)
     width, zeros = x["k"].shape[1], jnp.zeros((TILE, TILE), jnp.float32)
 
     def earlier(a: Array, done: Array) -> Array:
         def add(c: Array, total: Array) -> Array:
-            keys = _earlier(products, x, a, own, c)
-            return total + products.dot(_later(products, x, own, c), keys, right=True)
+            keys = _earlier(products, x, a, row_tile, c)
+            return total + products.dot(_later(products, x, row_tile, c), keys, right=True)
 
         out["scores"][:, _tokens(a)] = every_block(width, block, add, zeros)
         return done
 
     def within(c: Array, total: Array) -> Array:
-        return total + scores_within(products, *(_tile(x, name, own, c) for name in "qkg"))
+        return total + scores_within(products, *(_tile(x, name, row_tile, c) for name in "qkg"))
 
     def clear(a: Array, done: Array) -> Array:
         out["scores"][:, _tokens(a)] = zeros
         return done
 
-    loop(0, own, earlier, jnp.int32(0))
-    out["scores"][:, _tokens(own)] = every_block(width, block, within, zeros)
-    loop(own + 1, count, clear, jnp.int32(0))
+    loop(0, row_tile, earlier, jnp.int32(0))
+    out["scores"][:, _tokens(row_tile)] = every_block(width, block, within, zeros)
+    loop(row_tile + 1, count, clear, jnp.int32(0))
 
 
 def channel_read(x: Array, out: References, *, products: Products, blocks: int) -> None:
     """dF/dq: a block of channels of tile b."""
-    own, _ = _tile_in_chunk(x, blocks)
-    k, g = (_tile(x, name, own) for name in "kg")
-    within = read_within(products, _square(x, own, own), k, g)
-    out["d_q"][...] = within + _read(products, x, own, own) * since_of(products, g)
+    row_tile, _ = _tile_in_chunk(x, blocks)
+    k, g = (_tile(x, name, row_tile) for name in "kg")
+    within = read_within(products, _square(x, row_tile, row_tile), k, g)
+    out["d_q"][...] = within + _read(products, x, row_tile, row_tile) * since_of(products, g)
 
 
 def channel_gradient(x: Array, out: References, *, products: Products, blocks: int) -> None:
     """dF/dq, dF/dk and dF/dg: a block of channels of tile b."""
-    own, count = _tile_in_chunk(x, blocks)
-    q, k, g = (_tile(x, name, own) for name in "qkg")
+    row_tile, count = _tile_in_chunk(x, blocks)
+    q, k, g = (_tile(x, name, row_tile) for name in "qkg")
 
     def one(tile: Array, carried: Array) -> Array:
         written, crossing = carried
         later = _later(products, x, tile)
-        crossing = crossing + jnp.sum(_read(products, x, tile, own) * later, axis=0)
-        later = later * _between(x, own, tile)
-        return written + products.dot(_square(x, tile, own), later, left=True), crossing
+        crossing = crossing + jnp.sum(_read(products, x, tile, row_tile) * later, axis=0)
+        later = later * _between(x, row_tile, tile)
+        return written + products.dot(_square(x, tile, row_tile), later, left=True), crossing
 
     start = jnp.zeros(g.shape, jnp.float32), jnp.zeros(g.shape[1:], jnp.float32)
-    written, crossing = loop(own + 1, count, one, start)
-    read = _read(products, x, own, own) * since_of(products, g)
+    written, crossing = loop(row_tile + 1, count, one, start)
+    from_earlier = _read(products, x, row_tile, row_tile) * since_of(products, g)
     written = written * until_of(products, g)
-    d_q, d_k, d_g = gradients_within(products, _square(x, own, own), q, k, g)
-    out["d_q"][...] = d_q + read
+    d_q, d_k, d_g = gradients_within(products, _square(x, row_tile, row_tile), q, k, g)
+    out["d_q"][...] = d_q + from_earlier
     out["d_k"][...] = d_k + written
-    out["d_g"][...] = d_g + d_gates_of(products, read * q, written * k) + crossing[None, :]
+    out["d_g"][...] = d_g + d_gates_of(products, from_earlier * q, written * k) + crossing[None, :]
 
 
 def _tile_in_chunk(x: References, blocks: int) -> tuple[Array, int]:

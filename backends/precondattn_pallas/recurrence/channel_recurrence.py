@@ -93,12 +93,12 @@ def vjp(
     )
     d_q, d_k, d_g = gradients_of_channels(plan, rows, _pairs(plan, rows, d_rows, u))
 
-    read = _from_states(plan, rows, d_rows, states)
+    from_states = _from_states(plan, rows, d_rows, states)
     of_keys = chunk_gradient.of_keys(plan, {"k": rows["k"]}, states, u, d_states)
     written = rows["writing"] * of_keys["d_k"]
     kept = of_keys["overlap"] * rows["total"]
-    reads = jnp.sum(read * rows["q"], axis=1)
-    d_q, d_k = d_q + read, d_k + written
+    reads = jnp.sum(from_states * rows["q"], axis=1)
+    d_q, d_k = d_q + from_states, d_k + written
     d_beta = d_erase = None
     if x.beta is not None:
         d_erase, d_k, d_g, reads, d_v, d_beta = _of_delta_rule(

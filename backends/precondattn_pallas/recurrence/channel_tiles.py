@@ -109,9 +109,9 @@ def gradients_within(
     for gates, decay, is_pair in _halvings(products, g):
         square = jnp.where(is_pair, a, jnp.float32(0))
         later, earlier = q * decay, k * decay
-        read, written = products.dot(square, earlier), products.dot(square, later, left=True)
-        crossing = read * later + written * earlier
-        d_q, d_k = d_q + read * decay, d_k + written * decay
+        q_sums, k_sums = products.dot(square, earlier), products.dot(square, later, left=True)
+        crossing = q_sums * later + k_sums * earlier
+        d_q, d_k = d_q + q_sums * decay, d_k + k_sums * decay
         d_g = d_g + products.exact.dot(gates, crossing, left=True)
     return d_q, d_k, d_g
 

@@ -54,20 +54,20 @@ def invert(x: References, out: References, *, products: Products, block: int) ->
     half = out["inverse"].shape[0] // 2
     first, second = pl.ds(0, half), pl.ds(half, half)
     blocks = []
-    for own in (first, second):
-        gates = {name: x[name][own] for name in ("g", "preceding") if name in x}
-        system = _among(products, x, own, own, block) * pairs_of(gates, half, strict=True)
-        inverse = unit_lower_inverse(products, system * x["beta"][own][:, None])
-        out["inverse"][own, own] = inverse
+    for rows in (first, second):
+        gates = {name: x[name][rows] for name in ("g", "preceding") if name in x}
+        system = _among(products, x, rows, rows, block) * pairs_of(gates, half, strict=True)
+        inverse = unit_lower_inverse(products, system * x["beta"][rows][:, None])
+        out["inverse"][rows, rows] = inverse
         blocks.append(inverse)
     corner = _among(products, x, second, first, block) * x["beta"][second][:, None]
     if "g" in x:
         i, j = tokens_of(half)
-        own = x["g"][second]
+        lower_gates = x["g"][second]
         if "preceding" in x:  # Without the gate of the other half's last token.
             is_later = lax.broadcasted_iota(jnp.int32, (half,), 0) > 0
-            own = jnp.where(is_later, x["preceding"][second], jnp.float32(0))
-        since = jnp.exp(jnp.cumsum(own, axis=0))
+            lower_gates = jnp.where(is_later, x["preceding"][second], jnp.float32(0))
+        since = jnp.exp(jnp.cumsum(lower_gates, axis=0))
         after = jnp.where(i > j, x["g"][first][:, None], jnp.float32(0))
         corner = corner * since[:, None] * jnp.exp(jnp.sum(after, axis=0))[None, :]
     exact = products.exact

@@ -17,7 +17,7 @@ from precondattn_pallas.recurrence.chunk_arrays import ChunkGrid, ChunkPlan, Row
 from precondattn_pallas.recurrence.chunk_tiles import decayed, every_block, is_by_channel, scores_of
 
 
-def read(x: References, out: References, *, products: Products, block: int) -> None:
+def read_states(x: References, out: References, *, products: Products, block: int) -> None:
     """The outputs of one query of each token."""
     width = x["q"].shape[1]
 
@@ -60,7 +60,7 @@ def outputs(plan: ChunkPlan, x: Rows, states: Array, u: Array) -> Array:
     else:
         inputs |= {"k": grid.rows(x["k"]), **grid.named(x, "g")}
     result = plan.launch(
-        read,
+        read_states,
         "chunk_reads",
         grid.shape,
         inputs,

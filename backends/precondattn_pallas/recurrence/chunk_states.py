@@ -29,13 +29,13 @@ def carry_states(
     """The state before every chunk, the last state, and with the delta rule U."""
 
     def one(index: Array, state: Array) -> Array:
-        here = pl.ds(pl.multiple_of(index * chunk, chunk), chunk)
+        rows = pl.ds(pl.multiple_of(index * chunk, chunk), chunk)
         out["states"][index, :, :] = state
-        u = x["y"][here, :]
+        u = x["y"][rows, :]
         if "w" in x:
-            u = u - products.dot(x["w"][here, :], state)
-            out["u"][here, :] = u
-        k = decayed(x, "k", "writing", here, slice(None))
+            u = u - products.dot(x["w"][rows, :], state)
+            out["u"][rows, :] = u
+        k = decayed(x, "k", "writing", rows, slice(None))
         return _kept(x, index, state) + products.dot(k, u, left=True)
 
     out["final"][...] = loop(0, count, one, x["start"][...])
@@ -48,17 +48,17 @@ def carry_gradients(
 
     def one(step: Array, d_state: Array) -> Array:
         index = count - 1 - step
-        here = pl.ds(pl.multiple_of(index * chunk, chunk), chunk)
+        rows = pl.ds(pl.multiple_of(index * chunk, chunk), chunk)
         out["d_states"][index, :, :] = d_state
-        k = decayed(x, "k", "writing", here, slice(None))
-        d_u = x["local"][here, :] + products.dot(k, d_state)
-        out["d_u"][here, :] = d_u
+        k = decayed(x, "k", "writing", rows, slice(None))
+        d_u = x["local"][rows, :] + products.dot(k, d_state)
+        out["d_u"][rows, :] = d_u
         d_state = _kept(x, index, d_state)
         for row in range(x["q"].shape[0]):
-            q = decayed(x, "q", "reading", row, here, slice(None))
-            d_state = d_state + products.dot(q, x["d_o"][row, here, :], left=True)
+            q = decayed(x, "q", "reading", row, rows, slice(None))
+            d_state = d_state + products.dot(q, x["d_o"][row, rows, :], left=True)
         if "w" in x:
-            d_state = d_state - products.dot(x["w"][here, :], d_u, left=True)
+            d_state = d_state - products.dot(x["w"][rows, :], d_u, left=True)
         return d_state
 
     out["d_start"][...] = loop(0, count, one, x["end"][...])

@@ -91,13 +91,13 @@ class Chunkwise(AllTokens):
         d_g = jnp.zeros_like(x.g)
         if self.decays:
             crossing = jnp.sum(of_scores["crossing"], axis=1)
-            read = jnp.sum(by_queries["read"], axis=1)
+            reads = jnp.sum(by_queries["read"], axis=1)
             if x.beta is not None:
                 crossing = crossing + of_delta_rule["crossing"]
                 erased = rows["beta"] * of_keys["from_keys"]
-                read = read - (by_next(erased, plan.chunk) if "erasing" in rows else erased)
+                reads = reads - (by_next(erased, plan.chunk) if "erasing" in rows else erased)
             kept = jnp.sum(of_keys["overlap"] * rows["total"], axis=2)
-            d_g = d_gates(crossing, read, of_keys["written"], kept, plan.chunk)
+            d_g = d_gates(crossing, reads, of_keys["written"], kept, plan.chunk)
             d_g = d_g[:, :s].reshape(x.g.shape)
         d_beta = d_erase = None
         if x.beta is not None:

@@ -60,26 +60,27 @@ def d_keys(x: References, out: References, *, products: Products, block: int) ->
     inverse = x["inverse"][...]
 
     def add(c: Array, total: Array) -> Array:
-        among, d_beta = total
+        pairs, d_beta = total
         right = products.dot(inverse, x["d_u"][:, c], left=True)
         out["d_right"][:, c] = right
-        among = among + products.dot(right, x["u"][:, c], right=True)
-        return among, d_beta + jnp.sum(right * x["v"][:, c].astype(jnp.float32), axis=1)
+        pairs = pairs + products.dot(right, x["u"][:, c], right=True)
+        return pairs, d_beta + jnp.sum(right * x["v"][:, c].astype(jnp.float32), axis=1)
 
     start = jnp.zeros((size, size), jnp.float32), jnp.zeros((size,), jnp.float32)
-    among, d_beta = every_block(x["u"].shape[1], block, add, start)
-    among = among * pairs_of(x, size, strict=True)
+    pairs, d_beta = every_block(x["u"].shape[1], block, add, start)
+    pairs = pairs * pairs_of(x, size, strict=True)
     beta = x["beta"][...][:, None]
-    result = -beta * among
+    result = -beta * pairs
     is_sum = "erase" not in x and "among" not in x
     out["d_keys"][...] = result + jnp.transpose(result) if is_sum else result
     if "among" in x:
-        own = among * x["among"][...]
+        scores = pairs * x["among"][...]
     else:
-        own = among * products_of_rows(products, x["erase" if "erase" in x else "k"], x["k"], block)
-    out["d_beta"][...] = d_beta - jnp.sum(own, axis=1)
+        erase = x["erase" if "erase" in x else "k"]
+        scores = pairs * products_of_rows(products, erase, x["k"], block)
+    out["d_beta"][...] = d_beta - jnp.sum(scores, axis=1)
     if "g" in x:
-        out["crossing"][...] = crossing(-beta * own, undecayed="preceding" in x)
+        out["crossing"][...] = crossing(-beta * scores, undecayed="preceding" in x)
 
 
 def prepared(plan: ChunkPlan, x: Rows) -> Arrays:

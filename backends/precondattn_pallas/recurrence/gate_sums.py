@@ -39,17 +39,17 @@ def by_next(x: Array, chunk: int) -> Array:
     return jnp.pad(chunks[:, :, 1:], ((0, 0), (0, 0), (0, 1))).reshape(x.shape)
 
 
-def d_gates(crossing: Array, read: Array, written: Array, kept: Array, chunk: int) -> Array:
+def d_gates(crossing: Array, reads: Array, writes: Array, kept: Array, chunk: int) -> Array:
     """The gates' gradient, from the sums of dx ∘ x of everything that the gates multiply.
 
-    `crossing`: of pairs, already by gate. `read` and `written`: of reads from the state before the
+    `crossing`: of pairs, already by gate. `reads` and `writes`: of reads from the state before the
     chunk and writes to the state after it, by token. `kept`: of the two states (m, chunks, …).
     """
 
     def chunks(array: Array) -> Array:
         return array.reshape(array.shape[0], -1, chunk, *array.shape[2:])
 
-    result = _from(chunks(read)) + _before(chunks(written)) + kept[:, :, None, ...]
+    result = _from(chunks(reads)) + _before(chunks(writes)) + kept[:, :, None, ...]
     return crossing + result.reshape(crossing.shape)
 
 

@@ -31,7 +31,7 @@ from precondattn_triton.recurrence import moments as moments_of_keys
 from precondattn_triton.recurrence.chunk_arrays import (
     Arguments,
     ChunkCall,
-    strides,
+    strides_of,
     tokens_of_chunk,
 )
 from precondattn_triton.recurrence.chunkwise import prepare_numbers
@@ -74,7 +74,7 @@ class Conditioned:
         if valid is not None:
             valid = valid.expand(b, s).contiguous().view(torch.uint8)
         call.arguments |= {"valid": valid, "contraction": x["contraction"]}
-        call.arguments |= strides("l", x["contraction"], "bth")
+        call.arguments["l_strides"] = strides_of(x["contraction"].transpose(1, 2))
         self.unit = torch.empty((b, s, n, d), dtype=k.dtype, device=k.device)
         """k̄"""
         call.arguments |= {"least": math.sqrt(eps), "k_scale": call.empty(b * n, call.tokens)}
@@ -85,10 +85,10 @@ class Conditioned:
             x=k,
             inverse=call.arguments["k_scale"],
             unit=self.unit,
-            **strides("x", k, "bmsd"),
+            x_strides=strides_of(k),
         )
         unit = self.unit.transpose(1, 2)
-        call.arguments |= {"k": unit, **strides("k", unit, "bmsd")}
+        call.arguments |= {"k": unit, "k_strides": strides_of(unit)}
 
     def _allocate_moments(self) -> dict[str, Tensor]:
         """Allocate moments in the dtype of factors (m, chunks, d, d), sums and counts."""
@@ -138,7 +138,7 @@ class Conditioned:
         call = self.call
         heads, (b, t, m, r, d) = call.b * call.m, (call.b, call.t, call.m, call.r, call.d)
         d_o = queries_of_states(d_o, m)
-        call.arguments |= {"d_o": d_o, **strides("o", d_o, "bmtre")}
+        call.arguments |= {"d_o": d_o, "o_strides": strides_of(d_o)}
         for name in ("q_scale", "weight", "mean_q", "mean_h"):
             call.arguments[name] = call.empty(heads * r, call.tokens)
         d_q = call.empty(b, t, m, r, d, dtype=self.unit.dtype)

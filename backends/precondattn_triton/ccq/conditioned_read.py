@@ -37,7 +37,7 @@ from precondattn.spec.stateful import Stateful
 from precondattn_triton.ccq.conditioned_query import Conditioned, KeyGradients
 from precondattn_triton.precision import is_half
 from precondattn_triton.recurrence.chunk_arrays import ChunkCall, tokens_of_chunk
-from precondattn_triton.recurrence.chunkwise import carry, prepare, read
+from precondattn_triton.recurrence.chunkwise import carry, prepare, read_states
 from precondattn_triton.recurrence.chunkwise_gradient import gradients
 from precondattn_triton.recurrence.leaves import RecurrenceKernels, form_of
 
@@ -88,19 +88,19 @@ class ConditionedWiring(NamedTuple):
 @lru_cache(maxsize=KEPT)
 def wiring(program: Program) -> ConditionedWiring | None:
     """The input names of query and backbone; None if the backbone's queries are not q^c."""
-    first, *norms, last = program.calls
-    query = first.leaf
+    query_call, *norms, backbone_call = program.calls
+    query = query_call.leaf
     if not isinstance(query, ConditionedQuery):
         return None
-    of_query, of_backbone = dict(first.arguments), dict(last.arguments)
+    of_query, of_backbone = dict(query_call.arguments), dict(backbone_call.arguments)
     keys = of_query["k"]
     for norm in norms:
         if norm.leaf != L2Norm(query.eps) or dict(norm.arguments) != {"x": keys}:
             return None
         keys = norm.out
-    if of_backbone.pop("q") != first.out or of_backbone.pop("k") != keys:
+    if of_backbone.pop("q") != query_call.out or of_backbone.pop("k") != keys:
         return None
-    if first.out in of_backbone.values() or keys in of_backbone.values():
+    if query_call.out in of_backbone.values() or keys in of_backbone.values():
         return None
     return ConditionedWiring(of_query, of_backbone | ({} if norms else {"k": keys}), bool(norms))
 
@@ -128,7 +128,7 @@ class ConditionedRead:
     def forward(self, group: Piece, x: Tensors, frame: Frame) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The output; the residual is q^c."""
         both = _Both(group, x, frame)
-        return rows_of_states(read(both.call)), (both.contracted,)
+        return rows_of_states(read_states(both.call)), (both.contracted,)
 
     def backward(
         self,
@@ -169,8 +169,8 @@ class _Both:
         contracted: Tensor | None = None,
         cotangent: Tensor | None = None,
     ) -> None:
-        wires, first, backbone = _wiring(group), group.program.leaves[0], group.program.leaves[-1]
-        assert isinstance(first, ConditionedQuery)
+        wires, query, backbone = _wiring(group), group.program.leaves[0], group.program.leaves[-1]
+        assert isinstance(query, ConditionedQuery)
         assert isinstance(backbone, LinearFamily)
         self.leaf = backbone
         of_query = {leaf_name: x[name] for leaf_name, name in wires.query.items()}
@@ -182,7 +182,7 @@ class _Both:
         if shares:
             name = "channel_gates" if is_by_channel else "chunk_states"
             chunk = tokens_of_chunk(name, k.shape[3], v.shape[3], is_half(k.dtype), k)
-        self.query = Conditioned(first.eps, of_query, frame, chunk)
+        self.query = Conditioned(query.eps, of_query, frame, chunk)
         if contracted is None:
             contracted = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.contracted = contracted

@@ -18,9 +18,15 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.ccq.row_lengths import inverse_length, no_squares, with_squares
-from precondattn_triton.recurrence.chunk_tiles import head_of, pairs_of, product, store_tokens
+from precondattn_triton.recurrence.chunk_tiles import (
+    head_of,
+    load_head,
+    pairs_of,
+    product,
+    store_tokens,
+)
 from precondattn_triton.recurrence.moments import counted
-from precondattn_triton.tiles import load_rows, load_tokens
+from precondattn_triton.tiles import load_rows
 
 
 @triton.jit
@@ -64,18 +70,9 @@ def contract(
     tokens,
     d,
     least,
-    q_b,
-    q_m,
-    q_t,
-    q_r,
-    q_d,
-    k_b,
-    k_m,
-    k_s,
-    k_d,
-    l_b,
-    l_t,
-    l_h,
+    q_strides,
+    k_strides,
+    l_strides,
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -90,15 +87,15 @@ def contract(
     chunk = tl.program_id(0)
     start, at = chunk * CHUNK, head * (tokens // CHUNK) + chunk
     position = tl.arange(0, CHUNK)
-    q = head_of(q, head, heads, q_b, q_m, 1) + row * q_r
-    k = head_of(k, head, heads, k_b, k_m, 1)
+    q = head_of(q, head, heads, q_strides) + row * q_strides.row
+    k = head_of(k, head, heads, k_strides)
     contracted = tl.zeros((CHUNK, WIDTH), tl.float32)
     pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
     with_sums = tl.zeros((CHUNK,), tl.float32)
     size, square = no_squares(least, CHUNK)
     for c in range(0, WIDTH, KEYS):
-        query_rows = load_tokens(q, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
-        keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
+        query_rows = load_head(q, start - s + t, c, t, d, q_strides, CHUNK, KEYS)
+        keys = load_head(k, start, c, s, d, k_strides, CHUNK, KEYS)
         pairs += product(query_rows, tl.trans(keys), PRECISION)
         moment = load_rows(moments, at, WIDTH, c, KEYS, WIDTH, 0, WIDTH)
         contracted += product(query_rows, moment, PRECISION)
@@ -114,12 +111,18 @@ def contract(
     contracted *= (reads * scale)[:, None]
     sum_of = tl.load(sums + at * WIDTH + tl.arange(0, WIDTH))
     contracted -= (reads * mean)[:, None] * sum_of[None, :]
-    keys = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
+    keys = load_head(k, start, 0, s, d, k_strides, CHUNK, WIDTH)
     contracted += product(pairs.to(moments.dtype.element_ty), keys, PRECISION)
     token = start - s + t + position.to(tl.int64)
-    strength = contraction + head // heads * l_b + (head % heads * queries + row) * l_h
-    strength = tl.load(strength + token * l_t, mask=(token >= 0) & (token < t), other=0.0)
-    query_rows = load_tokens(q, start - s + t, 0, t, d, q_t, q_d, CHUNK, WIDTH).to(tl.float32)
+    strength = (
+        contraction
+        + head // heads * l_strides.batch
+        + (head % heads * queries + row) * l_strides.head
+    )
+    strength = tl.load(
+        strength + token * l_strides.token, mask=(token >= 0) & (token < t), other=0.0
+    )
+    query_rows = load_head(q, start - s + t, 0, t, d, q_strides, CHUNK, WIDTH).to(tl.float32)
     contracted = (
         query_rows * scale[:, None] - (strength.to(tl.float32) / number)[:, None] * contracted
     )

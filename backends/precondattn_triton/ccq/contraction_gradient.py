@@ -16,9 +16,14 @@ import triton.language as tl
 
 from precondattn_triton.ccq.contraction import centred, decay_and_counts
 from precondattn_triton.ccq.row_lengths import inverse_length, no_squares, with_squares
-from precondattn_triton.recurrence.chunk_tiles import head_of, product, store_tokens
+from precondattn_triton.recurrence.chunk_tiles import (
+    head_of,
+    load_head,
+    product,
+    store_tokens,
+)
 from precondattn_triton.recurrence.moments import counted
-from precondattn_triton.tiles import load_rows, load_tokens
+from precondattn_triton.tiles import load_rows
 
 
 @triton.jit
@@ -46,23 +51,10 @@ def contract_back(
     tokens,
     d,
     least,
-    q_b,
-    q_m,
-    q_t,
-    q_r,
-    q_d,
-    k_b,
-    k_m,
-    k_s,
-    k_d,
-    l_b,
-    l_t,
-    l_h,
-    o_b,
-    o_m,
-    o_t,
-    o_r,
-    o_e,
+    q_strides,
+    k_strides,
+    l_strides,
+    o_strides,
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -74,9 +66,9 @@ def contract_back(
     chunk = tl.program_id(0)
     start, at = chunk * CHUNK, head * (tokens // CHUNK) + chunk
     position = tl.arange(0, CHUNK)
-    q = head_of(q, head, heads, q_b, q_m, 1) + row * q_r
-    k = head_of(k, head, heads, k_b, k_m, 1)
-    d_o = head_of(d_o, head, heads, o_b, o_m, 1) + row * o_r
+    q = head_of(q, head, heads, q_strides) + row * q_strides.row
+    k = head_of(k, head, heads, k_strides)
+    d_o = head_of(d_o, head, heads, o_strides) + row * o_strides.row
     gradient = tl.zeros((CHUNK, WIDTH), tl.float32)
     pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
     query_pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
@@ -84,13 +76,13 @@ def contract_back(
     query_with_sums = tl.zeros((CHUNK,), tl.float32)
     size, square = no_squares(least, CHUNK)
     for c in range(0, WIDTH, KEYS):
-        keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
+        keys = load_head(k, start, c, s, d, k_strides, CHUNK, KEYS)
         sum_of = tl.load(sums + at * WIDTH + c + tl.arange(0, KEYS))
-        rows = load_tokens(q, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
+        rows = load_head(q, start - s + t, c, t, d, q_strides, CHUNK, KEYS)
         query_pairs += product(rows, tl.trans(keys), PRECISION)
         query_with_sums += tl.sum(rows.to(tl.float32) * sum_of[None, :], axis=1)
         size, square = with_squares(size, square, rows)
-        rows = load_tokens(d_o, start - s + t, c, t, d, o_t, o_e, CHUNK, KEYS)
+        rows = load_head(d_o, start - s + t, c, t, d, o_strides, CHUNK, KEYS)
         pairs += product(rows, tl.trans(keys), PRECISION)
         with_sums += tl.sum(rows.to(tl.float32) * sum_of[None, :], axis=1)
         moment = load_rows(moments, at, WIDTH, c, KEYS, WIDTH, 0, WIDTH)
@@ -104,8 +96,14 @@ def contract_back(
     tl.store(q_scale + numbers, scale)
     token = start - s + t + position.to(tl.int64)
     is_present = (token >= 0) & (token < t)
-    strength = contraction + head // heads * l_b + (head % heads * queries + row) * l_h
-    strength = tl.load(strength + token * l_t, mask=is_present, other=0.0).to(tl.float32)
+    strength = (
+        contraction
+        + head // heads * l_strides.batch
+        + (head % heads * queries + row) * l_strides.head
+    )
+    strength = tl.load(strength + token * l_strides.token, mask=is_present, other=0.0).to(
+        tl.float32
+    )
     query_mean, _ = centred(
         query_pairs * scale[:, None], decay, query_with_sums * scale, reads, number
     )
@@ -115,15 +113,15 @@ def contract_back(
     tl.store(mean_h + numbers, -strength / number * mean)
     sum_of = tl.load(sums + at * WIDTH + tl.arange(0, WIDTH))
     gradient = gradient * reads[:, None] - (reads * mean)[:, None] * sum_of[None, :]
-    keys = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
+    keys = load_head(k, start, 0, s, d, k_strides, CHUNK, WIDTH)
     gradient += product(pairs.to(moments.dtype.element_ty), keys, PRECISION)
     gradient /= number[:, None]
-    rows = load_tokens(q, start - s + t, 0, t, d, q_t, q_d, CHUNK, WIDTH).to(tl.float32)
+    rows = load_head(q, start - s + t, 0, t, d, q_strides, CHUNK, WIDTH).to(tl.float32)
     rows *= scale[:, None]
     query_at = (head // heads * t * heads + head % heads) * queries + row
     d_strength = -tl.sum(rows * gradient, axis=1)
     tl.store(d_contraction + query_at + token * heads * queries, d_strength, mask=is_present)
-    cotangent = load_tokens(d_o, start - s + t, 0, t, d, o_t, o_e, CHUNK, WIDTH).to(tl.float32)
+    cotangent = load_head(d_o, start - s + t, 0, t, d, o_strides, CHUNK, WIDTH).to(tl.float32)
     gradient = cotangent - strength[:, None] * gradient
     gradient -= rows * tl.sum(rows * gradient, axis=1)[:, None]
     gradient *= scale[:, None]

@@ -20,6 +20,8 @@ import triton.language as tl
 
 from precondattn_triton.recurrence.chunk_tiles import (
     head_of,
+    load_head,
+    load_queries,
     pairs_of,
     product,
     store_rows,
@@ -47,16 +49,8 @@ def carry_moments_back(
     t,
     tokens,
     d,
-    q_b,
-    q_m,
-    q_t,
-    q_r,
-    q_d,
-    o_b,
-    o_m,
-    o_t,
-    o_r,
-    o_e,
+    q_strides,
+    o_strides,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -66,8 +60,8 @@ def carry_moments_back(
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
     count = tokens // CHUNK
-    q = head_of(q, head, heads, q_b, q_m, 1)
-    d_o = head_of(d_o, head, heads, o_b, o_m, 1)
+    q = head_of(q, head, heads, q_strides)
+    d_o = head_of(d_o, head, heads, o_strides)
     second = tl.zeros((WIDTH, BLOCK), tl.float32)
     mean = tl.zeros((BLOCK,), tl.float32)
     for step in range(count):
@@ -84,16 +78,15 @@ def carry_moments_back(
         for row in range(queries):
             numbers = (head * queries + row) * tokens + start + tl.arange(0, CHUNK)
             scale = tl.load(q_scale + numbers) * reads
-            columns = load_tokens(q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, BLOCK)
+            columns = load_queries(q, row, start - s + t, first, t, d, q_strides, CHUNK, BLOCK)
             mean += tl.sum(
                 columns.to(tl.float32) * (scale * tl.load(mean_h + numbers))[:, None], axis=0
             )
-            outputs = d_o + row * o_r
-            columns = load_tokens(outputs, start - s + t, first, t, d, o_t, o_e, CHUNK, BLOCK)
+            columns = load_queries(d_o, row, start - s + t, first, t, d, o_strides, CHUNK, BLOCK)
             columns = columns.to(tl.float32) * tl.load(weight + numbers)[:, None]
             mean += tl.sum(columns * (reads * tl.load(mean_q + numbers))[:, None], axis=0)
             columns = (columns * scale[:, None]).to(d_moments.dtype.element_ty)
-            rows = load_tokens(q + row * q_r, start - s + t, 0, t, d, q_t, q_d, CHUNK, WIDTH)
+            rows = load_queries(q, row, start - s + t, 0, t, d, q_strides, CHUNK, WIDTH)
             second += product(tl.trans(rows), columns, PRECISION)
 
 
@@ -121,20 +114,9 @@ def d_keys_of_moments(
     t,
     tokens,
     d,
-    q_b,
-    q_m,
-    q_t,
-    q_r,
-    q_d,
-    k_b,
-    k_m,
-    k_s,
-    k_d,
-    o_b,
-    o_m,
-    o_t,
-    o_r,
-    o_e,
+    q_strides,
+    k_strides,
+    o_strides,
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -148,13 +130,13 @@ def d_keys_of_moments(
     chunk = tl.program_id(0)
     start, at = chunk * CHUNK, head * (tokens // CHUNK) + chunk
     position = tl.arange(0, CHUNK)
-    q = head_of(q, head, heads, q_b, q_m, 1)
-    d_o = head_of(d_o, head, heads, o_b, o_m, 1)
+    q = head_of(q, head, heads, q_strides)
+    d_o = head_of(d_o, head, heads, o_strides)
     key_at = (head // heads * s * heads + head % heads) * d
-    k_of = head_of(k, head, heads, k_b, k_m, 1)
+    k_of = head_of(k, head, heads, k_strides)
     gradient = tl.zeros((CHUNK, WIDTH), tl.float32)
     for c in range(0, WIDTH, KEYS):
-        keys = load_tokens(k_of, start, c, s, d, k_s, k_d, CHUNK, KEYS)
+        keys = load_head(k_of, start, c, s, d, k_strides, CHUNK, KEYS)
         moment = load_rows(d_moments, at, WIDTH, c, KEYS, WIDTH, 0, WIDTH)
         gradient += product(keys, moment, PRECISION)
         moment = load_rows(d_moments, at, WIDTH, 0, WIDTH, KEYS, c, WIDTH)
@@ -167,28 +149,27 @@ def d_keys_of_moments(
         pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
         query_pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
         for c in range(0, WIDTH, KEYS):
-            keys = load_tokens(k_of, start, c, s, d, k_s, k_d, CHUNK, KEYS)
-            query_rows = load_tokens(q + row * q_r, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
+            keys = load_head(k_of, start, c, s, d, k_strides, CHUNK, KEYS)
+            query_rows = load_queries(q, row, start - s + t, c, t, d, q_strides, CHUNK, KEYS)
             query_pairs += product(query_rows, tl.trans(keys), PRECISION)
-            outputs = d_o + row * o_r
-            query_rows = load_tokens(outputs, start - s + t, c, t, d, o_t, o_e, CHUNK, KEYS)
+            query_rows = load_queries(d_o, row, start - s + t, c, t, d, o_strides, CHUNK, KEYS)
             pairs += product(query_rows, tl.trans(keys), PRECISION)
         numbers = (head * queries + row) * tokens + start + position
         scale, factor_of_h = tl.load(q_scale + numbers), tl.load(weight + numbers)
         query_pairs = query_pairs * scale[:, None] - tl.load(mean_q + numbers)[:, None]
         query_pairs *= decay * factor_of_h[:, None]
-        query_rows = load_tokens(d_o + row * o_r, start - s + t, 0, t, d, o_t, o_e, CHUNK, WIDTH)
+        query_rows = load_queries(d_o, row, start - s + t, 0, t, d, o_strides, CHUNK, WIDTH)
         pair_weights = query_pairs.to(d_moments.dtype.element_ty)
         gradient += product(tl.trans(pair_weights), query_rows, PRECISION)
         pairs = pairs * factor_of_h[:, None] - tl.load(mean_h + numbers)[:, None]
         pairs *= decay * scale[:, None]
-        query_rows = load_tokens(q + row * q_r, start - s + t, 0, t, d, q_t, q_d, CHUNK, WIDTH)
+        query_rows = load_queries(q, row, start - s + t, 0, t, d, q_strides, CHUNK, WIDTH)
         gradient += product(tl.trans(pairs.to(d_moments.dtype.element_ty)), query_rows, PRECISION)
     gradient *= counted(valid, head, heads, start, s, CHUNK)[:, None]
     if d_unit is not None:
         from_backbone = load_tokens(d_unit + key_at, start, 0, s, d, heads * d, 1, CHUNK, WIDTH)
         gradient += from_backbone.to(tl.float32)
-    keys = load_tokens(k_of, start, 0, s, d, k_s, k_d, CHUNK, WIDTH).to(tl.float32)
+    keys = load_head(k_of, start, 0, s, d, k_strides, CHUNK, WIDTH).to(tl.float32)
     gradient -= keys * tl.sum(keys * gradient, axis=1)[:, None]
     gradient *= tl.load(k_scale + head * tokens + start + position)[:, None]
     if d_raw is not None:

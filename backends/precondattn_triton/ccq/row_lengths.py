@@ -14,8 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.recurrence.chunk_tiles import head_of, store_tokens
-from precondattn_triton.tiles import load_tokens
+from precondattn_triton.recurrence.chunk_tiles import head_of, load_head, store_tokens
 
 SHORTEST = tl.constexpr(1e-37)
 """A length whose inverse is finite in float32."""
@@ -67,18 +66,15 @@ def unit_keys(
     s,
     d,
     least,
-    x_b,
-    x_m,
-    x_s,
-    x_d,
+    x_strides,
     CHUNK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Write 1 / n of the keys x (b, m, s, d) to `inverse` (m, T), and x̄ to `unit` (b, s, m, d)."""
     head = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0) * CHUNK
-    x = head_of(x, head, heads, x_b, x_m, 1)
-    rows = load_tokens(x, start, 0, s, d, x_s, x_d, CHUNK, WIDTH).to(tl.float32)
+    x = head_of(x, head, heads, x_strides)
+    rows = load_head(x, start, 0, s, d, x_strides, CHUNK, WIDTH).to(tl.float32)
     size, square = no_squares(least, CHUNK)
     size, square = with_squares(size, square, rows)
     at = head * tokens + start + tl.arange(0, CHUNK)

@@ -34,19 +34,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.recurrence.chunk_tiles import as_factor, head_of, product, store_rows
+from precondattn_triton.recurrence.chunk_tiles import (
+    as_factor,
+    head_of,
+    load_head,
+    product,
+    store_rows,
+)
 from precondattn_triton.recurrence.gate_sums import LOWEST
-from precondattn_triton.tiles import load_rows, load_tokens
+from precondattn_triton.tiles import load_rows
 
 
 @triton.jit
 def channel_gates_of(
-    g, head, heads, start, first, s, width, g_b, g_m, g_s, g_c,
+    g, head, heads, start, first, s, width, g_strides,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gates of a chunk (CHUNK, BLOCK) in float32; 0 outside the sequence."""
-    g = head_of(g, head, heads, g_b, g_m, 1)
-    gates = load_tokens(g, start, first, s, width, g_s, g_c, CHUNK, BLOCK).to(tl.float32)
+    g = head_of(g, head, heads, g_strides)
+    gates = load_head(g, start, first, s, width, g_strides, CHUNK, BLOCK).to(tl.float32)
     return tl.maximum(gates, LOWEST)
 
 
@@ -96,7 +102,7 @@ def channel_scores(
     erase,
     g,
     scores,
-    among,
+    erase_scores,
     decayed_x,
     decayed_y,
     reading,
@@ -109,26 +115,10 @@ def channel_scores(
     tokens,
     width,
     scale,
-    x_b,
-    x_m,
-    x_t,
-    x_r,
-    x_c,
-    x_group,
-    y_b,
-    y_m,
-    y_s,
-    y_c,
-    y_group,
-    erase_b,
-    erase_m,
-    erase_s,
-    erase_d,
-    erase_group,
-    g_b,
-    g_m,
-    g_s,
-    g_c,
+    x_strides,
+    y_strides,
+    erase_strides,
+    g_strides,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -140,7 +130,7 @@ def channel_scores(
 ):
     """Write s dF/dA of one x per token to `scores` (m r, T, CHUNK), 0 above the diagonal.
 
-    `among` (m, T, CHUNK), if not None, gets stril(D ∘ E yᵀ) with the keys E that are erased:
+    `erase_scores` (m, T, CHUNK), if not None, gets stril(D ∘ E yᵀ) with the keys E that are erased:
     `erase`, or y if that is None. `decayed_x` (m r, T, GATE_STEP), if not None, gets reading ∘ x,
     and `decayed_y` (m, T, GATE_STEP) writing ∘ y; `total` (m, chunks, GATE_STEP) is the decay of
     the chunk. `reading` and `writing` (m, T, GATE_STEP) get the factors, unless they are None. A
@@ -149,13 +139,13 @@ def channel_scores(
     query = tl.program_id(1).to(tl.int64)
     head, row = query // queries, query % queries
     start = tl.program_id(0) * CHUNK
-    x = head_of(x, head, heads, x_b, x_m, x_group) + row * x_r
-    y = head_of(y, head, heads, y_b, y_m, y_group)
+    x = head_of(x, head, heads, x_strides) + row * x_strides.row
+    y = head_of(y, head, heads, y_strides)
     if erase is not None:
-        erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
+        erase = head_of(erase, head, heads, erase_strides)
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
-    if among is not None:
+    if erase_scores is not None:
         erased_pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
     # A program reads its rows anew for every level, from the cache, and makes E once.
     for level in range(LEVELS):
@@ -163,39 +153,35 @@ def channel_scores(
         is_second = is_second_half(i, level)
         is_pair = tl.where(is_second, (i >> level) - 1, CHUNK) == (j >> level)
         squares = tl.zeros((CHUNK, CHUNK), tl.float32)
-        if among is not None:
+        if erase_scores is not None:
             erased_squares = tl.zeros((CHUNK, CHUNK), tl.float32)
         for c in range(0, GATE_STEP, BLOCK):
-            gates = channel_gates_of(
-                g, head, heads, start, c, s, width, g_b, g_m, g_s, g_c, CHUNK, BLOCK
-            )
+            gates = channel_gates_of(g, head, heads, start, c, s, width, g_strides, CHUNK, BLOCK)
             decay = tl.exp(sums_over(which, gates, SPLIT, EXACT))
-            rows = load_tokens(x, start - s + t, c, t, width, x_t, x_c, CHUNK, BLOCK)
-            others = load_tokens(y, start, c, s, width, y_s, y_c, CHUNK, BLOCK).to(tl.float32)
+            rows = load_head(x, start - s + t, c, t, width, x_strides, CHUNK, BLOCK)
+            others = load_head(y, start, c, s, width, y_strides, CHUNK, BLOCK).to(tl.float32)
             both = tl.where(is_second, rows.to(tl.float32), others)
             both = rounded_like(both * decay, y, ROUNDED)
             squares += product(both, tl.trans(both), PRECISION)
-            if among is not None:
+            if erase_scores is not None:
                 both = others
                 if erase is not None:
-                    erased = load_tokens(erase, start, c, s, width, erase_s, erase_d, CHUNK, BLOCK)
+                    erased = load_head(erase, start, c, s, width, erase_strides, CHUNK, BLOCK)
                     both = tl.where(is_second, erased.to(tl.float32), both)
                 both = rounded_like(both * decay, y, ROUNDED)
                 erased_squares += product(both, tl.trans(both), PRECISION)
         pairs += tl.where(is_pair, squares, 0.0)
-        if among is not None:
+        if erase_scores is not None:
             erased_pairs += tl.where(is_pair, erased_squares, 0.0)
-    if among is not None and row == 0:
-        store_rows(among, head, tokens, start, 0, erased_pairs, CHUNK)
-    own = tl.zeros((CHUNK,), tl.float32)
+    if erase_scores is not None and row == 0:
+        store_rows(erase_scores, head, tokens, start, 0, erased_pairs, CHUNK)
+    diagonal = tl.zeros((CHUNK,), tl.float32)
     for c in range(0, GATE_STEP, BLOCK):
-        rows = load_tokens(x, start - s + t, c, t, width, x_t, x_c, CHUNK, BLOCK).to(tl.float32)
-        others = load_tokens(y, start, c, s, width, y_s, y_c, CHUNK, BLOCK).to(tl.float32)
-        own += tl.sum(rows * others, axis=1)
+        rows = load_head(x, start - s + t, c, t, width, x_strides, CHUNK, BLOCK).to(tl.float32)
+        others = load_head(y, start, c, s, width, y_strides, CHUNK, BLOCK).to(tl.float32)
+        diagonal += tl.sum(rows * others, axis=1)
         if decayed_x is not None:
-            gates = channel_gates_of(
-                g, head, heads, start, c, s, width, g_b, g_m, g_s, g_c, CHUNK, BLOCK
-            )
+            gates = channel_gates_of(g, head, heads, start, c, s, width, g_strides, CHUNK, BLOCK)
             since = tl.exp(sums_over(j <= i, gates, SPLIT, EXACT))
             store_rows(decayed_x, query, tokens, start, c, rows * since, GATE_STEP)
             if row == 0:
@@ -206,7 +192,7 @@ def channel_scores(
                 if reading is not None:
                     store_rows(reading, head, tokens, start, c, since, GATE_STEP)
                     store_rows(writing, head, tokens, start, c, until, GATE_STEP)
-    pairs = tl.where(i == j, own[:, None], pairs)
+    pairs = tl.where(i == j, diagonal[:, None], pairs)
     store_rows(scores, query, tokens, start, 0, pairs * scale, CHUNK)
 
 
@@ -251,26 +237,10 @@ def channel_gradient(
     t,
     tokens,
     width,
-    x_b,
-    x_m,
-    x_t,
-    x_r,
-    x_c,
-    x_group,
-    y_b,
-    y_m,
-    y_s,
-    y_c,
-    y_group,
-    erase_b,
-    erase_m,
-    erase_s,
-    erase_d,
-    erase_group,
-    g_b,
-    g_m,
-    g_s,
-    g_c,
+    x_strides,
+    y_strides,
+    erase_strides,
+    g_strides,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -292,17 +262,15 @@ def channel_gradient(
     first = tl.program_id(0) % BLOCKS * BLOCK
     start = tl.program_id(0) // BLOCKS * CHUNK
     if x is not None:
-        x = head_of(x, head, heads, x_b, x_m, x_group)
-    y = head_of(y, head, heads, y_b, y_m, y_group)
+        x = head_of(x, head, heads, x_strides)
+    y = head_of(y, head, heads, y_strides)
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    others = load_tokens(y, start, first, s, width, y_s, y_c, CHUNK, BLOCK).to(tl.float32)
-    gates = channel_gates_of(
-        g, head, heads, start, first, s, width, g_b, g_m, g_s, g_c, CHUNK, BLOCK
-    )
+    others = load_head(y, start, first, s, width, y_strides, CHUNK, BLOCK).to(tl.float32)
+    gates = channel_gates_of(g, head, heads, start, first, s, width, g_strides, CHUNK, BLOCK)
     erased = others
     if erase is not None:
-        erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
-        erased = load_tokens(erase, start, first, s, width, erase_s, erase_d, CHUNK, BLOCK)
+        erase = head_of(erase, head, heads, erase_strides)
+        erased = load_head(erase, start, first, s, width, erase_strides, CHUNK, BLOCK)
         erased = erased.to(tl.float32)
         d_erased = tl.zeros((CHUNK, BLOCK), tl.float32)
     d_others = tl.zeros((CHUNK, BLOCK), tl.float32)
@@ -313,14 +281,16 @@ def channel_gradient(
         d_rows = diagonal * others
         rows = tl.zeros((CHUNK, BLOCK), tl.float32)
         if x is not None:
-            rows = load_tokens(
-                x + row * x_r, start - s + t, first, t, width, x_t, x_c, CHUNK, BLOCK
+            rows = load_head(
+                x + row * x_strides.row, start - s + t, first, t, width, x_strides, CHUNK, BLOCK
             ).to(tl.float32)
             d_others += diagonal * rows
         if erased_pairs is not None:
             # They are read once, with the first query.
-            among, diagonal = pairs_of_both(erased_pairs, head, tokens, start, y, CHUNK, NARROW)
-            among = tl.where(row == 0, among, 0.0).to(among.dtype)
+            pairs_of_erase, diagonal = pairs_of_both(
+                erased_pairs, head, tokens, start, y, CHUNK, NARROW
+            )
+            pairs_of_erase = tl.where(row == 0, pairs_of_erase, 0.0).to(pairs_of_erase.dtype)
         for level in range(LEVELS):
             decay = tl.exp(sums_over(between(i, j, level), gates, SPLIT, EXACT))
             is_second = is_second_half(i, level)
@@ -332,7 +302,7 @@ def channel_gradient(
                 if erased_pairs is not None:
                     both = tl.where(is_second, erased, others) * decay
                     gradient, crossing_too = reads_of_level(
-                        among, both, decay, level, y, CHUNK, NARROW, PRECISION
+                        pairs_of_erase, both, decay, level, y, CHUNK, NARROW, PRECISION
                     )
                     crossing += crossing_too
                     if erase is not None:

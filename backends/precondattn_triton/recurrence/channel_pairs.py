@@ -15,29 +15,24 @@ from torch import Tensor
 
 from precondattn.kernel_backend.precise import is_precise
 from precondattn_triton.precision import exact
-from precondattn_triton.recurrence import channel_decay, chunk_gradient
-from precondattn_triton.recurrence.chunk_arrays import Arguments, ChunkCall, strides, strides_if
+from precondattn_triton.recurrence import channel_decay, chunk_reads
+from precondattn_triton.recurrence.chunk_arrays import Arguments, ChunkCall, strides_of
 
-QUERY, COTANGENT = ("q", "bmtrd"), ("d_o", "bmtre")
-KEY, VALUE = ("k", "bmsd"), ("v", "bmse")
-
-
-def _as(call: ChunkCall, name: str, axes: str, other: str, other_axes: str) -> Arguments:
-    """The arguments of an array of the call, under another name."""
-    prefix, other_prefix = name.removeprefix("d_"), other.removeprefix("d_")
-    arguments = {other: call.arguments[name]}
-    for axis, other_axis in zip(axes, other_axes, strict=True):
-        arguments[f"{other_prefix}_{other_axis}"] = call.arguments[f"{prefix}_{axis}"]
-    group = f"{prefix}_group"
-    return arguments | (
-        {f"{other_prefix}_group": call.arguments[group]} if group in call.arguments else {}
-    )
+QUERY, COTANGENT, KEY, VALUE = "q", "d_o", "k", "v"
+"""The names of arrays."""
 
 
-def _pair(call: ChunkCall, x: tuple[str, str] | None, y: tuple[str, str]) -> Arguments:
+def _as(call: ChunkCall, name: str | None, other: str) -> Arguments:
+    """The arguments of an array of the call, or of none, under another name."""
+    array, strides = None, strides_of(None)
+    if name is not None:
+        array, strides = call.arguments[name], call.arguments[f"{name.removeprefix('d_')}_strides"]
+    return {other: array, f"{other.removeprefix('d_')}_strides": strides}
+
+
+def _pair(call: ChunkCall, x: str | None, y: str) -> Arguments:
     """The arguments of the kernels of `channel_decay.py` for an x and a y."""
     arguments: Arguments = {
-        "x_group": 1,
         "width": call.arguments["d" if y is KEY else "e"],
         "LEVELS": call.chunk.bit_length() - 1,
         "SPLIT": _is_rounding(call),
@@ -45,11 +40,7 @@ def _pair(call: ChunkCall, x: tuple[str, str] | None, y: tuple[str, str]) -> Arg
         "NARROW": call.factors == torch.bfloat16,
         "EXACT": exact(),
     }
-    if x is None:
-        arguments |= {"x": None} | strides_if("x", None, "bmtrc")
-    else:
-        arguments |= _as(call, *x, "x", "bmtrc")
-    return arguments | _as(call, *y, "y", "bmsc")
+    return arguments | _as(call, x, "x") | _as(call, y, "y")
 
 
 def _is_rounding(call: ChunkCall) -> bool:
@@ -72,7 +63,7 @@ def _scores_name(call: ChunkCall) -> str:
 
 def load_gates(call: ChunkCall, gates: Tensor) -> None:
     """Add the gates (b, m, s, w) to the call's arguments."""
-    call.arguments |= {"g": gates, **strides("g", gates, "bmsc")}
+    call.arguments |= {"g": gates, "g_strides": strides_of(gates)}
 
 
 def prepare_keys(call: ChunkCall, gates: Tensor, *, factors: bool, erases: bool) -> None:
@@ -80,8 +71,9 @@ def prepare_keys(call: ChunkCall, gates: Tensor, *, factors: bool, erases: bool)
 
     The call gets `scores` (m r, T, C), s tril(D ∘ Q Kᵀ); `decayed_q` (m r, T, w), reading ∘ Q;
     `decayed_k` (m, T, w), writing ∘ K, and `total` (m, chunks, w). With `factors`, it gets
-    `reading` and `writing` (m, T, w); with `erases`, `among` (m, T, C), stril(D ∘ E Kᵀ). All are
-    factors of products, and in the call's dtype of factors, but `total` and `among` in float32.
+    `reading` and `writing` (m, T, w); with `erases`, `erase_scores` (m, T, C), stril(D ∘ E Kᵀ). All
+    are factors of products, and in the call's dtype of factors, but `total` and `erase_scores` in
+    float32.
     """
     load_gates(call, gates)
     heads, queries = call.b * call.m, call.b * call.m * call.r
@@ -95,7 +87,7 @@ def prepare_keys(call: ChunkCall, gates: Tensor, *, factors: bool, erases: bool)
     if factors:
         result |= {name: call.factor_rows(call.gate_step) for name in ("reading", "writing")}
     if erases:
-        result["among"] = call.empty(heads, call.tokens, call.chunk)
+        result["erase_scores"] = call.empty(heads, call.tokens, call.chunk)
     call.arguments |= result
     name = _scores_name(call)
     call.launch(
@@ -110,7 +102,7 @@ def prepare_keys(call: ChunkCall, gates: Tensor, *, factors: bool, erases: bool)
 
 
 def _gradient(
-    call: ChunkCall, x: tuple[str, str] | None, y: tuple[str, str], pairs: Tensor
+    call: ChunkCall, x: str | None, y: str, pairs: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The derivatives of F: dx (m r, T, w), and, with x, dy, dg and dE (m, T, w).
 
@@ -146,22 +138,20 @@ def _gradient(
     return d_x, d_y, d_gates, d_erase
 
 
-def tril_of_products(call: ChunkCall, x: tuple[str, str], y: tuple[str, str]) -> Tensor:
+def tril_of_products(call: ChunkCall, x: str, y: str) -> Tensor:
     """s tril(x yᵀ) (m r, T, C), with U for V by the delta rule."""
     queries = call.b * call.m * call.r
     products = call.empty(queries, call.tokens, call.chunk, dtype=call.factors)
     call.launch(
-        chunk_gradient.d_scores_of,
+        chunk_reads.d_scores_of,
         "chunk_scores_gradient",
         (call.count, queries),
-        **_as(call, *x, *COTANGENT),
-        **_as(call, *y, *VALUE),
+        **_as(call, x, COTANGENT),
+        **_as(call, y, VALUE),
         e=call.arguments["d" if y is KEY else "e"],
         STEP=call.width if y is KEY else call.step,
         u=None if y is KEY else call.arguments["u"],
-        gates=None,
         d_scores=products,
-        crossing_scores=None,
         BLOCK=call.both("chunk_scores_gradient"),
     )
     return products
@@ -190,7 +180,7 @@ def value_gate_gradients(call: ChunkCall) -> tuple[Tensor, Tensor | None, Tensor
     _, d_v, d_gates, _ = _gradient(call, COTANGENT, VALUE, scores)
     queries = call.b * call.m * call.r
     d_scores = call.empty(queries, call.tokens, call.chunk)
-    unused = ("erase", "among", "decayed_x", "decayed_y", "reading", "writing", "total")
+    unused = ("erase", "erase_scores", "decayed_x", "decayed_y", "reading", "writing", "total")
     name = _scores_name(call)
     call.launch(
         channel_decay.channel_scores,

@@ -15,22 +15,20 @@ from precondattn.spec.recurrence import Stream
 from precondattn_triton.configurations import Configuration, configuration
 from precondattn_triton.launching import launch
 from precondattn_triton.precision import exact
+from precondattn_triton.recurrence.chunk_tiles import Strides
 
 WIDEST_BLOCK = 64
 """The largest block of value channels."""
 
 
-def strides(name: str, array: Tensor, axes: str) -> dict[str, int]:
-    """Strides of the axes, as `name`_`axis`; an axis of one element has the stride 0."""
-    return {
-        f"{name}_{axis}": stride if size > 1 else 0
-        for axis, size, stride in zip(axes, array.shape, array.stride(), strict=True)
-    }
-
-
-def strides_if(name: str, array: Tensor | None, axes: str) -> dict[str, int]:
-    """Strides of an array, or 0 for every axis if the array is None."""
-    return {f"{name}_{axis}": 0 for axis in axes} if array is None else strides(name, array, axes)
+def strides_of(array: Tensor | None, group: int = 1) -> Strides:
+    """The strides of an array (b, heads, t, …); `group` heads with a state share each head."""
+    if array is None:
+        return Strides()
+    axes = zip(array.shape, array.stride(), strict=True)
+    batch, head, token, *rest = [stride if size > 1 else 0 for size, stride in axes]
+    row, channel = (0, 0, *rest)[-2:]
+    return Strides(batch, head, token, row, channel, group)
 
 
 def decay_of(x: Stream) -> str:
@@ -137,14 +135,10 @@ class ChunkCall:
             "v": x.v,
             "erase": erase,
             "erasing": None,
-            **strides("q", x.q, "bmtrd"),
-            **strides("k", x.k, "bmsd"),
-            **strides("v", x.v, "bmse"),
-            **strides_if("erase", erase, "bmsd"),
-            "q_group": m // x.q.shape[1],
-            "k_group": m // x.k.shape[1],
-            "v_group": m // x.v.shape[1],
-            "erase_group": 1 if erase is None else m // erase.shape[1],
+            "q_strides": strides_of(x.q, m // x.q.shape[1]),
+            "k_strides": strides_of(x.k, m // x.k.shape[1]),
+            "v_strides": strides_of(x.v, m // x.v.shape[1]),
+            "erase_strides": strides_of(erase, 1 if erase is None else m // erase.shape[1]),
             "heads": m,
             "queries": r,
             "s": s,
@@ -202,13 +196,13 @@ class ChunkCall:
 
     def launch(self, kernel: Kernel, name: str, grid: tuple[int, int], **extra: Argument) -> None:
         """Launch with the configuration of that name; `extra` are arguments of this launch."""
-        tuned, given = self.configuration(name), self.arguments | extra
+        tuned, arguments = self.configuration(name), self.arguments | extra
         names, constants = _parameters(tuple(kernel.arg_names))
         launch(
             kernel,
             grid,
-            *[given[name] for name in names],
-            **{name: given[name] for name in constants},
+            *[arguments[name] for name in names],
+            **{name: arguments[name] for name in constants},
             num_warps=tuned.warps,
             num_stages=tuned.stages,
         )

@@ -2,9 +2,10 @@
 
     O = s (reading ∘ Q S + (D ∘ Q Kᵀ) U),    A = s (D ∘ Q Kᵀ)ᵀ dO  (summed over a state's queries).
 
-Grid: one program per chunk and block of value channels, and per query of each token (`read`) or
-head (`read_back`, with a gate per key channel). `read` recomputes scores for every block, 2 C d
-FLOPs per token each time, so that they are not stored.
+Grid: one program per chunk and block of value channels, and per query of each token (`read_states`)
+or head (`read_back`, with a gate per key channel). `read_states` recomputes scores for every block,
+2 C d FLOPs per token each time, so that they are not stored. With a gate per channel, `d_scores_of`
+has no blocks.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ import triton.language as tl
 from precondattn_triton.recurrence.chunk_tiles import (
     as_factor,
     head_of,
+    load_head,
+    load_queries,
+    pairs_from,
     pairs_of,
     product,
     store_rows,
     store_tokens,
 )
-from precondattn_triton.tiles import load_rows, load_tokens
+from precondattn_triton.tiles import load_rows
 
 
 @triton.jit
-def read(
+def read_states(
     q,
     k,
     v,
@@ -44,22 +48,9 @@ def read(
     d,
     e,
     scale,
-    q_b,
-    q_m,
-    q_t,
-    q_r,
-    q_d,
-    q_group,
-    k_b,
-    k_m,
-    k_s,
-    k_d,
-    k_group,
-    v_b,
-    v_m,
-    v_s,
-    v_e,
-    v_group,
+    q_strides,
+    k_strides,
+    v_strides,
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -78,17 +69,17 @@ def read(
     head, row = query // queries, query % queries
     chunk, first = tl.program_id(0) // (STEP // BLOCK), tl.program_id(0) % (STEP // BLOCK) * BLOCK
     start = chunk * CHUNK
-    q = head_of(q, head, heads, q_b, q_m, q_group) + row * q_r
-    k = head_of(k, head, heads, k_b, k_m, k_group)
+    q = head_of(q, head, heads, q_strides) + row * q_strides.row
+    k = head_of(k, head, heads, k_strides)
     out = tl.zeros((CHUNK, BLOCK), tl.float32)
     pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
     for c in range(0, WIDTH, KEYS):
         if DECAY == "keys":
             query_rows = load_rows(decayed_q, query, tokens, start, CHUNK, KEYS, c, WIDTH)
         else:
-            query_rows = load_tokens(q, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
+            query_rows = load_head(q, start - s + t, c, t, d, q_strides, CHUNK, KEYS)
         if DECAY == "none" or DECAY == "head":
-            keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
+            keys = load_head(k, start, c, s, d, k_strides, CHUNK, KEYS)
             pairs += product(query_rows, tl.trans(keys), PRECISION)
         at = head * (tokens // CHUNK) + chunk
         state = load_rows(states, at, WIDTH, c, KEYS, BLOCK, first, STEP)
@@ -108,8 +99,8 @@ def read(
         if u is not None:
             written = load_rows(u, head, tokens, start, CHUNK, BLOCK, first, STEP)
         else:
-            v = head_of(v, head, heads, v_b, v_m, v_group)
-            written = load_tokens(v, start, first, s, e, v_s, v_e, CHUNK, BLOCK)
+            v = head_of(v, head, heads, v_strides)
+            written = load_head(v, start, first, s, e, v_strides, CHUNK, BLOCK)
         out += product(as_factor(pairs, states), written, PRECISION)
     o += ((head // heads * t * heads + head % heads) * queries + row) * e
     store_tokens(o, start - s + t, first, t, e, heads * queries * e, out)
@@ -126,11 +117,7 @@ def read_back(
     t,
     tokens,
     e,
-    o_b,
-    o_m,
-    o_t,
-    o_r,
-    o_e,
+    o_strides,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
@@ -143,11 +130,48 @@ def read_back(
     head = tl.program_id(1).to(tl.int64)
     chunk, first = tl.program_id(0) // (STEP // BLOCK), tl.program_id(0) % (STEP // BLOCK) * BLOCK
     start = chunk * CHUNK
-    d_o = head_of(d_o, head, heads, o_b, o_m, 1)
+    d_o = head_of(d_o, head, heads, o_strides)
     gradient = tl.zeros((CHUNK, BLOCK), tl.float32)
     for row in range(queries):
         pairs = load_rows(scores, head * queries + row, tokens, start, CHUNK, CHUNK, 0, CHUNK)
-        outputs = d_o + row * o_r
-        cotangent = load_tokens(outputs, start - s + t, first, t, e, o_t, o_e, CHUNK, BLOCK)
+        cotangent = load_queries(d_o, row, start - s + t, first, t, e, o_strides, CHUNK, BLOCK)
         gradient += product(tl.trans(as_factor(pairs, local)), cotangent, PRECISION)
     store_rows(local, head, tokens, start, first, gradient, STEP)
+
+
+@triton.jit
+def d_scores_of(
+    v,
+    u,
+    d_o,
+    d_scores,
+    heads,
+    queries,
+    s,
+    t,
+    tokens,
+    e,
+    scale,
+    v_strides,
+    o_strides,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write dA of one query per token to `d_scores` (m r, T, CHUNK)."""
+    query = tl.program_id(1).to(tl.int64)
+    head, row = query // queries, query % queries
+    start = tl.program_id(0) * CHUNK
+    d_o = head_of(d_o, head, heads, o_strides) + row * o_strides.row
+    v = head_of(v, head, heads, v_strides)
+    d_pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for c in range(0, STEP, BLOCK):
+        cotangent = load_head(d_o, start - s + t, c, t, e, o_strides, CHUNK, BLOCK)
+        if u is not None:
+            written = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
+        else:
+            written = load_head(v, start, c, s, e, v_strides, CHUNK, BLOCK)
+        d_pairs += product(cotangent, tl.trans(written), PRECISION)
+    d_pairs *= pairs_from(None, CHUNK, False) * scale
+    store_rows(d_scores, query, tokens, start, 0, d_pairs, CHUNK)

@@ -25,7 +25,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.recurrence.chunk_tiles import as_factor, head_of, product, store_rows
+from precondattn_triton.recurrence.chunk_tiles import (
+    as_factor,
+    head_of,
+    load_head,
+    load_queries,
+    product,
+    store_rows,
+)
 from precondattn_triton.recurrence.moments import moments_after, store_moments
 from precondattn_triton.tiles import load_rows, load_tokens
 
@@ -73,16 +80,8 @@ def carry_states(
     tokens,
     d,
     e,
-    k_b,
-    k_m,
-    k_s,
-    k_d,
-    k_group,
-    v_b,
-    v_m,
-    v_s,
-    v_e,
-    v_group,
+    k_strides,
+    v_strides,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -103,8 +102,8 @@ def carry_states(
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
     count = tokens // CHUNK
-    k = head_of(k, head, heads, k_b, k_m, k_group)
-    v = head_of(v, head, heads, v_b, v_m, v_group)
+    k = head_of(k, head, heads, k_strides)
+    v = head_of(v, head, heads, v_strides)
     key, channel = tl.arange(0, WIDTH), first + tl.arange(0, BLOCK)
     at = (head * d + key[:, None]) * e + channel[None, :]
     inside = (key < d)[:, None] & (channel < e)[None, :]
@@ -113,7 +112,7 @@ def carry_states(
     else:
         state = tl.load(initial + at, mask=inside, other=0.0)
     # The first of the state heads that share a key head computes the moments.
-    key_head, has_moments = head // k_group, head % k_group == 0
+    key_head, has_moments = head // k_strides.group, head % k_strides.group == 0
     column = tl.program_id(0) * COLUMNS
     if moments is not None:
         second = tl.zeros((WIDTH, COLUMNS), tl.float32)
@@ -129,7 +128,7 @@ def carry_states(
             written -= product(state_keys, factor, PRECISION)
             store_rows(u, head, tokens, start, first, written, STEP)
         else:
-            written = load_tokens(v, start, first, s, e, v_s, v_e, CHUNK, BLOCK)
+            written = load_head(v, start, first, s, e, v_strides, CHUNK, BLOCK)
         at_chunk = head * count + index
         state *= decay_of_chunk(total, at_chunk, first, BLOCK, WIDTH, STEP, DECAY)
         if DECAY == "head":
@@ -140,7 +139,7 @@ def carry_states(
         if DECAY == "keys":
             keys = load_rows(decayed_k, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
         else:
-            keys = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
+            keys = load_head(k, start, 0, s, d, k_strides, CHUNK, WIDTH)
         if w is not None or DECAY == "head" or DECAY == "values":
             written = as_factor(written, states)
         if moments is not None and written.dtype == tl.float32:
@@ -150,16 +149,16 @@ def carry_states(
         if moments is not None:
             if DECAY == "keys":
                 # The moments have no decay: another tile, of the keys of length 1.
-                key_heads = heads // k_group
-                unit_keys = head_of(unit, key_head, key_heads, key_heads * s * d, d, 1)
-                keys = load_tokens(unit_keys, start, 0, s, d, key_heads * d, 1, CHUNK, WIDTH)
+                key_heads = heads // k_strides.group
+                unit_at = (key_head // key_heads * s * key_heads + key_head % key_heads) * d
+                keys = load_tokens(unit + unit_at, start, 0, s, d, key_heads * d, 1, CHUNK, WIDTH)
             at_moments = key_head * count + index
             store_moments(
                 moments, sums, counts, at_moments, column, has_moments, second, mean, number, WIDTH
             )
             second, mean, number = moments_after(
                 second, mean, number, keys, unit_scale, unit, unit_valid, unit_writing, unit_total,
-                moments, key_head, heads // k_group, index, tokens, column, s, d,
+                moments, key_head, heads // k_strides.group, index, tokens, column, s, d,
                 CHUNK, COLUMNS, PRECISION,
             )  # fmt: skip
     tl.store(final + at, state, mask=inside)
@@ -194,27 +193,10 @@ def carry_gradients(
     d,
     e,
     scale,
-    q_b,
-    q_m,
-    q_t,
-    q_r,
-    q_d,
-    q_group,
-    k_b,
-    k_m,
-    k_s,
-    k_d,
-    k_group,
-    erase_b,
-    erase_m,
-    erase_s,
-    erase_d,
-    erase_group,
-    o_b,
-    o_m,
-    o_t,
-    o_r,
-    o_e,
+    q_strides,
+    k_strides,
+    erase_strides,
+    o_strides,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -232,11 +214,11 @@ def carry_gradients(
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
     count = tokens // CHUNK
-    q = head_of(q, head, heads, q_b, q_m, q_group)
-    k = head_of(k, head, heads, k_b, k_m, k_group)
+    q = head_of(q, head, heads, q_strides)
+    k = head_of(k, head, heads, k_strides)
     if erase is not None:
-        erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
-    d_o = head_of(d_o, head, heads, o_b, o_m, 1)
+        erase = head_of(erase, head, heads, erase_strides)
+    d_o = head_of(d_o, head, heads, o_strides)
     key, channel = tl.arange(0, WIDTH), first + tl.arange(0, BLOCK)
     ends = (head * d + key[:, None]) * e + channel[None, :]
     inside = (key < d)[:, None] & (channel < e)[None, :]
@@ -260,7 +242,7 @@ def carry_gradients(
             if DECAY == "keys":
                 keys = load_rows(decayed_k, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
             else:
-                keys = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
+                keys = load_head(k, start, 0, s, d, k_strides, CHUNK, WIDTH)
             d_written = product(keys, factor, PRECISION)
             if DECAY == "values":
                 d_written *= load_rows(writing, head, tokens, start, CHUNK, BLOCK, first, STEP)
@@ -272,9 +254,8 @@ def carry_gradients(
                 at = head * queries + row
                 rows = load_rows(decayed_q, at, tokens, start, CHUNK, WIDTH, 0, WIDTH)
             else:
-                rows = load_tokens(q + row * q_r, start - s + t, 0, t, d, q_t, q_d, CHUNK, WIDTH)
-            outputs = d_o + row * o_r
-            cotangent = load_tokens(outputs, start - s + t, first, t, e, o_t, o_e, CHUNK, BLOCK)
+                rows = load_queries(q, row, start - s + t, 0, t, d, q_strides, CHUNK, WIDTH)
+            cotangent = load_queries(d_o, row, start - s + t, first, t, e, o_strides, CHUNK, BLOCK)
             cotangent = cotangent * scale
             if DECAY == "head":
                 cotangent *= tl.load(reading + numbers)[:, None]
@@ -288,9 +269,9 @@ def carry_gradients(
                 erased = load_rows(eraser, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
             else:
                 if erase is not None:
-                    erased = load_tokens(erase, start, 0, s, d, erase_s, erase_d, CHUNK, WIDTH)
+                    erased = load_head(erase, start, 0, s, d, erase_strides, CHUNK, WIDTH)
                 else:
-                    erased = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
+                    erased = load_head(k, start, 0, s, d, k_strides, CHUNK, WIDTH)
                 erases = tl.load(strength + numbers)
                 if DECAY == "head":
                     erases *= tl.load(erasing + numbers)

@@ -17,8 +17,25 @@ no mask.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+from precondattn_triton.tiles import load_tokens
+
+
+class Strides(NamedTuple):
+    """The strides of a user's array (b, heads, t, …), with 0 for an axis of one element or none."""
+
+    batch: int = 0
+    head: int = 0
+    token: int = 0
+    row: int = 0
+    """Of the queries of a token."""
+    channel: int = 0
+    group: int = 1
+    """How many heads with a state share a head of the array."""
 
 
 @triton.jit
@@ -37,9 +54,19 @@ def as_factor(x, like):
 
 
 @triton.jit
-def head_of(array, head, heads, stride_b, stride_m, group):
-    """The address of a head of a user's array; `group` heads with a state share one."""
-    return array + head // heads * stride_b + head % heads // group * stride_m
+def head_of(array, head, heads, strides):
+    """The address of a head of a user's array, whose `Strides` are given."""
+    return array + head // heads * strides.batch + head % heads // strides.group * strides.head
+
+
+@triton.jit
+def load_head(
+    array, start, first, count, width, strides, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """A block of tokens and channels of one head of a user's array; 0 outside the array."""
+    return load_tokens(
+        array, start, first, count, width, strides.token, strides.channel, ROWS, WIDTH
+    )
 
 
 @triton.jit
@@ -59,6 +86,14 @@ def store_tokens(array, start, first, count, width, token_stride, tile):
     inside = is_present[:, None] & (channel < width)[None, :]
     at = token[:, None] * token_stride + channel[None, :]
     tl.store(array + at, tile.to(array.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_queries(
+    array, row, start, first, count, width, strides, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """A block as by `load_head`, of one query of each token."""
+    return load_head(array + row * strides.row, start, first, count, width, strides, ROWS, WIDTH)
 
 
 @triton.jit

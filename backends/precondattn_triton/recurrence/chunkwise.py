@@ -43,7 +43,7 @@ from precondattn_triton.recurrence.channel_pairs import (
     outputs_within_chunks,
     prepare_keys,
 )
-from precondattn_triton.recurrence.chunk_arrays import Argument, ChunkCall, strides, strides_if
+from precondattn_triton.recurrence.chunk_arrays import Argument, ChunkCall, strides_of
 from precondattn_triton.recurrence.chunkwise_gradient import gradients
 
 NO_MOMENTS = dict.fromkeys(
@@ -72,7 +72,7 @@ class Chunkwise(AllTokens):
             return _step(call, x)
         prepare(call, x)
         final = carry(call)
-        return read(call), final
+        return read_states(call), final
 
     def vjp(
         self, x: Stream, state: Tensor | None, d_o: Tensor, d_final: Tensor | None
@@ -91,20 +91,19 @@ def _step(call: ChunkCall, x: Stream) -> tuple[Tensor, Tensor]:
     b, m = call.b, call.m
     final = call.empty(b, m, call.d, call.e)
     o = call.empty(b, 1, m, call.r, call.e, dtype=x.v.dtype)
-    gates = None if call.decay == "none" else x.g[:, :, 0]
-    beta = None if x.beta is None else x.beta[:, :, 0]
+    gates = None if call.decay == "none" else x.g
     values = call.values("recurrent_step")
     call.launch(
         recurrent_step.step,
         "recurrent_step",
         (call.step // values, b * m),
         g=gates,
-        beta=beta,
+        beta=x.beta,
         final=final,
         o=o,
         BLOCK=values,
-        **strides_if("g", gates, "bmde"),
-        **strides_if("beta", beta, "bm"),
+        g_strides=strides_of(gates),
+        beta_strides=strides_of(x.beta),
     )
     return o.transpose(1, 2), final
 
@@ -115,10 +114,10 @@ def prepare(call: ChunkCall, x: Stream, d_o: Tensor | None = None) -> None:
     With the outputs' gradient d_o (b, m, t, r, e) it also computes what their gradients need.
     """
     names: tuple[str, ...] = ("gates", "reading", "erasing", "writing", "total", "strength")
-    names += ("among", "y", "w", "u", "z", "local", "eraser")
+    names += ("erase_scores", "y", "w", "u", "z", "local", "eraser")
     names += ("scores", "decayed_q", "decayed_k")
     call.arguments |= dict.fromkeys(names)
-    call.arguments |= {"d_o": d_o, **strides_if("o", d_o, "bmtre")}
+    call.arguments |= {"d_o": d_o, "o_strides": strides_of(d_o)}
     if call.decay == "keys":
         erases = x.beta is not None
         factors = erases or d_o is not None
@@ -150,8 +149,8 @@ def _prepare_delta_rule(call: ChunkCall, x: Stream) -> None:
         BLOCK=call.both("delta_prepare"),
         LEVELS=call.chunk.bit_length() - 2,
         EXACT=exact(),
-        **strides_if("g", gates, "bms"),
-        **strides_if("beta", x.beta, "bms"),
+        g_strides=strides_of(gates),
+        beta_strides=strides_of(x.beta),
     )
 
 
@@ -163,7 +162,7 @@ def prepare_numbers(call: ChunkCall, x: Stream) -> None:
         "gate_sums",
         (call.count, call.b * call.m),
         g=gates,
-        **strides("g", gates, "bms"),
+        g_strides=strides_of(gates),
     )
 
 
@@ -219,12 +218,12 @@ def carry(call: ChunkCall, moments: Mapping[str, Argument] | None = None) -> Ten
     return final
 
 
-def read(call: ChunkCall) -> Tensor:
+def read_states(call: ChunkCall) -> Tensor:
     """The outputs (b, m, t, r, e), after the states have been computed."""
     o = call.empty(call.b, call.t, call.m, call.r, call.e, dtype=call.arguments["v"].dtype)
     values = call.values("chunk_reads")
     call.launch(
-        chunk_reads.read,
+        chunk_reads.read_states,
         "chunk_reads",
         (call.count * call.step // values, call.b * call.m * call.r),
         o=o,

@@ -34,13 +34,15 @@ from precondattn_triton.recurrence.chunk_inverse import inverse_of_chunk
 from precondattn_triton.recurrence.chunk_tiles import (
     as_factor,
     head_of,
+    load_head,
+    load_queries,
     pairs_from,
     product,
     store_rows,
     store_tokens,
 )
 from precondattn_triton.recurrence.gate_sums import factors_of, gates_of
-from precondattn_triton.tiles import load_rows, load_tokens
+from precondattn_triton.tiles import load_rows
 
 
 @triton.jit
@@ -52,7 +54,7 @@ def prepare(
     d_o,
     g,
     beta,
-    among,
+    erase_scores,
     scores,
     decayed_k,
     gates,
@@ -74,38 +76,13 @@ def prepare(
     d,
     e,
     scale,
-    q_b,
-    q_m,
-    q_t,
-    q_r,
-    q_d,
-    q_group,
-    k_b,
-    k_m,
-    k_s,
-    k_d,
-    k_group,
-    v_b,
-    v_m,
-    v_s,
-    v_e,
-    v_group,
-    erase_b,
-    erase_m,
-    erase_s,
-    erase_d,
-    erase_group,
-    o_b,
-    o_m,
-    o_t,
-    o_r,
-    o_e,
-    g_b,
-    g_m,
-    g_s,
-    beta_b,
-    beta_m,
-    beta_s,
+    q_strides,
+    k_strides,
+    v_strides,
+    erase_strides,
+    o_strides,
+    g_strides,
+    beta_strides,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -120,48 +97,47 @@ def prepare(
 
     With one gate per head, g (m, s), its factors are written as by `load_factors` of
     `gate_sums.py`, and `erasing` (m, T) gets reading_{i−1} if it is not None. With a gate per key
-    channel, `reading` (m, T, WIDTH) and `among` (m, T, CHUNK), which is D ∘ E Kᵀ, are read.
+    channel, `reading` (m, T, WIDTH) and `erase_scores` (m, T, CHUNK), which is D ∘ E Kᵀ, are read.
 
     For the gradient, Z is written to `z` (m, T, WIDTH) and Mᵀ A to `local` (m, T, STEP), summed
     over the queries of a state. With a gate per key channel, `scores` (m r, T, CHUNK) is s D ∘ Q
     Kᵀ, `decayed_k` (m, T, WIDTH) is writing ∘ K, and `eraser` (m, T, WIDTH) gets β ∘ reading ∘ E.
     """
     head = tl.program_id(1).to(tl.int64)
-    b, n = head // heads, head % heads
     start = tl.program_id(0) * CHUNK
     position = tl.arange(0, CHUNK)
     token = (start + position).to(tl.int64)
     at = head * tokens + token
-    k = head_of(k, head, heads, k_b, k_m, k_group)
-    v = head_of(v, head, heads, v_b, v_m, v_group)
-    beta += b * beta_b + n * beta_m
+    k = head_of(k, head, heads, k_strides)
+    v = head_of(v, head, heads, v_strides)
+    beta = head_of(beta, head, heads, beta_strides)
     if g is not None:
-        g += b * g_b + n * g_m
+        g = head_of(g, head, heads, g_strides)
     if erase is not None:
-        erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
+        erase = head_of(erase, head, heads, erase_strides)
     inverse = inverse_of_chunk(
-        k, erase, g, beta, among, head, tokens, start, s, d, k_s, k_d, erase_s, erase_d, g_s,
-        beta_s, CHUNK, BLOCK, WIDTH, LEVELS, UNDECAYED, PRECISION, EXACT,
+        k, erase, g, beta, erase_scores, head, tokens, start, s, d, k_strides, erase_strides,
+        g_strides, beta_strides, CHUNK, BLOCK, WIDTH, LEVELS, UNDECAYED, PRECISION, EXACT,
     )  # fmt: skip
-    strengths = tl.load(beta + token * beta_s, mask=token < s, other=0.0).to(tl.float32)
+    strengths = tl.load(beta + token * beta_strides.token, mask=token < s, other=0.0).to(tl.float32)
     tl.store(strength + at, strengths)
     erases, writes = strengths, strengths
     if DECAY == "head":
         chunk = head * tl.num_programs(0) + tl.program_id(0)
         until_erased, writes = factors_of(
-            g, gates, reading, erasing, writing, total, at, chunk, start, s, g_s, CHUNK
+            g, gates, reading, erasing, writing, total, at, chunk, start, s, g_strides.token, CHUNK
         )
         erases = strengths * until_erased
     weights = as_factor(inverse * strengths[None, :], y)
     for c in range(0, STEP, BLOCK):
-        values = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
+        values = load_head(v, start, c, s, e, v_strides, CHUNK, BLOCK)
         store_rows(y, head, tokens, start, c, product(weights, values, PRECISION), STEP)
     weights = as_factor(inverse * erases[None, :], w)
     for c in range(0, WIDTH, BLOCK):
         if erase is not None:
-            keys = load_tokens(erase, start, c, s, d, erase_s, erase_d, CHUNK, BLOCK)
+            keys = load_head(erase, start, c, s, d, erase_strides, CHUNK, BLOCK)
         else:
-            keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, BLOCK)
+            keys = load_head(k, start, c, s, d, k_strides, CHUNK, BLOCK)
         if DECAY == "keys":
             keys = keys * load_rows(reading, head, tokens, start, CHUNK, BLOCK, c, WIDTH)
             if eraser is not None:
@@ -178,10 +154,10 @@ def prepare(
             if DECAY == "keys":
                 keys = load_rows(decayed_k, head, tokens, start, CHUNK, BLOCK, c, WIDTH)
             else:
-                keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, BLOCK)
+                keys = load_head(k, start, c, s, d, k_strides, CHUNK, BLOCK)
             store_rows(z, head, tokens, start, c, product(weights, keys, PRECISION), WIDTH)
-        q = head_of(q, head, heads, q_b, q_m, q_group)
-        d_o = head_of(d_o, head, heads, o_b, o_m, 1)
+        q = head_of(q, head, heads, q_strides)
+        d_o = head_of(d_o, head, heads, o_strides)
         weights = tl.trans(as_factor(inverse, local))
         for c in range(0, STEP, BLOCK):
             gradient = tl.zeros((CHUNK, BLOCK), tl.float32)
@@ -192,17 +168,16 @@ def prepare(
                 else:
                     pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
                     for first in range(0, WIDTH, BLOCK):
-                        rows = load_tokens(
-                            q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, BLOCK
+                        rows = load_queries(
+                            q, row, start - s + t, first, t, d, q_strides, CHUNK, BLOCK
                         )
-                        keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, BLOCK)
+                        keys = load_head(k, start, first, s, d, k_strides, CHUNK, BLOCK)
                         pairs += product(rows, tl.trans(keys), PRECISION)
-                    own = None
+                    token_gates = None
                     if g is not None:
-                        own = gates_of(g, token, g_s, token < s)
-                    pairs *= pairs_from(own, CHUNK, False) * scale
-                outputs = d_o + row * o_r
-                cotangent = load_tokens(outputs, start - s + t, c, t, e, o_t, o_e, CHUNK, BLOCK)
+                        token_gates = gates_of(g, token, g_strides.token, token < s)
+                    pairs *= pairs_from(token_gates, CHUNK, False) * scale
+                cotangent = load_queries(d_o, row, start - s + t, c, t, e, o_strides, CHUNK, BLOCK)
                 gradient += product(tl.trans(as_factor(pairs, local)), cotangent, PRECISION)
             gradient = product(weights, as_factor(gradient, local), PRECISION)
             store_rows(local, head, tokens, start, c, gradient, STEP)
@@ -212,7 +187,7 @@ def prepare(
 def d_written(
     v,
     strength,
-    among,
+    erase_scores,
     u,
     right,
     d_v,
@@ -222,11 +197,7 @@ def d_written(
     s,
     tokens,
     e,
-    v_b,
-    v_m,
-    v_s,
-    v_e,
-    v_group,
+    v_strides,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
@@ -234,12 +205,12 @@ def d_written(
 ):
     """Write the gradient of v to `d_v` (b, s, m, e), and dL, of keys with a gate per channel.
 
-    `right` (m, T, STEP) is X, and `among` (m, T, CHUNK) is D ∘ E Kᵀ. `d_keys` (m, T, CHUNK) gets
-    dL, and `d_strength` (m, T) the part of β's gradient within the chunk.
+    `right` (m, T, STEP) is X, and `erase_scores` (m, T, CHUNK) is D ∘ E Kᵀ. `d_keys` (m, T, CHUNK)
+    gets dL, and `d_strength` (m, T) the part of β's gradient within the chunk.
     """
     head = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0) * CHUNK
-    v = head_of(v, head, heads, v_b, v_m, v_group)
+    v = head_of(v, head, heads, v_strides)
     d_v += (head // heads * s * heads + head % heads) * e
     at = head * tokens + start + tl.arange(0, CHUNK)
     beta = tl.load(strength + at)
@@ -251,9 +222,9 @@ def d_written(
         within_chunk += product(rows, tl.trans(written), PRECISION)
         rows = rows.to(tl.float32)
         store_tokens(d_v, start, c, s, e, heads * e, rows * beta[:, None])
-        values = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
+        values = load_head(v, start, c, s, e, v_strides, CHUNK, BLOCK)
         d_beta += tl.sum(rows * values.to(tl.float32), axis=1)
     within_chunk *= pairs_from(None, CHUNK, True)
     store_rows(d_keys, head, tokens, start, 0, -beta[:, None] * within_chunk, CHUNK)
-    scores = load_rows(among, head, tokens, start, CHUNK, CHUNK, 0, CHUNK).to(tl.float32)
+    scores = load_rows(erase_scores, head, tokens, start, CHUNK, CHUNK, 0, CHUNK).to(tl.float32)
     tl.store(d_strength + at, d_beta - tl.sum(scores * within_chunk, axis=1))

@@ -1,18 +1,19 @@
-"""The decay factors of a chunk, and the gradient of β: a few numbers per token.
+"""The decay factors of a chunk: a few numbers per token.
 
     reading_i = e^{g_1 + … + g_i},    writing_j = e^{g_{j+1} + … + g_C},    total = reading_C
 
 Keys that are erased from the state before its decay are read with reading_{i−1}.
 
-The delta rule computes them in its own pass over the keys (`delta_rule.py`), and its gradient of β
-with those of the other inputs (`input_gradient.py`), except with a gate per channel. Grid: one
-program per chunk of one head.
+The delta rule computes them in its own pass over the keys (`delta_rule.py`). Grid: one program per
+chunk of one head.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from precondattn_triton.recurrence.chunk_tiles import head_of
 
 LOWEST = tl.constexpr(-200.0)
 """A gate whose exponential is 0 in float32, like that of −∞."""
@@ -63,9 +64,7 @@ def load_factors(
     heads,
     s,
     tokens,
-    g_b,
-    g_m,
-    g_s,
+    g_strides,
     CHUNK: tl.constexpr,
 ):
     """Write g to `gates`, reading, writing (m, T) and total (m, chunks)."""
@@ -73,18 +72,5 @@ def load_factors(
     start = tl.program_id(0) * CHUNK
     at = head * tokens + start + tl.arange(0, CHUNK)
     chunk = head * tl.num_programs(0) + tl.program_id(0)
-    g += head // heads * g_b + head % heads * g_m
-    factors_of(g, gates, reading, None, writing, total, at, chunk, start, s, g_s, CHUNK)
-
-
-@triton.jit
-def strength_gradient(
-    from_keys, d_strength, d_beta, s, tokens, CHUNK: tl.constexpr, KEY_BLOCKS: tl.constexpr
-):  # fmt: skip
-    """Write dβ (m, s): `d_strength` (m, T), minus `from_keys` (m, blocks, T) of every block."""
-    head = tl.program_id(1).to(tl.int64)
-    token = (tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
-    gradient = tl.load(d_strength + head * tokens + token)
-    for block in range(KEY_BLOCKS):
-        gradient -= tl.load(from_keys + (head * KEY_BLOCKS + block) * tokens + token)
-    tl.store(d_beta + head * s + token, gradient, mask=token < s)
+    g = head_of(g, head, heads, g_strides)
+    factors_of(g, gates, reading, None, writing, total, at, chunk, start, s, g_strides.token, CHUNK)

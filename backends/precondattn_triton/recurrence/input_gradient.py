@@ -1,4 +1,4 @@
-"""The gradients of all inputs of a chunk, with one gate per head or none, in one kernel.
+"""The gradients of all inputs of a chunk in one kernel, for gates of heads, of channels or none.
 
     dA = s D ∘ dO Uᵀ,    dQ = dA K + s reading ∘ dO Sᵀ,
     dK = dAᵀ Q (summed over the queries of a state) + writing ∘ U dSᵀ
@@ -11,6 +11,11 @@ line is replaced by (dL ∘ D)ᵀ E, and
     dE = (dL ∘ D) K − reading ∘ β ∘ X Sᵀ.
 
 Additive: U = V, and dV = s (D ∘ Q Kᵀ)ᵀ dO + writing ∘ K dS. With the delta rule, dV = β ∘ X.
+
+With a gate per channel, other kernels have computed dA, dV and dL (`channel_pairs.py`,
+`chunk_states.py` and `delta_rule.py`) and, for key channels, the products of dA and dL with rows
+(`channel_decay.py`). This kernel then adds the parts from the states, and stores x ∘ dx for the
+gradients of the gates (`channel_gates.py`).
 
 The gradient of a gate is a sum over everything that it decays: pairs of tokens (`crossing`), reads
 of the state before the chunk (Σ Q ∘ dQ, − Σ E ∘ dE), writes to the state after it (Σ K ∘ dK), and
@@ -35,12 +40,14 @@ from precondattn_triton.recurrence.chunk_tiles import (
     as_factor,
     crossing,
     head_of,
+    load_head,
+    load_queries,
     pairs_of,
     product,
     store_rows,
     store_tokens,
 )
-from precondattn_triton.tiles import load_rows, load_tokens
+from precondattn_triton.tiles import load_rows
 
 
 @triton.jit
@@ -61,12 +68,20 @@ def d_inputs(
     states,
     d_states,
     d_scores,
+    within_q,
+    within_k,
+    within_erase,
+    d_strength,
     d_q,
     d_k,
     d_v,
     d_erase,
     d_g,
     d_beta,
+    query_products,
+    key_products,
+    erase_products,
+    overlap,
     heads,
     queries,
     s,
@@ -75,37 +90,17 @@ def d_inputs(
     d,
     e,
     scale,
-    q_b,
-    q_m,
-    q_t,
-    q_r,
-    q_d,
-    q_group,
-    k_b,
-    k_m,
-    k_s,
-    k_d,
-    k_group,
-    v_b,
-    v_m,
-    v_s,
-    v_e,
-    v_group,
-    erase_b,
-    erase_m,
-    erase_s,
-    erase_d,
-    erase_group,
-    o_b,
-    o_m,
-    o_t,
-    o_r,
-    o_e,
+    q_strides,
+    k_strides,
+    v_strides,
+    erase_strides,
+    o_strides,
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
+    DECAY: tl.constexpr,
     UNDECAYED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -114,6 +109,12 @@ def d_inputs(
     `right` (m, T, STEP) is X. In an additive recurrence it, `u`, `strength` and `d_beta` are None.
     `erase` and `d_erase` (b, s, m, d) are None if E is K, and `gates` and `d_g` without gates.
     `d_scores` (m r, T, CHUNK) gets dA.
+
+    With a gate per channel, `d_scores` is read, `d_v` and `d_g` are not written, and the pairs'
+    part of dβ is `d_strength` (m, T). With a gate per key channel, `query_products` (m r, T, WIDTH)
+    gets Q ∘ dQ, `key_products` (m, T, WIDTH) K ∘ dK and `erase_products` − E ∘ dE, of the parts
+    from the state, and `overlap` (m, chunks, WIDTH) Σ S ∘ dS over value channels; `within_q` (m r,
+    T, WIDTH), `within_k` and `within_erase` (m, T, WIDTH) are the parts from within the chunk.
     """
     head = tl.program_id(1).to(tl.int64)
     chunk = head * tl.num_programs(0) + tl.program_id(0)
@@ -121,13 +122,12 @@ def d_inputs(
     position = tl.arange(0, CHUNK)
     numbers = head * tokens + start + position
     output = head // heads * s * heads + head % heads
-    q = head_of(q, head, heads, q_b, q_m, q_group)
-    k = head_of(k, head, heads, k_b, k_m, k_group)
-    v = head_of(v, head, heads, v_b, v_m, v_group)
-    d_o = head_of(d_o, head, heads, o_b, o_m, 1)
+    q = head_of(q, head, heads, q_strides)
+    k = head_of(k, head, heads, k_strides)
+    v = head_of(v, head, heads, v_strides)
+    d_o = head_of(d_o, head, heads, o_strides)
     d_q += (head // heads * t * heads + head % heads) * queries * d
     d_k += output * d
-    d_v += output * e
     # The sums of each token: of its pairs' gates, and of its reads, erasures and writes.
     crossed = tl.zeros((CHUNK,), tl.float32)
     reads = tl.zeros((CHUNK,), tl.float32)
@@ -135,142 +135,188 @@ def d_inputs(
     writes = tl.zeros((CHUNK,), tl.float32)
     overlaps = tl.zeros((KEYS,), tl.float32)
     for row in range(queries):
-        outputs, query = d_o + row * o_r, head * queries + row
-        pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
-        for c in range(0, e, BLOCK):
-            cotangent = load_tokens(outputs, start - s + t, c, t, e, o_t, o_e, CHUNK, BLOCK)
-            if u is not None:
-                written = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
-            else:
-                written = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
-            pairs += product(cotangent, tl.trans(written), PRECISION)
-        pairs *= pairs_of(gates, head * tokens + start, CHUNK, False) * scale
-        if gates is not None:
-            scores = tl.zeros((CHUNK, CHUNK), tl.float32)
-            for first in range(0, d, KEYS):
-                keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
-                rows = load_tokens(q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
-                scores += product(rows, tl.trans(keys), PRECISION)
-            crossed += crossing(pairs * scores, CHUNK)
-        pairs = as_factor(pairs, d_scores)
-        store_rows(d_scores, query, tokens, start, 0, pairs, CHUNK)
+        query = head * queries + row
+        if DECAY == "none" or DECAY == "head":
+            pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
+            for c in range(0, e, BLOCK):
+                cotangent = load_queries(d_o, row, start - s + t, c, t, e, o_strides, CHUNK, BLOCK)
+                if u is not None:
+                    values = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
+                else:
+                    values = load_head(v, start, c, s, e, v_strides, CHUNK, BLOCK)
+                pairs += product(cotangent, tl.trans(values), PRECISION)
+            pairs *= pairs_of(gates, head * tokens + start, CHUNK, False) * scale
+            if DECAY == "head":
+                scores = tl.zeros((CHUNK, CHUNK), tl.float32)
+                for first in range(0, d, KEYS):
+                    keys = load_head(k, start, first, s, d, k_strides, CHUNK, KEYS)
+                    rows = load_queries(q, row, start - s + t, first, t, d, q_strides, CHUNK, KEYS)
+                    scores += product(rows, tl.trans(keys), PRECISION)
+                crossed += crossing(pairs * scores, CHUNK)
+            pairs = as_factor(pairs, d_scores)
+            store_rows(d_scores, query, tokens, start, 0, pairs, CHUNK)
+        elif DECAY == "values":
+            pairs = load_rows(d_scores, query, tokens, start, CHUNK, CHUNK, 0, CHUNK)
         # Between the parts of a program, no value is kept that can be loaded again.
         tl.debug_barrier()
         for first in range(0, d, KEYS):
             gradient = tl.zeros((CHUNK, KEYS), tl.float32)
             for c in range(0, e, BLOCK):
-                cotangent = load_tokens(outputs, start - s + t, c, t, e, o_t, o_e, CHUNK, BLOCK)
+                cotangent = load_queries(d_o, row, start - s + t, c, t, e, o_strides, CHUNK, BLOCK)
+                if DECAY == "values":
+                    rows = load_rows(reading, head, tokens, start, CHUNK, BLOCK, c, STEP)
+                    cotangent = as_factor(cotangent * rows, states)
                 state = load_rows(states, chunk, WIDTH, first, KEYS, BLOCK, c, STEP)
                 gradient += product(cotangent, tl.trans(state), PRECISION)
             gradient *= scale
-            if gates is not None:
-                rows = load_tokens(q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
+            if DECAY == "head" or DECAY == "keys":
+                rows = load_queries(q, row, start - s + t, first, t, d, q_strides, CHUNK, KEYS)
+            if DECAY == "head":
                 gradient *= tl.load(reading + numbers)[:, None]
                 reads += tl.sum(gradient * rows.to(tl.float32), axis=1)
-            keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
-            gradient += product(pairs, keys, PRECISION)
+            if DECAY == "keys":
+                gradient *= load_rows(reading, head, tokens, start, CHUNK, KEYS, first, WIDTH)
+                rows = gradient * rows.to(tl.float32)
+                store_rows(query_products, query, tokens, start, first, rows, WIDTH)
+                gradient += load_rows(within_q, query, tokens, start, CHUNK, KEYS, first, WIDTH)
+            else:
+                keys = load_head(k, start, first, s, d, k_strides, CHUNK, KEYS)
+                gradient += product(pairs, keys, PRECISION)
             at = start - s + t
             store_tokens(d_q + row * d, at, first, t, d, heads * queries * d, gradient)
     # `d_scores` is complete.
     tl.debug_barrier()
     if right is not None:
         if erase is not None:
-            erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
+            erase = head_of(erase, head, heads, erase_strides)
             d_erase += output * d
         beta = tl.load(strength + numbers)
-        d_beta_own = tl.zeros((CHUNK,), tl.float32)
-        within = tl.zeros((CHUNK, CHUNK), tl.float32)
-        for c in range(0, e, BLOCK):
-            rows = load_rows(right, head, tokens, start, CHUNK, BLOCK, c, STEP)
-            written = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
-            within += product(rows, tl.trans(written), PRECISION)
-            rows = rows.to(tl.float32)
-            store_tokens(d_v, start, c, s, e, heads * e, rows * beta[:, None])
-            values = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
-            d_beta_own += tl.sum(rows * values.to(tl.float32), axis=1)
-        within *= pairs_of(gates, head * tokens + start, CHUNK, True, UNDECAYED)
-        scores = tl.zeros((CHUNK, CHUNK), tl.float32)
-        for c in range(0, d, BLOCK):
-            keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, BLOCK)
-            if erase is not None:
-                erased = load_tokens(erase, start, c, s, d, erase_s, erase_d, CHUNK, BLOCK)
-                scores += product(erased, tl.trans(keys), PRECISION)
-            else:
-                scores += product(keys, tl.trans(keys), PRECISION)
-        scores *= within
-        d_beta_own -= tl.sum(scores, axis=1)
-        d_pairs = -beta[:, None] * within
-        if erase is None:
-            d_pairs += tl.trans(d_pairs)
-        d_pairs = as_factor(d_pairs, states)
-        if gates is not None:
-            crossed += crossing(-beta[:, None] * scores, CHUNK, UNDECAYED)
-    else:
-        for c in range(0, e, BLOCK):
-            gradient = tl.zeros((CHUNK, BLOCK), tl.float32)
-            for first in range(0, d, KEYS):
-                keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
-                d_state = load_rows(d_states, chunk, WIDTH, first, KEYS, BLOCK, c, STEP)
-                gradient += product(keys, d_state, PRECISION)
-            if gates is not None:
-                gradient *= tl.load(writing + numbers)[:, None]
-            for row in range(queries):
-                pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
+    if DECAY == "none" or DECAY == "head":
+        d_v += output * e
+        if right is not None:
+            d_strengths = tl.zeros((CHUNK,), tl.float32)
+            within = tl.zeros((CHUNK, CHUNK), tl.float32)
+            for c in range(0, e, BLOCK):
+                rows = load_rows(right, head, tokens, start, CHUNK, BLOCK, c, STEP)
+                values = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
+                within += product(rows, tl.trans(values), PRECISION)
+                rows = rows.to(tl.float32)
+                store_tokens(d_v, start, c, s, e, heads * e, rows * beta[:, None])
+                values = load_head(v, start, c, s, e, v_strides, CHUNK, BLOCK)
+                d_strengths += tl.sum(rows * values.to(tl.float32), axis=1)
+            within *= pairs_of(gates, head * tokens + start, CHUNK, True, UNDECAYED)
+            scores = tl.zeros((CHUNK, CHUNK), tl.float32)
+            for c in range(0, d, BLOCK):
+                keys = load_head(k, start, c, s, d, k_strides, CHUNK, BLOCK)
+                if erase is not None:
+                    erased_keys = load_head(erase, start, c, s, d, erase_strides, CHUNK, BLOCK)
+                    scores += product(erased_keys, tl.trans(keys), PRECISION)
+                else:
+                    scores += product(keys, tl.trans(keys), PRECISION)
+            scores *= within
+            d_strengths -= tl.sum(scores, axis=1)
+            d_pairs = -beta[:, None] * within
+            if erase is None:
+                d_pairs += tl.trans(d_pairs)
+            d_pairs = as_factor(d_pairs, states)
+            if DECAY == "head":
+                crossed += crossing(-beta[:, None] * scores, CHUNK, UNDECAYED)
+        else:
+            for c in range(0, e, BLOCK):
+                gradient = tl.zeros((CHUNK, BLOCK), tl.float32)
                 for first in range(0, d, KEYS):
-                    keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
-                    rows = load_tokens(
-                        q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS
+                    keys = load_head(k, start, first, s, d, k_strides, CHUNK, KEYS)
+                    d_state = load_rows(d_states, chunk, WIDTH, first, KEYS, BLOCK, c, STEP)
+                    gradient += product(keys, d_state, PRECISION)
+                if DECAY == "head":
+                    gradient *= tl.load(writing + numbers)[:, None]
+                for row in range(queries):
+                    pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
+                    for first in range(0, d, KEYS):
+                        keys = load_head(k, start, first, s, d, k_strides, CHUNK, KEYS)
+                        rows = load_queries(
+                            q, row, start - s + t, first, t, d, q_strides, CHUNK, KEYS
+                        )
+                        pairs += product(rows, tl.trans(keys), PRECISION)
+                    pairs *= pairs_of(gates, head * tokens + start, CHUNK, False) * scale
+                    cotangent = load_queries(
+                        d_o, row, start - s + t, c, t, e, o_strides, CHUNK, BLOCK
                     )
-                    pairs += product(rows, tl.trans(keys), PRECISION)
-                pairs *= pairs_of(gates, head * tokens + start, CHUNK, False) * scale
-                outputs = d_o + row * o_r
-                cotangent = load_tokens(outputs, start - s + t, c, t, e, o_t, o_e, CHUNK, BLOCK)
-                gradient += product(tl.trans(as_factor(pairs, states)), cotangent, PRECISION)
-            store_tokens(d_v, start, c, s, e, heads * e, gradient)
+                    gradient += product(tl.trans(as_factor(pairs, states)), cotangent, PRECISION)
+                store_tokens(d_v, start, c, s, e, heads * e, gradient)
+    elif right is not None:
+        d_strengths = tl.load(d_strength + numbers)
     tl.debug_barrier()
     for first in range(0, d, KEYS):
-        keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
+        keys = load_head(k, start, first, s, d, k_strides, CHUNK, KEYS)
         gradient = tl.zeros((CHUNK, KEYS), tl.float32)
         if right is not None:
             from_state = tl.zeros((CHUNK, KEYS), tl.float32)
+        if DECAY == "keys":
+            overlaps = tl.zeros((KEYS,), tl.float32)
         for c in range(0, e, BLOCK):
             d_state = load_rows(d_states, chunk, WIDTH, first, KEYS, BLOCK, c, STEP)
             if u is not None:
-                written = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
+                values = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
             else:
-                written = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
-            gradient += product(written, tl.trans(d_state), PRECISION)
-            if right is not None or gates is not None:
+                values = load_head(v, start, c, s, e, v_strides, CHUNK, BLOCK)
+            if DECAY == "values":
+                rows = load_rows(writing, head, tokens, start, CHUNK, BLOCK, c, STEP)
+                values = as_factor(values * rows, states)
+            gradient += product(values, tl.trans(d_state), PRECISION)
+            if right is not None or DECAY == "head" or DECAY == "keys":
                 state = load_rows(states, chunk, WIDTH, first, KEYS, BLOCK, c, STEP)
-            if gates is not None:
+            if DECAY == "head" or DECAY == "keys":
                 overlaps += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=1)
             if right is not None:
                 rows = load_rows(right, head, tokens, start, CHUNK, BLOCK, c, STEP)
                 from_state += product(rows, tl.trans(state), PRECISION)
-        if gates is not None:
+        if DECAY == "head":
             gradient *= tl.load(writing + numbers)[:, None]
             writes += tl.sum(gradient * keys.to(tl.float32), axis=1)
+        if DECAY == "keys":
+            tl.store(overlap + chunk * WIDTH + first + tl.arange(0, KEYS), overlaps)
+            gradient *= load_rows(writing, head, tokens, start, CHUNK, KEYS, first, WIDTH)
+            products = gradient * keys.to(tl.float32)
+            store_rows(key_products, head, tokens, start, first, products, WIDTH)
+            gradient += load_rows(within_k, head, tokens, start, CHUNK, KEYS, first, WIDTH)
         if right is not None:
-            if gates is not None:
+            if DECAY == "head":
                 from_state *= tl.load(erasing + numbers)[:, None]
+            if DECAY == "keys":
+                from_state *= load_rows(reading, head, tokens, start, CHUNK, KEYS, first, WIDTH)
+            erased_keys = keys
             if erase is not None:
-                erased = load_tokens(erase, start, first, s, d, erase_s, erase_d, CHUNK, KEYS)
-                erasures += tl.sum(from_state * erased.to(tl.float32), axis=1)
-                gradient += product(tl.trans(d_pairs), erased, PRECISION)
+                erased_keys = load_head(erase, start, first, s, d, erase_strides, CHUNK, KEYS)
+            products = from_state * erased_keys.to(tl.float32)
+            erasures += tl.sum(products, axis=1)
+            if DECAY == "keys":
+                products *= beta[:, None]
+                store_rows(erase_products, head, tokens, start, first, products, WIDTH)
+                of_erased = -beta[:, None] * from_state
+                if erase is not None:
+                    of_erased += load_rows(
+                        within_erase, head, tokens, start, CHUNK, KEYS, first, WIDTH
+                    )
+            else:
+                if erase is not None:
+                    gradient += product(tl.trans(d_pairs), erased_keys, PRECISION)
                 of_erased = product(d_pairs, keys, PRECISION) - beta[:, None] * from_state
+            if erase is not None:
                 store_tokens(d_erase, start, first, s, d, heads * d, of_erased)
             else:
-                erasures += tl.sum(from_state * keys.to(tl.float32), axis=1)
-                gradient += product(d_pairs, keys, PRECISION) - beta[:, None] * from_state
-        for row in range(queries):
-            pairs = load_rows(d_scores, head * queries + row, tokens, start, CHUNK, CHUNK, 0, CHUNK)
-            rows = load_tokens(q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
-            gradient += product(tl.trans(pairs), rows, PRECISION)
+                gradient += of_erased
+        if DECAY != "keys":
+            for row in range(queries):
+                at = head * queries + row
+                pairs = load_rows(d_scores, at, tokens, start, CHUNK, CHUNK, 0, CHUNK)
+                rows = load_queries(q, row, start - s + t, first, t, d, q_strides, CHUNK, KEYS)
+                gradient += product(tl.trans(pairs), rows, PRECISION)
         store_tokens(d_k, start, first, s, d, heads * d, gradient)
     token = (start + position).to(tl.int64)
     if right is not None:
-        tl.store(d_beta + head * s + token, d_beta_own - erasures, mask=token < s)
-    if gates is not None:
+        tl.store(d_beta + head * s + token, d_strengths - erasures, mask=token < s)
+    if DECAY == "head":
         d_gate = crossed + tl.sum(overlaps, axis=0) * tl.load(total + chunk)
         # A gate decays what the tokens before it have written.
         d_gate += tl.cumsum(writes, axis=0) - writes

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.recurrence.chunk_tiles import head_of, product
+from precondattn_triton.recurrence.chunk_tiles import head_of, load_head, product
 from precondattn_triton.tiles import load_tokens
 
 
@@ -94,10 +94,7 @@ def carry_moments(
     s,
     tokens,
     d,
-    k_b,
-    k_m,
-    k_s,
-    k_d,
+    k_strides,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -109,14 +106,14 @@ def carry_moments(
     """
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
-    start_of = head_of(k, head, heads, k_b, k_m, 1)
+    start_of = head_of(k, head, heads, k_strides)
     second = tl.zeros((WIDTH, BLOCK), tl.float32)
     mean = tl.zeros((BLOCK,), tl.float32)
     number = tl.zeros((1,), tl.float32)
     for index in range(tokens // CHUNK):
         at = head * (tokens // CHUNK) + index
         store_moments(moments, sums, counts, at, first, True, second, mean, number, WIDTH)
-        keys = load_tokens(start_of, index * CHUNK, 0, s, d, k_s, k_d, CHUNK, WIDTH)
+        keys = load_head(start_of, index * CHUNK, 0, s, d, k_strides, CHUNK, WIDTH)
         second, mean, number = moments_after(
             second, mean, number, keys, None, k, valid, writing, total, moments,
             head, heads, index, tokens, first, s, d, CHUNK, BLOCK, PRECISION,

@@ -39,29 +39,12 @@ def step(
     d,
     e,
     scale,
-    q_b,
-    q_m,
-    q_r,
-    q_d,
-    q_group,
-    k_b,
-    k_m,
-    k_d,
-    k_group,
-    v_b,
-    v_m,
-    v_e,
-    v_group,
-    erase_b,
-    erase_m,
-    erase_d,
-    erase_group,
-    g_b,
-    g_m,
-    g_d,
-    g_e,
-    beta_b,
-    beta_m,
+    q_strides,
+    k_strides,
+    v_strides,
+    erase_strides,
+    g_strides,
+    beta_strides,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     UNDECAYED: tl.constexpr,
@@ -80,28 +63,28 @@ def step(
         state = tl.zeros((WIDTH, BLOCK), tl.float32)
     else:
         state = tl.load(initial + at, mask=inside, other=0.0)
-    keys = load_channels(head_of(k, head, heads, k_b, k_m, k_group), key, d, k_d)
-    written = load_channels(head_of(v, head, heads, v_b, v_m, v_group), channel, e, v_e)
+    keys = load_channels(head_of(k, head, heads, k_strides), key, d, k_strides.channel)
+    written = load_channels(head_of(v, head, heads, v_strides), channel, e, v_strides.channel)
     erased = keys
     if erase is not None:
-        erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
-        erased = load_channels(erase, key, d, erase_d)
+        erase = head_of(erase, head, heads, erase_strides)
+        erased = load_channels(erase, key, d, erase_strides.channel)
     if UNDECAYED:
         written -= tl.sum(state * erased[:, None], axis=0)
     if g is not None:
-        gate_at = key[:, None] * g_d + channel[None, :] * g_e
-        gates = head_of(g, head, heads, g_b, g_m, 1) + gate_at
+        gate_at = key[:, None] * g_strides.row + channel[None, :] * g_strides.channel
+        gates = head_of(g, head, heads, g_strides) + gate_at
         state *= tl.exp(tl.load(gates, mask=inside, other=0.0).to(tl.float32))
     if beta is not None:
-        strength = tl.load(head_of(beta, head, heads, beta_b, beta_m, 1)).to(tl.float32)
+        strength = tl.load(head_of(beta, head, heads, beta_strides)).to(tl.float32)
         if not UNDECAYED:
             written -= tl.sum(state * erased[:, None], axis=0)
         written *= strength
     state += keys[:, None] * written[None, :]
     tl.store(final + at, state, mask=inside)
-    q = head_of(q, head, heads, q_b, q_m, q_group)
+    q = head_of(q, head, heads, q_strides)
     for row in range(queries):
-        query = load_channels(q + row * q_r, key, d, q_d)
+        query = load_channels(q + row * q_strides.row, key, d, q_strides.channel)
         out = scale * tl.sum(state * query[:, None], axis=0)
         out_at = o + (head * queries + row) * e + channel
         tl.store(out_at, out.to(o.dtype.element_ty), mask=channel < e)

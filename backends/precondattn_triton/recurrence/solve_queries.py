@@ -24,11 +24,12 @@ import triton.language as tl
 
 from precondattn_triton.recurrence.chunk_tiles import (
     head_of,
+    load_head,
     product,
     store_rows,
     store_tokens,
 )
-from precondattn_triton.tiles import load_rows, load_tokens
+from precondattn_triton.tiles import load_rows
 
 
 @triton.jit
@@ -66,10 +67,8 @@ def times(
     s,
     tokens,
     d,
-    k_s,
-    k_d,
-    v_s,
-    v_e,
+    k_strides,
+    v_strides,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -87,9 +86,9 @@ def times(
         block = load_rows(directions, query, tokens, start + first, ROWS, KEYS, c, WIDTH)
         state = load_rows(states, of_chunk, WIDTH, c, KEYS, WIDTH, 0, WIDTH)
         image += product(block, state, PRECISION)
-        keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
+        keys = load_head(k, start, c, s, d, k_strides, CHUNK, KEYS)
         pairs += product(block, tl.trans(keys), PRECISION)
-    values = load_tokens(v, start, 0, s, d, v_s, v_e, CHUNK, WIDTH)
+    values = load_head(v, start, 0, s, d, v_strides, CHUNK, WIDTH)
     image = image * reading[:, None] + ridge[None, :] * rows
     return image + product(pairs * decay, values, PRECISION)
 
@@ -131,22 +130,9 @@ def solve(
     t,
     tokens,
     d,
-    q_b,
-    q_m,
-    q_t,
-    q_r,
-    q_d,
-    q_group,
-    k_b,
-    k_m,
-    k_s,
-    k_d,
-    k_group,
-    v_b,
-    v_m,
-    v_s,
-    v_e,
-    v_group,
+    q_strides,
+    k_strides,
+    v_strides,
     tolerance,
     rounding,
     most,
@@ -167,28 +153,28 @@ def solve(
     head, row = query // queries, query % queries
     chunk = missing + tl.program_id(0) // (CHUNK // ROWS)
     start, first = chunk * CHUNK, tl.program_id(0) % (CHUNK // ROWS) * ROWS
-    own = start + first
+    row_start = start + first
     channel = tl.arange(0, WIDTH)
-    q = head_of(q, head, heads, q_b, q_m, q_group) + row * q_r
-    k = head_of(k, head, heads, k_b, k_m, k_group)
-    v = head_of(v, head, heads, v_b, v_m, v_group)
+    q = head_of(q, head, heads, q_strides) + row * q_strides.row
+    k = head_of(k, head, heads, k_strides)
+    v = head_of(v, head, heads, v_strides)
     of_chunk = head * (tokens // CHUNK) + chunk
     lam = tl.load(ridge + (head % heads * queries + row) * d + channel, mask=channel < d, other=0.0)
     at = head * tokens + start
     decay = pairs_of_rows(gates, at, first, ROWS, CHUNK)
-    read = tl.full((ROWS,), 1.0, tl.float32)
+    state_decay = tl.full((ROWS,), 1.0, tl.float32)
     if reading is not None:
-        read = tl.load(reading + at + first + tl.arange(0, ROWS))
+        state_decay = tl.load(reading + at + first + tl.arange(0, ROWS))
     on_diagonal = tl.load(states + (of_chunk * WIDTH + channel) * WIDTH + channel)
-    squares = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
-    squares *= load_tokens(v, start, 0, s, d, v_s, v_e, CHUNK, WIDTH)
-    diagonal = product(decay, squares, PRECISION) + read[:, None] * on_diagonal[None, :]
+    squares = load_head(k, start, 0, s, d, k_strides, CHUNK, WIDTH)
+    squares *= load_head(v, start, 0, s, d, v_strides, CHUNK, WIDTH)
+    diagonal = product(decay, squares, PRECISION) + state_decay[:, None] * on_diagonal[None, :]
     diagonal += lam[None, :]
     norm = tl.sum(diagonal, axis=1)
     # Padding has none.
     diagonal = tl.where(diagonal == 0.0, 1.0, diagonal)
 
-    right = load_tokens(q, own - s + t, 0, t, d, q_t, q_d, ROWS, WIDTH)
+    right = load_head(q, row_start - s + t, 0, t, d, q_strides, ROWS, WIDTH)
     size = tl.max(tl.abs(right), axis=1)
     size = tl.where((size > 0.0) & (size < float("inf")), size, 1.0)
     right = right / size[:, None]
@@ -210,7 +196,7 @@ def solve(
                 k,
                 v,
                 decay,
-                read,
+                state_decay,
                 lam,
                 query,
                 of_chunk,
@@ -219,10 +205,8 @@ def solve(
                 s,
                 tokens,
                 d,
-                k_s,
-                k_d,
-                v_s,
-                v_e,
+                k_strides,
+                v_strides,
                 ROWS,
                 CHUNK,
                 WIDTH,
@@ -238,7 +222,7 @@ def solve(
             p = z + ratio(energy, before)[:, None] * p
             used += 1
             is_large = is_any(length(rest) > wanted)
-        rest = load_tokens(q, own - s + t, 0, t, d, q_t, q_d, ROWS, WIDTH) / size[:, None]
+        rest = load_head(q, row_start - s + t, 0, t, d, q_strides, ROWS, WIDTH) / size[:, None]
         rest -= times(
             x,
             directions,
@@ -246,7 +230,7 @@ def solve(
             k,
             v,
             decay,
-            read,
+            state_decay,
             lam,
             query,
             of_chunk,
@@ -255,10 +239,8 @@ def solve(
             s,
             tokens,
             d,
-            k_s,
-            k_d,
-            v_s,
-            v_e,
+            k_strides,
+            v_strides,
             ROWS,
             CHUNK,
             WIDTH,
@@ -273,4 +255,4 @@ def solve(
     residual = residuals + query * tl.num_programs(0) + tl.program_id(0)
     tl.store(residual, tl.max(over, axis=0))
     o += ((head // heads * t * heads + head % heads) * queries + row) * d
-    store_tokens(o, own - s + t, 0, t, d, heads * queries * d, x * size[:, None])
+    store_tokens(o, row_start - s + t, 0, t, d, heads * queries * d, x * size[:, None])

@@ -17,8 +17,6 @@ from tests.backends.cupy.simulated import DTYPES, TOLERANCES, error
 TILES = (
     *("softmax_forward", "softmax_query_gradient", "softmax_key_gradient"),
     *(f"softmax_{kernel}_of_two" for kernel in ("forward", "query_gradient", "key_gradient")),
-    *("laser_exact_forward", "laser_exact_query_gradient"),
-    *("laser_exact_key_gradient", "laser_exact_values"),
 )
 SMALL = dict.fromkeys(TILES, Configuration(16, 16))
 KERNELS = {"mean": softmax.SoftmaxKernels, "log_mean_exp": laser.LaserKernels}

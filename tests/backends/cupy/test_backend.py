@@ -30,8 +30,6 @@ SMALL = {
     "lucid_update": Configuration(16, 16),
     "lucid_gradient": Configuration(16, 16),
     "lucid_decode": Configuration(16, 16),
-    "chunk_states": Configuration(32, 16),
-    "chunk_blocks": Configuration(32, 16),
 }
 
 

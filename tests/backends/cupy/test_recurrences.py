@@ -1,19 +1,15 @@
 """The CUDA kernels of the gated delta rule and its variants against the definition, simulated."""
 
-from itertools import pairwise, product
-from pathlib import Path
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 import precondattn as pa
 from precondattn.backend import Request
-from precondattn.kernel_backend.precise import VARIABLE
 from precondattn_cupy import Cupy
-from precondattn_cupy.configurations import Configuration, forced
-from precondattn_cupy.recurrence import chunk_arrays
-from precondattn_cupy.sources import FOLDER
-from precondattn_kernel_tools.cuda_simulator import KernelError, SimulatedModule, checked
+from precondattn_cupy.recurrence import scan
+from precondattn_kernel_tools.cuda_simulator import checked
 from tests.backends.cupy.simulated import DTYPES, ORDERS, error
 from tests.kernel_tools.toolchain import needs_simulator
 
@@ -22,25 +18,23 @@ pytestmark = pytest.mark.thorough
 
 BOUNDS = {"float32": 2e-6, "bfloat16": 1.5e-2, "float16": 2e-3}
 BACKENDS = ("cupy", "portable")
-CHUNKS = {"float32": 32, "bfloat16": 16, "float16": 16}
-"""Tokens of a chunk: two warps, or one."""
 
 
 @pytest.fixture(autouse=True)
 def unwritten_is_nan(monkeypatch):
-    empty = chunk_arrays.empty
+    empty = scan.empty
 
     def full(like, shape, dtype=None):
         array = empty(like, shape, dtype)
         array[...] = np.nan
         return array
 
-    monkeypatch.setattr(chunk_arrays, "empty", full)
+    monkeypatch.setattr(scan, "empty", full)
 
 
-def tiles(chunk=32, block=16):
-    cut = Configuration(chunk, block)
-    return forced(chunk_states=cut, chunk_blocks=cut)
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch):
+    monkeypatch.setattr(scan, "SEGMENT", 8)
 
 
 def problem(layer, t, d=12, e=16, b=1, heads=(1, 2), keys="random", gates="random"):
@@ -75,13 +69,13 @@ def wide(arrays):
     return {name: array.astype(np.float64) for name, array in arrays.items()}
 
 
-def check(layer, x, dtype="float32", bound=None, cut=None, order=None, **masks):
+def check(layer, x, dtype="float32", bound=None, order=None, **masks):
     """Output and gradients, against the definition in double precision."""
     x = {name: array.astype(DTYPES[dtype]) for name, array in x.items()}
     expected, pullback = layer.vjp(**wide(x), **masks, backend="reference")
     d_out = np.random.default_rng(0).normal(size=expected.shape).astype(DTYPES[dtype])
     gradients = pullback(d_out.astype(np.float64))
-    with checked(order), tiles(*(cut or (CHUNKS[dtype],))):
+    with checked(order):
         out, pullback = layer.vjp(**x, **masks, backend=BACKENDS)
         result = pullback(d_out)
     bound = bound or BOUNDS[dtype]
@@ -96,9 +90,9 @@ def check(layer, x, dtype="float32", bound=None, cut=None, order=None, **masks):
 @needs_simulator
 @pytest.mark.parametrize(
     ("t", "dtype", "d", "e"),
-    [(33, "float32", 20, 40), (31, "bfloat16", 12, 20), (1, "float32", 5, 5)],
+    [(17, "float32", 20, 40), (15, "bfloat16", 12, 20), (1, "float32", 5, 5)],
 )
-def test_lengths_around_a_chunk_blocks_of_channels_and_dtypes(t, dtype, d, e):
+def test_lengths_around_a_segment_blocks_of_channels_and_dtypes(t, dtype, d, e):
     check(pa.GatedDelta(), problem(pa.GatedDelta(), t, d=d, e=e, heads=(1, 1)), dtype)
 
 
@@ -108,102 +102,43 @@ def test_outputs_in_float16():
     x = problem(pa.GatedDelta(), 17)
     x = {name: array.astype(np.float16) for name, array in x.items()}
     expected = pa.GatedDelta()(**wide(x), backend="reference")
-    with tiles(16):
-        out = pa.GatedDelta()(**x, backend=BACKENDS)
+    out = pa.GatedDelta()(**x, backend=BACKENDS)
     assert error(out, expected) < BOUNDS["float16"]
-
-
-@pytest.mark.thorough(but=("options0-treatments4", "options0-treatments3"))
-@needs_simulator
-@pytest.mark.parametrize(
-    "treatments",
-    [
-        ("ROUNDED", "ROUNDED"),
-        ("ROUNDED", "AS_THEY_ARE"),
-        ("AS_THEY_ARE", "AS_THEY_ARE"),
-        ("IN_TWO", "IN_TWO"),
-        ("AS_THEY_ARE", "IN_TWO"),
-        ("IN_TWO", "AS_THEY_ARE"),
-    ],
-)
-@pytest.mark.parametrize("options", [("-DPRECONDATTN_EMULATED_TENSORS",), ()])
-def test_products_in_tf32_by_tensor_cores_and_without(options, treatments):
-    ways = [*product((False, True), repeat=2)]
-    names = [
-        f"tf32_of_tiles<{', '.join(treatments)}, {int(left)}, {int(right)}, 32, 48>"
-        for left, right in ways
-    ]
-    folder = Path(__file__).with_name("cuda_tensors")
-    module = SimulatedModule(folder / "tf32_products.cu", names, (f"-I{FOLDER}", *options))
-    rng = np.random.default_rng(0)
-    a, b = (
-        rng.normal(size=shape).astype(DTYPES["bfloat16" if how == "AS_THEY_ARE" else "float32"])
-        for shape, how in zip(((32, 48), (48, 32)), treatments, strict=True)
-    )
-    a, b = a.astype(np.float32), b.astype(np.float32)
-    factors = [
-        rounded(x) if how == "ROUNDED" else x for x, how in zip((a, b), treatments, strict=True)
-    ]
-    expected = factors[0].astype(np.float64) @ factors[1]
-    for name, (left, right) in zip(names, ways, strict=True):
-        c = np.full((32, 32), np.nan, np.float32)
-        given = [np.ascontiguousarray(x.T if flip else x) for x, flip in ((a, left), (b, right))]
-        module.get_function(name)((1,), (64,), (*given, c, np.int32(32)))
-        assert error(c, expected) < 1e-6
-
-
-def rounded(x):
-    """The array rounded to the nearest numbers of tf32."""
-    return ((x.view(np.uint32) + 0x1000) & ~np.uint32(0x1FFF)).view(np.float32)
-
-
-@needs_simulator
-def test_a_factor_that_is_not_of_tf32_is_refused_by_the_simulator():
-    name = "tf32_of_tiles<AS_THEY_ARE, AS_THEY_ARE, 0, 0, 32, 48>"
-    source = Path(__file__).with_name("cuda_tensors") / "tf32_products.cu"
-    kernel = SimulatedModule(source, [name], (f"-I{FOLDER}",)).get_function(name)
-    a, b, c = np.full((32, 48), 0.1, np.float32), np.ones((48, 32), np.float32), np.zeros((32, 32))
-    with pytest.raises(KernelError, match="8192"):
-        kernel((1,), (64,), (a, b, c.astype(np.float32), np.int32(32)))
 
 
 @needs_simulator
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("t", [15, 32])
+@pytest.mark.parametrize("t", [7, 9])
 def test_any_order_of_blocks_and_threads_gives_the_definition(t, order):
     check(pa.GatedDelta(), problem(pa.GatedDelta(), t, heads=(1, 1)), order=order)
 
 
-@pytest.mark.thorough(but=("33-256-32",))
+@pytest.mark.thorough
 @needs_simulator
-@pytest.mark.parametrize(("t", "d", "chunk"), [(65, 20, 64), (33, 256, 32)])
-def test_chunks_of_four_warps_and_the_widest_keys(t, d, chunk):
-    x = problem(pa.GatedDelta(), t, d=d, heads=(1, 1))
+def test_the_widest_keys():
+    x = problem(pa.GatedDelta(), 9, d=256, heads=(1, 1))
     expected = pa.GatedDelta()(**wide(x), backend="reference")
-    with tiles(chunk):
-        out = pa.GatedDelta()(**x, backend=BACKENDS)
-    assert error(out, expected) < BOUNDS["float32"]
+    assert error(pa.GatedDelta()(**x, backend=BACKENDS), expected) < BOUNDS["float32"]
 
 
 @needs_simulator
 @pytest.mark.parametrize("keys", ["clustered", "equal"])
 def test_keys_that_coincide_or_nearly_do(keys):
-    check(pa.GatedDelta(), problem(pa.GatedDelta(), 32, keys=keys, heads=(1, 1)), bound=1e-5)
+    check(pa.GatedDelta(), problem(pa.GatedDelta(), 20, keys=keys, heads=(1, 1)), bound=1e-5)
 
 
 @pytest.mark.thorough(but=("equal",))
 @needs_simulator
 @pytest.mark.parametrize("keys", ["clustered", "equal"])
-def test_coinciding_keys_cost_a_precise_kernel_no_accuracy_in_float16(monkeypatch, keys):
-    monkeypatch.setenv(VARIABLE, "1")
-    x = problem(pa.Delta(), 40, keys=keys, heads=(1, 1))
+def test_coinciding_keys_cost_no_accuracy_in_float16(keys):
+    x = problem(pa.Delta(), 30, keys=keys, heads=(1, 1))
     x["beta"] = np.full_like(x["beta"], 1.95)
-    check(pa.Delta(), x, "float16", bound=8e-4, cut=(32,))
+    check(pa.Delta(), x, "float16", bound=8e-4)
 
 
 @needs_simulator
 def test_zero_keys_and_open_gates_next_to_closed_ones():
-    check(pa.GatedDelta(), problem(pa.GatedDelta(), 37, keys="zero", gates="extreme"))
+    check(pa.GatedDelta(), problem(pa.GatedDelta(), 19, keys="zero", gates="extreme"))
 
 
 @needs_simulator
@@ -220,7 +155,7 @@ def test_a_strong_gate_costs_later_weak_gates_no_accuracy():
 )
 def test_special_cases_run_by_the_same_kernels(layer):
     layer = pa.parse(layer)
-    x = problem(layer, 34)
+    x = problem(layer, 18)
     if layer == pa.Linear(normalize=True):
         x |= {"q": np.abs(x["q"]), "k": np.abs(x["k"])}
     check(layer, x)
@@ -232,15 +167,15 @@ def test_contracted_queries_run_by_the_same_kernels():
     x["contraction"] = np.random.default_rng(0).uniform(size=(1, 17, 1)).astype(np.float32)
     check(pa.parse("ccq(gated_delta)"), x)
     layer = pa.ConditionedQuery(decay="head")
-    check(layer, problem(layer, 17), "bfloat16", cut=(32, 16))
+    check(layer, problem(layer, 17), "bfloat16")
 
 
 @needs_simulator
 @pytest.mark.parametrize("layer", ["gated_delta", "retention", "linear"])
 def test_fewer_queries_than_keys_are_those_of_the_last_tokens(layer):
     layer = pa.parse(layer)
-    x = problem(layer, 37)
-    check(layer, x | {"q": x["q"][:, 19:]})
+    x = problem(layer, 21)
+    check(layer, x | {"q": x["q"][:, 11:]})
 
 
 @needs_simulator
@@ -279,8 +214,8 @@ def states_of(layer, x):
 @pytest.mark.parametrize(
     ("layer", "cuts"),
     [
-        ("gated_delta", (0, 1, 34, 35)),
-        ("ssd", (0, 32, 33)),
+        ("gated_delta", (0, 1, 17, 18)),
+        ("ssd", (0, 8, 9)),
         ("ccq(gated_delta)", (0, 5, 6)),
     ],
 )
@@ -302,16 +237,15 @@ def check_splits(layer, x, cuts):
     expected, d_first = pullback(d_out.astype(np.float64), wide(d_last))
 
     cache, outs, pullbacks = first, [], []
-    with tiles():
-        for start, stop in pairwise(cuts):
-            part = {name: a[:, start:stop] for name, a in x.items()}
-            piece, cache, back = layer.extend_vjp(cache, **part, backend=BACKENDS)
-            outs.append(piece)
-            pullbacks.append((start, stop, back))
-        d_state, result = d_last, []
-        for start, stop, back in reversed(pullbacks):
-            gradients, d_state = back(d_out[:, start:stop], d_state)
-            result.insert(0, gradients)
+    for start, stop in pairwise(cuts):
+        part = {name: a[:, start:stop] for name, a in x.items()}
+        piece, cache, back = layer.extend_vjp(cache, **part, backend=BACKENDS)
+        outs.append(piece)
+        pullbacks.append((start, stop, back))
+    d_state, result = d_last, []
+    for start, stop, back in reversed(pullbacks):
+        gradients, d_state = back(d_out[:, start:stop], d_state)
+        result.insert(0, gradients)
     assert error(np.concatenate(outs, axis=1), out) < 2e-6
     for name, state in last.store.items():
         assert error(cache.store[name], state) < 2e-6
@@ -359,8 +293,7 @@ def test_an_extension_of_sequences_of_unequal_lengths():
     cache, lengths = states_of(layer, x), np.array([18, 0])
     exact = cache._replace(store=wide(cache.store))
     expected, last = layer.extend(exact, **wide(x), lengths=lengths, backend="reference")
-    with tiles():
-        out, new = layer.extend(cache, **x, lengths=lengths, backend="cupy")
+    out, new = layer.extend(cache, **x, lengths=lengths, backend="cupy")
     assert error(out, expected) < 1e-6
     for name, state in last.store.items():
         assert error(new.store[name], state) < 1e-6
@@ -394,4 +327,4 @@ def test_a_recurrence_is_computed_by_any_name():
     """Comba with decayed erasing has the recurrence of the gated delta rule with another key."""
     layer = pa.Comba(erases="decayed")
     assert layer.recurrence == pa.ErasingGatedDelta().recurrence
-    check(layer, problem(layer, 70))
+    check(layer, problem(layer, 19))

@@ -30,17 +30,7 @@ using Same = typename std::common_type<T>::type;  // Not deduced: the pointer de
 
 SIMULATED_ATOMIC(atomicAdd, old + value, int, unsigned, unsigned long long, float, double, __half,
                  __half2, __nv_bfloat16, __nv_bfloat162)
-SIMULATED_ATOMIC(atomicSub, old - value, int, unsigned)
 SIMULATED_ATOMIC(atomicExch, value, int, unsigned, unsigned long long, float)
-SIMULATED_ATOMIC(atomicMin, value < old ? value : old, int, unsigned, long long,
-                 unsigned long long)
-SIMULATED_ATOMIC(atomicMax, old < value ? value : old, int, unsigned, long long,
-                 unsigned long long)
-SIMULATED_ATOMIC(atomicAnd, old & value, int, unsigned, unsigned long long)
-SIMULATED_ATOMIC(atomicOr, old | value, int, unsigned, unsigned long long)
-SIMULATED_ATOMIC(atomicXor, old ^ value, int, unsigned, unsigned long long)
-SIMULATED_ATOMIC(atomicInc, old >= value ? 0 : old + 1, unsigned)
-SIMULATED_ATOMIC(atomicDec, old == 0 || old > value ? value : old - 1, unsigned)
 #undef SIMULATED_ATOMIC
 
 template <class T>

@@ -47,5 +47,4 @@
 #include "warps.h"
 #include "atomics.h"
 #include "arithmetic.h"
-#include "half_arithmetic.h"
 #include "entry.h"

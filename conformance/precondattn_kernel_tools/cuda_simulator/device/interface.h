@@ -23,10 +23,10 @@ struct Site {
 #define SIMULATED_CALLER const char *file = __builtin_FILE(), int line = __builtin_LINE()
 #define SIMULATED_SITE (::simulated::Site{file, line})
 
-enum BarrierResult { NOTHING, COUNT, ALL, ANY };
-int barrier(BarrierResult what, int predicate, Site site);
+// The number of threads of the block whose predicate is not 0.
+int barrier(int predicate, Site site);
 
-enum WarpOperation { SYNCHRONIZE, SHUFFLE, BALLOT, MATCH, ADD, MINIMUM, MAXIMUM, AND, OR, XOR };
+enum WarpOperation { SYNCHRONIZE, SHUFFLE, BALLOT, MATCH, ADD, MAXIMUM };
 // All lanes of the mask exchange 64 bits. A shuffle returns those of the lane `source`, the other
 // operations return a reduction over all lanes.
 uint64_t exchange(WarpOperation operation, unsigned mask, uint64_t value, int source, Site site);
@@ -43,7 +43,7 @@ void fence();
 // No other thread runs between the read and the write of an atomic operation.
 void atomic_read(const void* address, void* value, size_t bytes);
 void atomic_write(void* address, const void* value, size_t bytes);
-// For accesses that the compiler does not instrument: memcpy, memset.
+// For accesses that the compiler does not instrument: memcpy.
 void check_range(const void* address, size_t bytes, bool is_write);
 [[noreturn]] void stop(const char* why, Site site);
 

@@ -8,23 +8,13 @@
 #define warpSize 32
 
 inline void __syncthreads(SIMULATED_CALLER) {
-  ::simulated::barrier(::simulated::NOTHING, 0, SIMULATED_SITE);
+  ::simulated::barrier(0, SIMULATED_SITE);
 }
 inline int __syncthreads_count(int predicate, SIMULATED_CALLER) {
-  return ::simulated::barrier(::simulated::COUNT, predicate, SIMULATED_SITE);
-}
-inline int __syncthreads_and(int predicate, SIMULATED_CALLER) {
-  return ::simulated::barrier(::simulated::ALL, predicate, SIMULATED_SITE);
-}
-inline int __syncthreads_or(int predicate, SIMULATED_CALLER) {
-  return ::simulated::barrier(::simulated::ANY, predicate, SIMULATED_SITE);
+  return ::simulated::barrier(predicate, SIMULATED_SITE);
 }
 
 inline void __threadfence() { ::simulated::fence(); }
-inline void __threadfence_system() { ::simulated::fence(); }
-inline void __nanosleep(unsigned) {}
-// Between threads of a block, only barriers order memory.
-inline void __threadfence_block() {}
 
 [[noreturn]] inline void __trap(SIMULATED_CALLER) {
   ::simulated::stop("__trap() is reached", SIMULATED_SITE);
@@ -40,10 +30,5 @@ inline void* copy(void* to, const void* from, size_t bytes) {
   check_range(to, bytes, true);
   return ::memcpy(to, from, bytes);
 }
-inline void* fill(void* to, int value, size_t bytes) {
-  check_range(to, bytes, true);
-  return ::memset(to, value, bytes);
-}
 }  // namespace simulated
 #define memcpy(to, from, bytes) ::simulated::copy(to, from, bytes)
-#define memset(to, value, bytes) ::simulated::fill(to, value, bytes)

@@ -99,9 +99,5 @@ unsigned __match_any_sync(unsigned mask, T value, SIMULATED_CALLER) {
     return ::simulated::reduce(::simulated::operation, mask, value, SIMULATED_SITE);          \
   }
 SIMULATED_REDUCTION(add, ADD)
-SIMULATED_REDUCTION(min, MINIMUM)
 SIMULATED_REDUCTION(max, MAXIMUM)
-SIMULATED_REDUCTION(and, AND)
-SIMULATED_REDUCTION(or, OR)
-SIMULATED_REDUCTION(xor, XOR)
 #undef SIMULATED_REDUCTION

@@ -3,9 +3,8 @@
 
 namespace simulated {
 
-int barrier(BarrierResult what, int predicate, Site site) {
+int barrier(int predicate, Site site) {
   Thread& me = launch.all[launch.current];
-  me.wanted = what;
   me.predicate = predicate != 0;
   wait(State::AT_BARRIER, site);
   return me.result;
@@ -36,9 +35,7 @@ void release_barrier() {
   for (int i = 0; i < launch.threads; ++i) {
     Thread& thread = launch.all[i];
     thread.state = State::READY;
-    thread.result = thread.wanted == COUNT ? count
-                    : thread.wanted == ALL ? count == launch.threads
-                                           : count > 0;
+    thread.result = count;
   }
 }
 

@@ -29,7 +29,6 @@ struct Thread {
   jmp_buf place;
   Site site;
   // At a barrier.
-  BarrierResult wanted;
   int predicate;
   int result;
   // In a warp.

@@ -7,8 +7,7 @@ namespace simulated {
 
 static const char* const NAMES[] = {
     "__syncwarp", "a shuffle", "a vote", "__match_any_sync", "__reduce_add_sync",
-    "__reduce_min_sync", "__reduce_max_sync", "__reduce_and_sync", "__reduce_or_sync",
-    "__reduce_xor_sync"};
+    "__reduce_max_sync"};
 
 static std::string hexadecimal(unsigned mask) {
   char text[16];
@@ -73,17 +72,6 @@ static uint64_t shuffled(int lane, const std::vector<int>& lanes) {
   return launch.all[other].value;
 }
 
-static uint64_t combined(WarpOperation operation, uint64_t x, uint64_t y) {
-  switch (operation) {
-    case ADD: return x + y;
-    case MINIMUM: return (int64_t)x < (int64_t)y ? x : y;
-    case MAXIMUM: return (int64_t)x < (int64_t)y ? y : x;
-    case AND: return x & y;
-    case OR: return x | y;
-    default: return x ^ y;
-  }
-}
-
 static uint64_t result(int lane, const std::vector<int>& lanes) {
   const Thread& thread = launch.all[lane];
   uint64_t found = 0;
@@ -98,8 +86,11 @@ static uint64_t result(int lane, const std::vector<int>& lanes) {
       return found;
     default:
       found = launch.all[lanes[0]].value;
-      for (size_t i = 1; i < lanes.size(); ++i)
-        found = combined(thread.operation, found, launch.all[lanes[i]].value);
+      for (size_t i = 1; i < lanes.size(); ++i) {
+        const uint64_t other = launch.all[lanes[i]].value;
+        found = thread.operation == ADD ? found + other
+                                        : uint64_t(std::max(int64_t(found), int64_t(other)));
+      }
       return found;
   }
 }

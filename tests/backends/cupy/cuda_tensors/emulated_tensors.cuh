@@ -1,5 +1,5 @@
 // The instructions of tensor cores in plain C++, as the manual of PTX defines them, for the
-// simulator. To be included in front of products.cuh or chunk_products.cuh, whose own they stand for.
+// simulator. To be included in front of products.cuh, whose own they stand for.
 //
 // Lane l holds of every 8 × 8 matrix the numbers 2 (l % 4) and the next of row l / 4, the first in
 // the lower half of its register.
@@ -57,20 +57,5 @@ __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned 
       const unsigned left = __shfl_sync(0xffffffffu, a[quarter], lane / 4 * 4 + k % 8 / 2);
       const unsigned right = __shfl_sync(0xffffffffu, k < 8 ? b0 : b1, column * 4 + k % 8 / 2);
       c[i] += half_of<T>(left, k % 2) * half_of<T>(right, k % 2);
-    }
-}
-
-// mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32: the registers of A are its 8 × 4 quarters,
-// first down and then to the right; those of B its halves, transposed.
-__device__ inline void multiply_tf32(float (&c)[4], const unsigned (&a)[4],
-                                     const unsigned (&b)[2]) {
-  const int lane = threadIdx.x % 32;
-  for (int i = 0; i < 4; ++i)
-    for (int k = 0; k < 8; ++k) {
-      const int column = 2 * (lane % 4) + i % 2;
-      const unsigned left = __shfl_sync(0xffffffffu, a[i / 2 + k / 4 * 2], lane / 4 * 4 + k % 4);
-      const unsigned right = __shfl_sync(0xffffffffu, b[k / 4], column * 4 + k % 4);
-      assert(left % 8192 == 0 && right % 8192 == 0);
-      c[i] += __uint_as_float(left) * __uint_as_float(right);
     }
 }

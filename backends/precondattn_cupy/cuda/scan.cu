@@ -1,8 +1,9 @@
-// The recurrence with a gate for each key channel, token by token, with the states in registers.
+// The recurrence with a gate for each key channel or each head, token by token, with the states in
+// registers.
 //
 //     S' = e^g ∘ S,   u = v  (additive),  β (v − S'ᵀ a)  (delta rule),   S ← S' + k uᵀ,   o = s Sᵀ q
 //
-// with g a number for each row of S, and a the key that is erased: k, unless ERASES. Backward, with Λ the
+// with g a number for each row of S, or one for all, and a the key that is erased: k, unless ERASES. Backward, with Λ the
 // gradient of S after a token, from the last token to the first,
 //
 //     Λ += s q doᵀ,    dq = s S do,    du = Λᵀ k,    dk = Λ u,    dv = β du  (additive: du),
@@ -116,7 +117,7 @@ template <class T, int KEYS, bool ERASES>
 struct Tokens {
   HeadRows<T> k, a, v;
   HeadRows<float> g, beta;
-  int lane, there, d;
+  int lane, there, d, gates;
   bool is_delta;
 
   float key[KEYS], other[ERASES ? KEYS : 1], kept[KEYS];
@@ -133,9 +134,9 @@ struct Tokens {
   __device__ __forceinline__ void decay(State<KEYS>& state, int token) {
     load_keys(key, k(token), lane, d);
     if constexpr (ERASES) load_keys(other, a(token), lane, d);
-    load_keys(kept, g(token), lane, d);
+    load_keys(kept, g(token), lane, gates);
 #pragma unroll
-    for (int i = 0; i < KEYS; ++i) kept[i] = expf(kept[i]);
+    for (int i = 0; i < KEYS; ++i) kept[i] = expf(gates == 1 ? *g(token) : kept[i]);
     load_values(residual, v(token), there);
     scale_state(state, kept);
     strength = 1.0f;
@@ -154,7 +155,7 @@ struct Tokens {
 template <class T, int KEYS, bool ERASES>
 __device__ __forceinline__ Tokens<T, KEYS, ERASES> tokens_of_head(
     const T* k, const T* a, const T* v, const float* g, const float* beta, int first, int heads,
-    int k_heads, int a_heads, int v_heads, int s, int d, int e) {
+    int k_heads, int a_heads, int v_heads, int s, int d, int e, int gates) {
   const int b = blockIdx.y / heads, head = blockIdx.y % heads;
   Tokens<T, KEYS, ERASES> x;
   x.k = rows_of(k, b, head / (heads / k_heads), k_heads, s, d);
@@ -163,7 +164,8 @@ __device__ __forceinline__ Tokens<T, KEYS, ERASES> tokens_of_head(
   // A warp without channels of its own only takes part in sums.
   x.v = rows_of(v, b, head / (heads / v_heads), v_heads, s, e);
   x.v.head += first < e ? first : 0;
-  x.g = rows_of(g, b, head, heads, s, d);
+  x.g = rows_of(g, b, head, heads, s, gates);
+  x.gates = gates;
   x.is_delta = beta != nullptr;
   x.beta = {nullptr, 0};
   if (x.is_delta) x.beta = rows_of(beta, b, head, heads, s, 1);
@@ -176,19 +178,19 @@ __device__ __forceinline__ Tokens<T, KEYS, ERASES> tokens_of_head(
 // Writes `o` (b, t, m, r, e) and `last` (m, d, e) from `initial`; or if `states` (m, segments, d, e) is
 // given, only the state before each segment.
 template <class T, int WIDTH, bool ERASES = false>
-__global__ void scan_channels(const T* __restrict__ q, const T* __restrict__ k,
+__global__ void scan_tokens(const T* __restrict__ q, const T* __restrict__ k,
                               const T* __restrict__ a, const T* __restrict__ v,
                               const float* __restrict__ g, const float* __restrict__ beta,
                               const float* __restrict__ initial, float* __restrict__ last,
                               float* __restrict__ states, T* __restrict__ o, int heads, int queries,
                               int q_heads, int k_heads, int a_heads, int v_heads, int s, int t, int d,
-                              int e, int segment, float scale) {
+                              int e, int gates, int segment, float scale) {
   constexpr int KEYS = WIDTH / 32;
   const int first = (blockIdx.x * WARPS + threadIdx.x / 32) * VALUES;
   const int b = blockIdx.y / heads, head = blockIdx.y % heads;
   if (first >= e) return;
   auto x = tokens_of_head<T, KEYS, ERASES>(k, a, v, g, beta, first, heads, k_heads, a_heads, v_heads,
-                                           s, d, e);
+                                           s, d, e, gates);
   const int lane = x.lane, there = x.there;
   const long long size = (long long)d * e;
   State<KEYS> state;
@@ -244,21 +246,21 @@ __device__ __forceinline__ void sum_over_warps(float (*shared)[WARPS][WIDTH],
 // (m, d, e). `memory` has the states of a segment of each warp, (m, blocks, warps, segment, VALUES
 // WIDTH). `d_a` is null unless ERASES, and `d_beta` for additive states.
 template <class T, int WIDTH, bool ERASES = false>
-__global__ void scan_channels_back(
+__global__ void scan_tokens_back(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ a,
     const T* __restrict__ v, const float* __restrict__ g, const float* __restrict__ beta,
     const float* __restrict__ states, const T* __restrict__ d_o, const float* __restrict__ d_last,
     float* memory, float* __restrict__ d_q, float* __restrict__ d_k, float* __restrict__ d_a,
     float* __restrict__ d_v, float* __restrict__ d_g, float* __restrict__ d_beta,
     float* __restrict__ d_initial, int heads, int queries, int q_heads, int k_heads, int a_heads,
-    int v_heads, int s, int t, int d, int e, int segment, float scale) {
+    int v_heads, int s, int t, int d, int e, int gates, int segment, float scale) {
   constexpr int KEYS = WIDTH / 32, ROWS = ERASES ? 3 : 2;
   __shared__ float shared[ROWS][WARPS][WIDTH];
   __shared__ float of_beta[WARPS];
   const int warp = threadIdx.x / 32, first = (blockIdx.x * WARPS + warp) * VALUES;
   const int b = blockIdx.y / heads, head = blockIdx.y % heads, batch = gridDim.y / heads;
   auto x = tokens_of_head<T, KEYS, ERASES>(k, a, v, g, beta, first, heads, k_heads, a_heads, v_heads,
-                                           s, d, e);
+                                           s, d, e, gates);
   const int lane = x.lane, there = x.there, segments = (s + segment - 1) / segment;
   const long long size = (long long)d * e;
   float* own = memory + (((long long)blockIdx.y * gridDim.x + blockIdx.x) * WARPS + warp) * segment *

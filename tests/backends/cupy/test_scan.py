@@ -1,15 +1,17 @@
-"""The CUDA recurrence with a gate for each key channel against the definition, simulated."""
+"""The CUDA recurrence against the definition, simulated: gates of key channels and of heads.
+
+The delta rule erases with another key than it writes with.
+"""
 
 import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn.spec.recurrence import recurrent, recurrent_vjp
-from precondattn_cupy.recurrence import channel_scan
-from precondattn_cupy.recurrence.channel_scan import ChannelScan
+from precondattn.spec.recurrence import Stream, recurrent, recurrent_vjp
+from precondattn_cupy.recurrence import scan
+from precondattn_cupy.recurrence.scan import Scan
 from precondattn_kernel_tools.cuda_simulator import checked
 from tests.backends.cupy.simulated import DTYPES, ORDERS
-from tests.backends.cupy.test_erase_keys import in_float32
 from tests.backends.cupy.test_recurrences import (
     BACKENDS,
     BOUNDS,
@@ -28,7 +30,11 @@ pytestmark = [needs_simulator, pytest.mark.thorough]
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
-    monkeypatch.setattr(channel_scan, "SEGMENT", 4)
+    monkeypatch.setattr(scan, "SEGMENT", 4)
+
+
+def in_float32(x):
+    return Stream(*(None if a is None else a.astype(np.float32) for a in x))
 
 
 def assert_exact(x, given, state, order=None):
@@ -38,7 +44,7 @@ def assert_exact(x, given, state, order=None):
     d_o, d_last = rng.normal(size=expected.shape), rng.normal(size=state.shape)
     exact = recurrent_vjp(x, state, 3 * d_o, d_last)
     first = state.astype(np.float32)
-    form = ChannelScan(scale=3.0)
+    form = Scan(scale=3.0)
     with checked(order):
         out, last = form.forward(in_float32(given), first)
         d = form.vjp(in_float32(given), first, d_o.astype(np.float32), d_last.astype(np.float32))
@@ -50,13 +56,14 @@ def assert_exact(x, given, state, order=None):
             assert_close(getattr(d.stream, name), gradient, 2e-6)
 
 
-@pytest.mark.thorough(but=("1-1-20-5-True", "1-1-20-5-False"))
+@pytest.mark.thorough(but=("key-1-1-20-5-True", "key-1-1-20-5-False", "head-1-1-20-5-True"))
 @pytest.mark.parametrize("erases", [False, True])
 @pytest.mark.parametrize(
     ("s", "t", "d", "e"), [(9, 9, 5, 3), (8, 3, 40, 35), (1, 1, 20, 5), (3, 3, 200, 5)]
 )
-def test_tokens_are_those_of_the_definition(s, t, d, e, erases):
-    x, state = stream(s, "key", t, b=1, d=d, e=e)
+@pytest.mark.parametrize("gate", ["key", "head"])
+def test_tokens_are_those_of_the_definition(gate, s, t, d, e, erases):
+    x, state = stream(s, gate, t, b=1, d=d, e=e)
     x = x if erases else x._replace(erase=None)
     assert_exact(x, x, state)
 
@@ -68,18 +75,27 @@ def test_additive_states(gate):
     assert_exact(x, x, state)
 
 
+@pytest.mark.parametrize("gate", ["key", "head"])
 @pytest.mark.parametrize("order", ORDERS[1:])
-def test_any_order_of_blocks_and_threads(order):
-    x, state = stream(5, "key", b=1, m=1, d=5, e=35)
+def test_any_order_of_blocks_and_threads(order, gate):
+    x, state = stream(5, gate, b=1, m=1, d=5, e=35)
     assert_exact(x, x, state, order)
 
 
-@pytest.mark.parametrize(("k_heads", "erase_heads"), [(4, 1), (1, 2)])
-def test_keys_and_erase_keys_may_have_fewer_heads_than_the_state(k_heads, erase_heads):
-    x, state = stream(5, "key", m=4)
+@pytest.mark.parametrize("gate", ["key", "head"])
+@pytest.mark.parametrize(("k_heads", "erase_heads"), [(4, 1), (1, 2), (2, 4)])
+def test_keys_and_erase_keys_may_have_fewer_heads_than_the_state(k_heads, erase_heads, gate):
+    x, state = stream(5, gate, m=4)
     given = x._replace(k=x.k[:, :k_heads], erase=x.erase[:, :erase_heads])
     k, erase = (np.repeat(a, 4 // a.shape[1], axis=1) for a in (given.k, given.erase))
     assert_exact(x._replace(k=k, erase=erase), given, state)
+
+
+def test_closed_gates_of_heads_forget():
+    x, state = stream(9, "head", b=1)
+    x.g[:, :, [0, 3, 4]] = -np.inf
+    exact = x._replace(g=np.where(np.isinf(x.g), -1e4, x.g))
+    assert_exact(exact, x, state)
 
 
 def test_closed_gates_forget_without_overflow():
@@ -104,6 +120,10 @@ def inputs(layer, t, **sizes):
         *(("atk(kda)", 5, dtype) for dtype in BOUNDS),
         ("gla", 5, "bfloat16"),
         ("kda", 1, "float32"),
+        *(("atk(delta)", 7, dtype) for dtype in ("bfloat16", "float16")),
+        ("atk", 9, "float32"),
+        ("atk", 1, "float32"),
+        ("atk[learned=true]", 9, "float32"),
     ],
 )
 def test_mechanisms_run_by_the_kernels(expression, t, dtype):
