@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from precondattn.algebra.declaration import Axis, Pattern
-from precondattn.arrays import Arrays, dtype_name
+from precondattn.arrays import Arrays, Shape, dtype_name
 from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
 from precondattn.execution.pair_masks import refuse_divided
 from precondattn.execution.torch.dtensor_sharding import MASKS
-from precondattn.parallel.heads import HeadAxes, Shape
+from precondattn.parallel.heads import HeadAxes
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism

@@ -15,33 +15,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from precondattn.parallel.gathered import gathered_inputs
-from precondattn.parallel.gathered import refusal as refusal_of_leaf
-from precondattn.parallel.layouts import TokenOrder, TokenPart
+from precondattn.parallel.layouts import TokenPart
 from precondattn.parallel.torch.exchange import exchanged
 from precondattn.parallel.torch.piece import DividedPiece
+from precondattn.parallel.ways import gathered_inputs
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
-    from precondattn.algebra.mechanism import Leaf
     from precondattn.arrays import Tree
-
-PASSED = "the keys of all processes"
-SENDS_VALUES = True
-
-
-def refusal(leaf: Leaf, order: TokenOrder) -> str | None:
-    """The reason why a leaf can not be divided by gathering its keys; None if it can."""
-    return refusal_of_leaf(leaf)
 
 
 def output(piece: DividedPiece) -> Tensor:
     """The output of this process's tokens."""
-    own = gathered_inputs(piece.leaf)
-    whole = dict(
-        zip(own, _GatheredTokens.apply(piece, *(piece.inputs[n] for n in own)), strict=True)
-    )
+    names = gathered_inputs(piece.leaf)
+    arrays = _GatheredTokens.apply(piece, *(piece.inputs[name] for name in names))
+    whole = dict(zip(names, arrays, strict=True))
 
     def attended() -> Tensor:
         parts = piece.own_parts(piece.processes.rank)
@@ -49,15 +38,6 @@ def output(piece: DividedPiece) -> Tensor:
 
     out: Tensor = piece.processes.together(attended)
     return out
-
-
-def bytes_sent(piece: DividedPiece) -> dict[str, int]:
-    """The bytes that this process sends in the forward pass, by input."""
-    others = piece.processes.devices - 1
-    return {
-        name: others * piece.inputs[name].numel() * piece.inputs[name].dtype.itemsize
-        for name in gathered_inputs(piece.leaf)
-    }
 
 
 def _of_part(piece: DividedPiece, part: TokenPart, whole: dict[str, Tensor]) -> Tensor:
@@ -70,19 +50,10 @@ def _of_part(piece: DividedPiece, part: TokenPart, whole: dict[str, Tensor]) -> 
         else:
             has_tokens = "t" in piece.leaf.inputs[name].letters
             inputs[name] = x[:, part.rows] if has_tokens else x
-    out: Tensor = piece.leaf(**inputs, **_masks_until(piece, end), backend=piece.backend)
+    masks = {"key_mask": piece.masks.valid, "segment_ids": piece.masks.segment}
+    until = {n: _in_order(piece, of)[:, :end] for n, of in masks.items() if of is not None}
+    out: Tensor = piece.leaf(**inputs, **until, backend=piece.backend)
     return out
-
-
-def _masks_until(piece: DividedPiece, end: int) -> dict[str, Tensor]:
-    """The masks of the first `end` tokens of the sequence."""
-    masks = piece.masks
-    given = {"key_mask": masks.valid, "segment_ids": masks.segment}
-    return {
-        name: _in_order(piece, of_processes)[:, :end]
-        for name, of_processes in given.items()
-        if of_processes is not None
-    }
 
 
 def _in_order(piece: DividedPiece, of_processes: Tree) -> Tensor:
@@ -98,10 +69,7 @@ class _GatheredTokens(torch.autograd.Function):  # type: ignore[misc]
         ctx.piece = piece
         processes = piece.processes
         group, rank, devices = processes.group, processes.rank, processes.devices
-        shapes = [
-            [(x.shape[0], piece.count(process), *x.shape[2:]) for x in arrays]
-            for process in range(devices)
-        ]
+        shapes = [[(x.shape[0], n, *x.shape[2:]) for x in arrays] for n in piece.counts]
         received = exchanged(group, rank, [[x.contiguous() for x in arrays]] * devices, shapes)
         return tuple(_in_order(piece, of_one) for of_one in zip(*received, strict=True))
 
