@@ -129,11 +129,11 @@ class SegmentBorders(NamedTuple):
         reverse they are after it, and the first is `distance` after it.
         """
         if is_reversed:
-            first, last = device + distance, device + 2 * distance - 1
+            start, end = device + distance, device + 2 * distance - 1
         else:
-            first, last = device - 2 * distance + 1, device - distance
+            start, end = device - 2 * distance + 1, device - distance
         each = arange_like(self.is_open.shape[0], self.is_open)[:, None]
-        return namespace(each).all(self.is_open | (each < first) | (each > last), axis=0)
+        return namespace(each).all(self.is_open | (each < start) | (each > end), axis=0)
 
 
 def states_before(

@@ -167,13 +167,7 @@ class ContextParallel(DividedMechanism):
     def _call(
         self, arguments: DividedArguments, backend: BackendNames, *, is_part: bool
     ) -> DividedCall:
-        """The call with its sizes and the parts of its inputs.
-
-        Raises
-        ------
-        ValueError
-            if sizes do not fit; the message names the input.
-        """
+        """The call with its sizes and the parts of its inputs."""
         declared, inputs, shapes, parts = self.mechanism.inputs, arguments.inputs, {}, {}
         axes = {name: HeadAxes.of_pattern(declared[name], x.shape) for name, x in inputs.items()}
         divisor = 1 if self.order is None else self.order.divisor

@@ -46,7 +46,7 @@ def output(piece: DividedPiece) -> Array:
 class RingPair(NamedTuple):
     """The attention of some queries to some of a device's keys."""
 
-    read: MeanOfParts | LaserOfParts
+    over_parts: MeanOfParts | LaserOfParts
     seen_by: Array | None
     """Which of the queries (b, t) see any of the keys; None if all of them may"""
     is_any: Array | None
@@ -132,13 +132,13 @@ def _forward(
         source = ring.source(distance)
 
         def step(area: Rectangle, pair: RingPair, done: Tree) -> Tree:
-            read, seen_by, _ = pair
+            over_parts, seen_by, _ = pair
             rows = (area.rows(q, area.queries), *(area.rows(x, area.keys) for x in keys))
-            out, lse = read.attend(*map(upcast, rows))
+            out, lse = over_parts.attend(*map(upcast, rows))
             if seen_by is not None:
                 lse = jnp.where(seen_by[..., None], lse, -math.inf)
             before = (area.rows(done[0], area.queries), area.rows(done[1], area.queries))
-            merged = read.merged(before, (out, lse))
+            merged = over_parts.merged(before, (out, lse))
             return tuple(
                 area.placed(x, area.queries, new) for x, new in zip(done, merged, strict=True)
             )
@@ -147,7 +147,7 @@ def _forward(
 
     last = ring.line.devices - 1
     keys = ring.line.passed_on((k, v))
-    done = ring.of_device(masks).read.attend(*map(upcast, (q, k, v)))
+    done = ring.of_device(masks).over_parts.attend(*map(upcast, (q, k, v)))
 
     def round_of(distance: Array, state: Tree) -> Tree:
         done, keys = state
@@ -169,11 +169,11 @@ def _backward(ring: RingCall, saved: Tree, d_out: Array) -> Tree:
         source, tokens = ring.source(distance), of_keys[:2]
 
         def step(area: Rectangle, pair: RingPair, sums: Tree) -> Tree:
-            read, seen_by, _ = pair
+            over_parts, seen_by, _ = pair
             rows = (area.rows(q, area.queries), *(area.rows(x, area.keys) for x in tokens))
             of_queries = [area.rows(x, area.queries) for x in (out, lse, d_out)]
             whole = WholeRows.of_output(of_queries[0], of_queries[1], of_queries[2], seen_by)
-            gradients = read.pulled(tuple(map(upcast, rows)), whole)
+            gradients = over_parts.pulled(tuple(map(upcast, rows)), whole)
             return tuple(
                 area.placed(total, which, area.rows(total, which) + gradients[name])
                 for total, name, which in zip(
@@ -184,7 +184,7 @@ def _backward(ring: RingCall, saved: Tree, d_out: Array) -> Tree:
         d_q, *d_keys = ring.each(masks, source, q.shape[1], step, (d_q, *of_keys[2:]))
         return d_q, (*tokens, *d_keys)
 
-    of_device = ring.of_device(masks).read.pulled(
+    of_device = ring.of_device(masks).over_parts.pulled(
         tuple(map(upcast, (q, k, v))), WholeRows.of_output(out, lse, d_out, None)
     )
     d_q, of_keys = of_device["q"], (k, v, of_device["k"], of_device["v"])

@@ -32,4 +32,4 @@ def part_shape(step: DividedStep) -> Shape | None:
 
 def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
     """The output of the new tokens, computed by every process."""
-    return step.leaf(**step.inputs, backend=step.backend), {}
+    return step.leaf(**step.inputs, backend=step.new.backend), {}

@@ -32,8 +32,8 @@ from precondattn.parallel.torch.divided_cache import (
     Kept,
     extended,
     filled,
-    held_of,
     rows_needed,
+    tokens_stored,
 )
 from precondattn.parallel.torch.new_tokens import NewTokens
 from precondattn.parallel.torch.piece import DividedPiece, masks_of, positions_of
@@ -149,7 +149,7 @@ def _empty(
     before = [0] * b if begin is None else begin.length.tolist()
     lengths = tuple(n + new for n, new in zip(before, counts, strict=True))
     has_tokens = keeps_tokens(mechanism)
-    held = held_of(call.parts, counts, processes.devices)
+    stored = tokens_stored(call.parts, counts, processes.devices)
     rows = None
     if has_tokens:
         capacity = at_least(1, "capacity", capacity)
@@ -158,11 +158,11 @@ def _empty(
                 f"capacity must be {max(lengths)} or above, the number of tokens of the longest "
                 f"sequence; found {capacity}"
             )
-        rows = rows_needed(capacity, held[processes.rank], processes.devices)
+        rows = rows_needed(capacity, stored[processes.rank], processes.devices)
     part = mechanism.init_cache(
         **call.bound.inputs, capacity=rows, key_mask="key_mask" in call.bound.masks
     )
-    of_process = held[processes.rank] if has_tokens else lengths
+    of_process = stored[processes.rank] if has_tokens else lengths
     count = torch.tensor(of_process, dtype=torch.int32, device=processes.device)
     position = torch.zeros(b, rows or 0, dtype=torch.int32, device=processes.device)
     layout = str(call.order)
@@ -172,7 +172,7 @@ def _empty(
         layout,
         holding(part, count, part.store),
         position,
-        held if has_tokens else (),
+        stored if has_tokens else (),
         lengths,
         capacity if has_tokens else None,
     )
@@ -224,10 +224,7 @@ class _Past(NamedTuple):
             {slot: self.store[key] for slot, key in keys.items()},
             self.rows,
             self.seen,
-            new.lengths,
-            new.key_mask,
-            new.valid,
-            new.backend,
+            new,
         )
 
 

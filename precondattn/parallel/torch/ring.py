@@ -48,7 +48,7 @@ def output(piece: DividedPiece) -> Tensor:
 class RingPair(NamedTuple):
     """The attention of some of this process's queries to some of another process's keys."""
 
-    read: MeanOfParts | LaserOfParts
+    over_parts: MeanOfParts | LaserOfParts
     queries: slice
     keys: slice
     seen_by: Tensor | None
@@ -75,8 +75,8 @@ class RingCall:
             before = [other for other in keys if other.first < part.first]
             after = [other for other in keys if other.first > part.first]
             if source == rank:
-                read = self._read(leaf, masks.of_rows(source, part.rows))
-                yield RingPair(read, part.rows, part.rows, None)
+                over_parts = self._read(leaf, masks.of_rows(source, part.rows))
+                yield RingPair(over_parts, part.rows, part.rows, None)
             for others, at in ((before, 0), ((), 0) if leaf.causal else (after, -1)):
                 if not others:
                     continue
@@ -160,13 +160,13 @@ def _attend(
     values: Tensor,
 ) -> None:
     """Merge the attention to a process's keys into `done`, by the first token of a query part."""
-    for read, of_q, of_k, seen_by in ring.pairs(source):
+    for over_parts, of_q, of_k, seen_by in ring.pairs(source):
         tokens = [upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k])]
-        out, lse = read.attend(*tokens)
+        out, lse = over_parts.attend(*tokens)
         if seen_by is not None:
             lse = lse.masked_fill(~seen_by[..., None], -math.inf)
         if of_q.start in done:
-            out, lse = read.merged(done[of_q.start], (out, lse))
+            out, lse = over_parts.merged(done[of_q.start], (out, lse))
         done[of_q.start] = out, lse
 
 
@@ -180,10 +180,10 @@ def _pull(
     """Add the gradients of this process's queries, and of a process's keys and values."""
     q, *whole = of_queries
     keys, values, d_k, d_v = of_keys
-    for read, of_q, of_k, seen_by in ring.pairs(source):
+    for over_parts, of_q, of_k, seen_by in ring.pairs(source):
         tokens = [upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k])]
         out, lse, d_out = (x[:, of_q] for x in whole)
-        gradients = read.pulled(tokens, WholeRows.of_output(out, lse, d_out, seen_by))
+        gradients = over_parts.pulled(tokens, WholeRows.of_output(out, lse, d_out, seen_by))
         d_q[:, of_q] += gradients["q"]
         d_k[:, of_k] += gradients["k"]
         d_v[:, of_k] += gradients["v"]

@@ -32,9 +32,9 @@ class SolveBlocks:
     def all(self) -> tuple[TokenPart, ...]:
         """All blocks, in the order of the sequence."""
         return tuple(
-            TokenPart(part.device, slice(start, min(start + BLOCK, part.rows.stop)), first)
+            TokenPart(part.device, slice(start, min(start + BLOCK, part.rows.stop)), position)
             for part in self.piece.parts
-            for start, first in zip(
+            for start, position in zip(
                 range(part.rows.start, part.rows.stop, BLOCK),
                 range(part.first, part.first + part.tokens, BLOCK),
                 strict=True,
