@@ -69,7 +69,7 @@ def apply(
     if valid is not None:
         x = zero_where_not(valid, x)
     count = None if tokens is None else tokens.count
-    given, cache = cache, None if cache is None else ordinary(without_kept(cache))
+    callers, cache = cache, None if cache is None else ordinary(without_kept(cache))
     inner, rows = (None, None) if cache is None else split(cache, plan)
     place = None if segments is None else segments.place
     histories = Histories(rows, count, place)
@@ -109,7 +109,7 @@ def apply(
                 inner, **inputs, **masks, donate=donate, **options
             )
         finally:
-            empty_if_donated(given, inner)  # type: ignore[arg-type]
+            empty_if_donated(callers, inner)  # type: ignore[arg-type]
         after = joined(longer, histories.kept, cache.kinds)  # type: ignore[union-attr]
         if places is not None:
             after = places.kept_in(after, histories.between(places))
@@ -149,6 +149,6 @@ def _made(
         before = histories.preceded(entry.name, rows, weight.shape[0] - 1)
         return causal_convolution(before, weight, bias, histories.place)
 
-    read = {own: values[value] for own, value in entry.reads}
-    tokens = RecipeTokens(x, rotation_of, read, convolved, depth)
+    reads = {name: values[value] for name, value in entry.reads}
+    tokens = RecipeTokens(x, rotation_of, reads, convolved, depth)
     return entry.recipe.make(tokens, weights[entry.name])

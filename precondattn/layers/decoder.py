@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Array, dtype_name, is_compiling, library_of
+from precondattn.cache import Cache
 from precondattn.given import Arguments, Given, at_least, whole_number
 from precondattn.layers.functions import LinearMap, gelu, linear, silu
 from precondattn.layers.maps import Map, Weight
@@ -45,7 +46,7 @@ def mlp_maps(width: int, hidden: int, mlp: str) -> tuple[Map, ...]:
     if mlp == "plain":
         del weights["gate"]
     return tuple(
-        Map.of_weight(f"{name}_proj", "", name, "", 1, own) for name, own in weights.items()
+        Map.of_weight(f"{name}_proj", "", name, "", 1, each) for name, each in weights.items()
     )
 
 
@@ -60,6 +61,21 @@ def mlp_output(y: Array, *maps: LinearMap) -> Array:
         return down(gelu(inward[0](y)))
     gate, up = inward
     return down(silu(gate(y)) * up(y))
+
+
+def states_after(
+    blocks: Iterable[Callable[..., Any]], x: Array, caches: tuple[Cache, ...] | None, **options: Any
+) -> tuple[Array, tuple[Cache, ...] | None]:
+    """The hidden states x after all blocks, and the extended caches."""
+    if caches is None:
+        for block in blocks:
+            x = block(x, **options)
+        return x, None
+    longer = []
+    for block, cache in zip(blocks, caches, strict=True):
+        x, cache = block(x, cache=cache, **options)
+        longer.append(cache)
+    return x, tuple(longer)
 
 
 def check_mlp(mlp: object) -> None:
@@ -110,8 +126,8 @@ def arguments_of(
         )
     arguments = []
     for depth, layer in enumerate(layers):
-        own = dict(layer) if isinstance(layer, Mapping) else {"mechanism": layer}
-        arguments.append({"heads": heads, "depth": depth, **own})
+        of_layer = dict(layer) if isinstance(layer, Mapping) else {"mechanism": layer}
+        arguments.append({"heads": heads, "depth": depth, **of_layer})
     return arguments
 
 

@@ -54,8 +54,8 @@ def _linear_of_shards(x: Array, weight: Array, axes: int) -> Array:
     Each axis of the result is sharded like the same axis of x or of the weight.
     """
     jax = sys.modules["jax"]
-    own, of_weight = (jax.typeof(array).sharding.spec for array in (x, weight))
-    spec = jax.sharding.PartitionSpec(*own[: x.ndim - axes], *of_weight[axes:])
+    of_x, of_weight = (jax.typeof(array).sharding.spec for array in (x, weight))
+    spec = jax.sharding.PartitionSpec(*of_x[: x.ndim - axes], *of_weight[axes:])
     summed = (range(x.ndim - axes, x.ndim), range(axes))
     return jax.lax.dot_general(x, weight, (summed, ((), ())), out_sharding=spec)
 
@@ -108,8 +108,8 @@ def log_decay(log_rate: Array, step: Array) -> Array:
     0 is so small that more than 120 would differ.
     """
     xp, a = namespace(step), upcast(log_rate)
-    first = xp.clip(a, max=80.0)
-    return -xp.exp(first) * (step * xp.exp(xp.clip(a, max=120.0) - first))
+    factor = xp.clip(a, max=80.0)
+    return -xp.exp(factor) * (step * xp.exp(xp.clip(a, max=120.0) - factor))
 
 
 def _native(x: Array) -> Namespace:
@@ -159,8 +159,8 @@ def rotated(x: Array, cos: Array, sin: Array) -> Array:
     """RoPE: x (b, t, h, d) with the pairs (x_i, x_{i + r/2}) of its first r channels rotated."""
     wide, half = upcast(x), cos.shape[-1]
     cos, sin = cast(cos, wide.dtype), cast(sin, wide.dtype)
-    first, second = wide[..., :half], wide[..., half : 2 * half]
-    parts = [first * cos - second * sin, second * cos + first * sin]
+    x1, x2 = wide[..., :half], wide[..., half : 2 * half]
+    parts = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
     if 2 * half < x.shape[-1]:
         parts.append(wide[..., 2 * half :])
     return cast(namespace(x).concat(parts, axis=-1), x.dtype)

@@ -40,8 +40,8 @@ def split(cache: Cache, plan: LayerPlan) -> tuple[Cache, Arrays]:
     if not plan.histories:
         return cache, {}
     rows = {name: cache.store[ROWS + name] for name, _, _ in plan.histories}
-    own = {ROWS + name for name in rows}
-    inner = {name: array for name, array in cache.store.items() if name not in own}
+    of_rows = {ROWS + name for name in rows}
+    inner = {name: array for name, array in cache.store.items() if name not in of_rows}
     kinds = {name: cache.kinds[name] for name in inner}
     return Cache(cache.length, inner, kinds), rows
 

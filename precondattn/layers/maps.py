@@ -62,9 +62,9 @@ class Map(NamedTuple):
 
     def matrix(self, weight: Array) -> Array:
         """W as a matrix (inner, outer)."""
-        first = len(self.inner)
+        count = len(self.inner)
         xp = namespace(weight)
-        axes = (*range(first), *(first + axis for axis in self.order))
+        axes = (*range(count), *(count + axis for axis in self.order))
         return xp.reshape(xp.permute_dims(weight, axes), (prod(self.inner), prod(self.outer)))
 
     def row(self, bias: Array) -> Array:
@@ -116,8 +116,8 @@ class Stored:
         of_x = (prod(inner), names[0], prod(inner[1:]))
         of_y: tuple[int, str | None, int] = (1, None, 1)
         if outer:
-            first = self.map.order[0]
-            of_y = (prod(outer), names[len(inner) + first], prod(outer) // outer[first])
+            slowest = self.map.order[0]
+            of_y = (prod(outer), names[len(inner) + slowest], prod(outer) // outer[slowest])
         axes = [of_y] if self.is_bias else [of_y, of_x] if self.outer_first else [of_x, of_y]
         sizes, usual, grains = zip(*axes, strict=True)
         return Weight(sizes, DrawnValues(start, self), usual, grains)

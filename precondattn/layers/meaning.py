@@ -24,17 +24,17 @@ class Meaning(NamedTuple):
 
 def meanings(program: Program) -> dict[str, Meaning]:
     """The meaning of every input of a program."""
-    known: dict[str, Meaning] = {}
+    by_input: dict[str, Meaning] = {}
     for call in program.calls:  # An input of any length does not use the base's recipe.
         for formal, value in call.arguments:
             if formal in call.leaf.allows_any_length:
-                known.setdefault(origin(program, value), Meaning(call, formal))
+                by_input.setdefault(origin(program, value), Meaning(call, formal))
     for is_base in (True, False):
         for call in program.calls:
             if call.leaf.is_base is is_base:
                 for formal, value in call.arguments:
-                    known.setdefault(origin(program, value), Meaning(call, formal))
-    return {name: known[name] for name in program.inputs}
+                    by_input.setdefault(origin(program, value), Meaning(call, formal))
+    return {name: by_input[name] for name in program.inputs}
 
 
 def origin(program: Program, value: str) -> str:

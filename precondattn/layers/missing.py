@@ -28,8 +28,8 @@ def missing_recipes(mechanism: object, patterns: Mapping[str, Pattern]) -> TypeE
         if len(names) == 1
         else f"there are none for the inputs {', '.join(names[:-1])} and {names[-1]}"
     )
-    known = sorted({recipe.partition("(")[0] for recipe in example.values()} - {OWN})
-    notes = [f"from precondattn.layers.recipes import {', '.join(known)}"] if known else []
+    classes = sorted({recipe.partition("(")[0] for recipe in example.values()} - {OWN})
+    notes = [f"from precondattn.layers.recipes import {', '.join(classes)}"] if classes else []
     if OWN in example.values():
         notes.append(f"{OWN} is a precondattn.layers.recipe.Recipe of your own")
     return TypeError(

@@ -27,25 +27,25 @@ from precondattn.spec.norm import RowNorm
 
 
 def norm_before_rotation(
-    mechanism: Mechanism, given: Mapping[str, Recipe]
+    mechanism: Mechanism, recipes: Mapping[str, Recipe]
 ) -> tuple[Mechanism, dict[str, Recipe]]:
     """The mechanism that a layer calls, and the recipes that replace the published ones.
 
     Both are returned unchanged unless the mechanism has a norm with a gain of rotated rows.
     """
     norm, inner = _norm_of(mechanism), _without_norm(mechanism)
-    if norm is None or inner is None or given.keys() & gains(mechanism).keys():
-        return mechanism, dict(given)
-    read = meanings(inner.program)
+    if norm is None or inner is None or recipes.keys() & gains(mechanism).keys():
+        return mechanism, dict(recipes)
+    inputs = meanings(inner.program)
     normed = {}
     for name in _arguments_of_norms(mechanism, "x"):
-        rotation = given.get(name)
-        if rotation is None and name in read:
-            rotation = recipes_for(read[name].call.leaf).get(read[name].formal)
+        rotation = recipes.get(name)
+        if rotation is None and name in inputs:
+            rotation = recipes_for(inputs[name].call.leaf).get(inputs[name].formal)
         if type(rotation) is not Rotary:
-            return mechanism, dict(given)
+            return mechanism, dict(recipes)
         normed[name] = NormedRotary(**asdict(rotation), norm=norm.norm, eps=norm.eps)
-    return inner, {**given, **normed}
+    return inner, {**recipes, **normed}
 
 
 def gains(mechanism: Mechanism) -> dict[str, Recipe]:

@@ -141,15 +141,15 @@ class InverseSoftplus:
 
 @dataclass(frozen=True)
 class Spaced:
-    """Equally spaced values from `first` to `last` along the only axis."""
+    """Equally spaced values from `start` to `end` along the only axis."""
 
-    first: float
-    last: float
+    start: float
+    end: float
 
     def __call__(self, draw: Draw, shape: Shape) -> Array:
         ones = draw.constant(1.0)
         index = namespace(ones).cumulative_sum(ones, axis=0) - 1
-        return self.first + (self.last - self.first) / max(shape[0] - 1, 1) * index
+        return self.start + (self.end - self.start) / max(shape[0] - 1, 1) * index
 
 
 @dataclass(frozen=True)

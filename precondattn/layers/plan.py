@@ -92,14 +92,7 @@ def plan_for(
     slots: int | None,
     recipes: Mapping[str, Recipe] | None,
 ) -> LayerPlan:
-    """The plan of a layer.
-
-    Raises
-    ------
-    TypeError, ValueError
-        for an unknown mechanism, sizes that do not fit, an input without a recipe, and a recipe
-        for an input that does not exist.
-    """
+    """The plan of a layer."""
     if isinstance(mechanism, str):
         mechanism = parse(mechanism)
     if not isinstance(mechanism, Mechanism):
@@ -121,7 +114,7 @@ def plan_of(
         width,
         entries,
         weights,
-        _maps(entries, {name: dict(own) for name, own in weights}),
+        _maps(entries, {name: dict(of_entry) for name, of_entry in weights}),
         tuple(mechanism.inputs),
         tuple(shapes.items()),
         tuple(
@@ -153,20 +146,20 @@ def _history_shape(entry: PlanEntry, sizes: Sizes, of_input: Shape) -> Shape:
     return tuple(axis.size(sizes.by_letter) for axis in axes)
 
 
-def _entries(mechanism: Mechanism, given: dict[str, Recipe]) -> list[PlanEntry]:
+def _entries(mechanism: Mechanism, recipes: dict[str, Recipe]) -> list[PlanEntry]:
     program = mechanism.program
     entries: dict[str, PlanEntry] = {}
-    made, chosen_helpers = meanings(program), {*given}
+    made, chosen_helpers = meanings(program), {*recipes}
     missing: dict[str, Pattern] = {}
     for name, (call, formal) in made.items():
         table = recipes_for(call.leaf)
-        names = {own: origin(program, value) for own, value in call.arguments}
+        names = {formal: origin(program, value) for formal, value in call.arguments}
         helpers = {key.partition("/")[0]: key.partition("/")[2] for key in table if "/" in key}
         for helper, like in helpers.items():
             if like == formal and helper not in entries:
-                recipe = given.pop(helper, table[f"{helper}/{like}"])
+                recipe = recipes.pop(helper, table[f"{helper}/{like}"])
                 entries[helper] = _entry(helper, recipe, mechanism.inputs[name], names)
-        chosen = given.pop(name) if name in given else table.get(formal)
+        chosen = recipes.pop(name) if name in recipes else table.get(formal)
         if chosen is None:
             missing[name] = mechanism.inputs[name]
             continue
@@ -174,8 +167,8 @@ def _entries(mechanism: Mechanism, given: dict[str, Recipe]) -> list[PlanEntry]:
     if missing:
         raise missing_recipes(mechanism, missing)
     call = output_call(program, lambda call: OUT in recipes_for(call.leaf))
-    names = {own: origin(program, value) for own, value in call.arguments}
-    recipe = given.pop(OUT, recipes_for(call.leaf).get(OUT, Unchanged()))
+    names = {formal: origin(program, value) for formal, value in call.arguments}
+    recipe = recipes.pop(OUT, recipes_for(call.leaf).get(OUT, Unchanged()))
     entries[OUT] = _entry(OUT, recipe, program.output, names)
     if "v" in mechanism.inputs and program.output.axes[-1] != mechanism.inputs["v"].axes[-1]:
         others = [name for name in recipe.reads if name != OUT]
@@ -185,20 +178,21 @@ def _entries(mechanism: Mechanism, given: dict[str, Recipe]) -> list[PlanEntry]:
                 f"whose rows {mechanism} makes of another width; pass recipes={{'out': ...}}, such "
                 f"as Norm()"
             )
-    if given:
+    if recipes:
         raise ValueError(
-            f"recipes: {mechanism} has no input {next(iter(given))!r}; it has {', '.join(entries)}"
+            f"recipes: {mechanism} has no input {next(iter(recipes))!r}; it has "
+            f"{', '.join(entries)}"
         )
     # A helper is omitted if the recipes that would read it are replaced.
-    read = {value for entry in entries.values() for _, value in entry.reads}
+    read_values = {value for entry in entries.values() for _, value in entry.reads}
     entries = {
         name: entry
         for name, entry in entries.items()
-        if name in (*made, OUT) or name in read or name in chosen_helpers
+        if name in (*made, OUT) or name in read_values or name in chosen_helpers
     }
-    known = {*entries}
+    available = {*entries}
     for entry in entries.values():
-        unknown = [value for _, value in entry.reads if value not in known]
+        unknown = [value for _, value in entry.reads if value not in available]
         if unknown:
             raise ValueError(
                 f"recipes: that of {entry.name} reads {unknown[0]!r}, which {mechanism} has not"
@@ -209,7 +203,7 @@ def _entries(mechanism: Mechanism, given: dict[str, Recipe]) -> list[PlanEntry]:
 def _entry(name: str, recipe: Recipe, pattern: Pattern, names: Mapping[str, str]) -> PlanEntry:
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipes: that of {name} must be a Recipe; found {recipe!r}")
-    reads = tuple((own, names.get(own, own)) for own in recipe.reads)
+    reads = tuple((name, names.get(name, name)) for name in recipe.reads)
     return PlanEntry(name, recipe, pattern, reads)
 
 
@@ -250,21 +244,21 @@ def _maps(
 ) -> tuple[Map, ...]:
     maps: dict[str, Map] = {}
     for entry in entries:
-        for own, parameter in _declared(entry).items():
+        for weight, parameter in _declared(entry).items():
             if not parameter.summed:
                 continue
-            name = _module_name(entry.name, own)
+            name = _module_name(entry.name, weight)
             if name in maps:
                 raise ValueError(
                     f"recipes: those of {maps[name].entry} and {entry.name} both have a linear map "
                     f"{name}"
                 )
-            of_entry = entry.name, own, parameter.bias, parameter.summed
-            maps[name] = Map.of_weight(name, *of_entry, weights[entry.name][own])
+            of_entry = entry.name, weight, parameter.bias, parameter.summed
+            maps[name] = Map.of_weight(name, *of_entry, weights[entry.name][weight])
     return tuple(maps.values())
 
 
 def _module_name(entry: str, weight: str) -> str:
     """The name of a linear map's module, such as `q_proj`, `o_proj` or `g_down_proj`."""
-    first = "o" if entry == OUT else entry
-    return f"{first}_proj" if weight in ("weight", PROJECTION) else f"{first}_{weight}_proj"
+    prefix = "o" if entry == OUT else entry
+    return f"{prefix}_proj" if weight in ("weight", PROJECTION) else f"{prefix}_{weight}_proj"

@@ -40,13 +40,7 @@ class CallSegments(NamedTuple):
 
 
 def segments_of(owner: str, segment_ids: Array, cu_seqlens: Given, x: Array) -> CallSegments | None:
-    """The segments of x (b, t, width); None if no argument gives segments.
-
-    Raises
-    ------
-    TypeError, ValueError
-        for anything but integers (b, t) with equal ids in one run, or valid `cu_seqlens`.
-    """
+    """The segments of x (b, t, width); None if no argument gives segments."""
     if segment_ids is None and cu_seqlens is None:
         return None
     if segment_ids is not None and cu_seqlens is not None:

@@ -25,7 +25,7 @@ class Share(NamedTuple):
 
     axis: int | None
     """The divided axis; None if every device has the whole weight."""
-    own: slice
+    indices: slice
     """The indices along the axis that the device computes with."""
     is_sharded: bool
     """Whether a device stores only these indices."""
@@ -35,13 +35,7 @@ ALL = Share(None, slice(None), False)
 
 
 def share_of(name: str, weight: Weight, devices: int, device: int) -> Share:
-    """The part of a weight that a device computes with.
-
-    Raises
-    ------
-    ValueError
-        if the number of devices does not divide the size.
-    """
+    """The part of a weight that a device computes with."""
     axes = [i for i, usual in enumerate(weight.names) if usual in (*HEADS, *EVEN)]
     if not axes:
         return ALL
@@ -56,18 +50,12 @@ def share_of(name: str, weight: Weight, devices: int, device: int) -> Share:
         raise ValueError(
             f"{argument} must be a multiple of {devices} devices; found {argument}={count}"
         )
-    own = share(count, devices, device)
-    return Share(axis, slice(own.start * grain, own.stop * grain), count % devices == 0)
+    of_device = share(count, devices, device)
+    return Share(axis, slice(of_device.start * grain, of_device.stop * grain), count % devices == 0)
 
 
 def plan_of_device(plan: LayerPlan, devices: int) -> LayerPlan:
-    """The plan of the layer with one device's heads.
-
-    Raises
-    ------
-    ValueError
-        for heads that can not be divided like this, and recipes that need several heads together.
-    """
+    """The plan of the layer with one device's heads."""
     sizes = plan.sizes
     refused = refusal(plan.mechanism, sizes.by_letter, devices)
     if devices > 1 and refused is not None:

@@ -43,16 +43,7 @@ def sizes_of(
     value_dim: int | None,
     slots: int | None,
 ) -> Sizes:
-    """The sizes of all letters.
-
-    Raises
-    ------
-    TypeError
-        for a number that is not an integer, and a mechanism without q, k and v.
-    ValueError
-        for numbers below 1, numbers of heads that do not divide each other, and numbers for which
-        the mechanism has no axis.
-    """
+    """The sizes of all letters."""
     numbers = {
         "width": width,
         "heads": heads,
@@ -62,9 +53,9 @@ def sizes_of(
         "value_dim": value_dim,
         "slots": slots,
     }
-    given = {name: None if n is None else count(name, n) for name, n in numbers.items()}
-    width, heads = (count(name, given[name]) for name in ("width", "heads"))
-    _, _, kv_heads, value_heads, head_dim, value_dim, slots = given.values()
+    counts = {name: None if n is None else count(name, n) for name, n in numbers.items()}
+    width, heads = (count(name, counts[name]) for name in ("width", "heads"))
+    _, _, kv_heads, value_heads, head_dim, value_dim, slots = counts.values()
     q, k, v = _rows(mechanism)
     of_q, of_k, of_v = (_heads(pattern).letter for pattern in (q, k, v))
     letters = {axis.letter for pattern in mechanism.inputs.values() for axis in pattern.axes}
@@ -132,11 +123,11 @@ def _heads(pattern: Pattern) -> Axis:
     return next(axis for axis in pattern.axes if axis.letter in HEADS)
 
 
-def count(name: str, given: Given) -> int:
+def count(name: str, value: Given) -> int:
     """A whole number, 1 or above, as Python's."""
-    number = whole_number(given)
+    number = whole_number(value)
     if number is None:
-        raise TypeError(f"{name} must be a whole number; found {given!r}")
+        raise TypeError(f"{name} must be a whole number; found {value!r}")
     if number < 1:
         raise ValueError(f"{name} must be 1 or above; found {number}")
     return number

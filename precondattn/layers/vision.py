@@ -99,16 +99,7 @@ def vision_sizes(
     hidden: Given,
     mechanism: Given,
 ) -> VisionSizes:
-    """The checked sizes of a vision transformer.
-
-    Raises
-    ------
-    TypeError
-        for an argument of the wrong type.
-    ValueError
-        for numbers below 1, patches that do not fill the image, an unknown pool, a wrong number of
-        mechanisms, and a class token with a causal mechanism.
-    """
+    """The checked sizes of a vision transformer."""
     sides, patches = _pair("image", image), _pair("patch", patch)
     for side, of_patch in zip(sides, patches, strict=True):
         if side % of_patch:
@@ -117,7 +108,7 @@ def vision_sizes(
                 f"{sides}"
             )
     counts = {"width": width, "blocks": blocks, "classes": classes, "channels": channels}
-    width, blocks, classes, channels = (count(name, given) for name, given in counts.items())
+    width, blocks, classes, channels = (count(name, value) for name, value in counts.items())
     hidden = count("hidden", 4 * width if hidden is None else hidden)
     if pool not in POOLS:
         raise ValueError(f"pool must be 'token' or 'mean'; found {pool!r}")

@@ -15,7 +15,7 @@ A layout says how the devices divide the work of a call:
 `contiguous`, `zigzag`, `cyclic[block=B]`
     Every device computes the output of its own tokens. The order of the tokens (`layouts.py`)
     determines how evenly the work is divided. A composition is divided leaf by leaf
-    (`torch/tokens.py`, `jax/tokens.py`): keys and values of softmax attention and LASER go around a
+    (`ways.py`): keys and values of softmax attention and LASER go around a
     ring, solved blocks of LUCID are broadcast, states of recurrences are computed by a prefix scan
     along the devices (`states.py`), and functions of each token alone send nothing. Any number of
     devices is possible.

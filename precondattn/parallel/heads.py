@@ -16,11 +16,10 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from precondattn.algebra.declaration import HEADS, Axis, Inputs, Pattern
+from precondattn.arrays import Array, Shape
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
-
-Shape = tuple[int, ...]
 
 
 class HeadAxes(NamedTuple):
@@ -44,8 +43,8 @@ class HeadAxes(NamedTuple):
 def share(count: int, devices: int, device: int) -> slice:
     """The heads that a device computes, of `count`, which P divides or which divides P."""
     if count < devices:
-        first = device * count // devices
-        return slice(first, first + 1)
+        head = device * count // devices
+        return slice(head, head + 1)
     each = count // devices
     return slice(device * each, (device + 1) * each)
 
@@ -87,18 +86,24 @@ def _axes(mechanism: Mechanism) -> list[Axis]:
     return [axis for pattern in patterns for axis in pattern.axes]
 
 
-def elements_sent(
-    inputs: Inputs, shapes: Mapping[str, Shape], out: Shape, whole: Shape, devices: int
-) -> dict[str, int]:
-    """The number of elements that a device sends forward: of each input, and of `out`.
+def during(mechanism: Mechanism, sizes: Mapping[str, int], devices: int) -> str:
+    """What a device has in memory during the call, in words."""
+    return f"all tokens of {sizes[heads_of_output(mechanism)] // devices} heads"
 
-    `shapes` and `out` are the shapes for its own tokens, and `whole` is the shape of all tokens'
-    output.
+
+def bytes_sent(
+    inputs: Inputs, parts: Mapping[str, Array], out: Shape, whole: Shape, devices: int
+) -> dict[str, int]:
+    """The bytes that a device sends forward: of each input, and of `out`.
+
+    `parts` are its inputs with tokens, `out` is the shape of its tokens' output, and `whole` that
+    of all tokens' output.
     """
-    sent = {}
-    for name, shape in shapes.items():
-        heads = HeadAxes.of_pattern(inputs[name], shape).heads
-        count = 1 if heads is None else shape[heads]
+    sent, widths = {}, {name: x.dtype.itemsize for name, x in parts.items()}
+    for name, x in parts.items():
+        heads = HeadAxes.of_pattern(inputs[name], tuple(x.shape)).heads
+        count = 1 if heads is None else x.shape[heads]
         # Each other device gets its share of the heads, or one head if there are fewer than P.
-        sent[name] = prod(shape) // min(count, devices) * (devices - 1)
-    return sent | {"out": (prod(whole) - prod(out)) // devices}
+        sent[name] = prod(x.shape) // min(count, devices) * (devices - 1) * widths[name]
+    width = widths.get("v", next(iter(widths.values())))
+    return sent | {"out": (prod(whole) - prod(out)) // devices * width}

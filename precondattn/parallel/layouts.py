@@ -54,11 +54,6 @@ class TokenOrder:
     def read(cls, text: str) -> TokenOrder:
         """The layout that a text names.
 
-        Raises
-        ------
-        ValueError
-            for any other text.
-
         Examples
         --------
         >>> TokenOrder.read("cyclic[block=512]")
@@ -66,8 +61,8 @@ class TokenOrder:
         """
         found = re.fullmatch(r"contiguous|zigzag|cyclic\[block=([1-9][0-9]*)\]", str(text))
         if found is None:
-            known = ", ".join(map(repr, ("heads", *ORDERS[:-1])))
-            raise ValueError(f"layout must be {known} or {ORDERS[-1]!r}; found {text!r}")
+            layouts = ", ".join(map(repr, ("heads", *ORDERS[:-1])))
+            raise ValueError(f"layout must be {layouts} or {ORDERS[-1]!r}; found {text!r}")
         block = found.group(1)
         return cls("cyclic", int(block)) if block else cls(found.group())
 
@@ -75,13 +70,7 @@ class TokenOrder:
         return self.name if self.block is None else f"{self.name}[block={self.block}]"
 
     def sizes(self, tokens: int, devices: int) -> list[int]:
-        """The number of tokens in each part, in the order of the sequence.
-
-        Raises
-        ------
-        ValueError
-            if the tokens can not be divided like this.
-        """
+        """The number of tokens in each part, in the order of the sequence."""
         if self.block is not None:
             starts = range(0, tokens, self.block)
             return [min(self.block, tokens - start) for start in starts]
@@ -128,11 +117,6 @@ class TokenOrder:
 
         In `contiguous` and `zigzag` devices may have different numbers of tokens.
 
-        Raises
-        ------
-        ValueError
-            if the layout does not give the devices these numbers of tokens.
-
         Examples
         --------
         >>> for part in TokenOrder("zigzag").parts([4, 4]):
@@ -162,13 +146,7 @@ class TokenOrder:
         return parts
 
     def parts_of(self, tokens: int, devices: int) -> tuple[TokenPart, ...]:
-        """All parts of a sequence of `tokens` tokens, in the order of the sequence.
-
-        Raises
-        ------
-        ValueError
-            if the tokens can not be divided like this.
-        """
+        """All parts of a sequence of `tokens` tokens, in the order of the sequence."""
         parts, _ = self._placed(self.sizes(tokens, devices), devices)
         return parts
 
@@ -177,11 +155,11 @@ class TokenOrder:
     ) -> tuple[tuple[TokenPart, ...], list[int]]:
         """The parts of these sizes, and the number of tokens of each device."""
         parts: list[TokenPart] = []
-        had, first = [0] * devices, 0
+        had, start = [0] * devices, 0
         for number, size in enumerate(sizes):
             device = self.device_of(number, devices)
-            parts.append(TokenPart(device, slice(had[device], had[device] + size), first))
-            had[device], first = had[device] + size, first + size
+            parts.append(TokenPart(device, slice(had[device], had[device] + size), start))
+            had[device], start = had[device] + size, start + size
         return tuple(parts), had
 
 
@@ -250,8 +228,10 @@ def tokens_of(layout: str, tokens: int, devices: int, device: int) -> list[int]:
     """
     tokens, devices = at_least(0, "tokens", tokens), at_least(1, "devices", devices)
     parts = TokenOrder.read(layout).parts_of(tokens, devices)
-    own = [part for part in parts if part.device == device]
-    return [position for part in own for position in range(part.first, part.first + part.tokens)]
+    of_device = [part for part in parts if part.device == device]
+    return [
+        position for part in of_device for position in range(part.first, part.first + part.tokens)
+    ]
 
 
 def _joined(x: Array, pieces: list[tuple[int, int]], axis: int) -> Array:

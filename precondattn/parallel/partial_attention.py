@@ -87,11 +87,11 @@ def with_lse_vjp(
     out, lse = call.split(packed)
 
     def pullback(d_out: Array, d_lse: Array) -> Arrays:
-        for name, given, result in (("d_out", d_out, out), ("d_lse", d_lse, lse)):
-            if tuple(given.shape) != tuple(result.shape):
+        for name, cotangent, result in (("d_out", d_out, out), ("d_lse", d_lse, lse)):
+            if tuple(cotangent.shape) != tuple(result.shape):
                 raise ValueError(
                     f"{mechanism}: {name} must have the shape {tuple(result.shape)}; "
-                    f"found {tuple(given.shape)}"
+                    f"found {tuple(cotangent.shape)}"
                 )
         xp = namespace(packed)
         cotangents = [cast(a, packed.dtype) for a in (d_out, d_lse[..., None])]
@@ -149,13 +149,13 @@ def part_vjp(
     from precondattn.execution.run import gradients_from_lse  # Imported at the first call.
 
     masks = {name: others.get(name) for name in FULL_CALL}
-    given = dict(inputs), others.get("backend"), masks
-    gradients = gradients_from_lse(mechanism, *given, out, lse, d_out)
+    backend = others.get("backend")
+    gradients = gradients_from_lse(mechanism, dict(inputs), backend, masks, out, lse, d_out)
     if gradients is not None:
         return gradients
-    (own, own_lse), pull = with_lse_vjp(mechanism, **inputs, **others)
-    d_own = namespace(out).exp(own_lse - lse)[..., None] * d_out
-    return pull(d_own, namespace(out).sum(d_own * (own - out), axis=-1))
+    (of_part, lse_of_part), pull = with_lse_vjp(mechanism, **inputs, **others)
+    d_part = namespace(out).exp(lse_of_part - lse)[..., None] * d_out
+    return pull(d_part, namespace(out).sum(d_part * (of_part - out), axis=-1))
 
 
 class _CallWithLse:
@@ -173,14 +173,14 @@ class _CallWithLse:
         from precondattn.execution.input_names import CALL_OPTIONS
 
         self.others = {name: named[name] for name in CALL_OPTIONS if name in named}
-        own = {name: array for name, array in named.items() if name not in self.others}
-        self.like = next(iter((*arrays, *own.values())), None)
+        by_name = {name: array for name, array in named.items() if name not in self.others}
+        self.like = next(iter((*arrays, *by_name.values())), None)
         with self.without_autocast():
-            check_call(mechanism, arrays, own, self.others)  # These are the unpadded shapes.
-        names = (*tuple(mechanism.inputs)[: len(arrays)], *own)
-        given = dict(zip(names, (*arrays, *own.values()), strict=True))
-        self.dtypes = {name: array.dtype for name, array in given.items()}
-        self.inputs = upcast_all(given)
+            check_call(mechanism, arrays, by_name, self.others)  # These are the unpadded shapes.
+        names = (*tuple(mechanism.inputs)[: len(arrays)], *by_name)
+        inputs = dict(zip(names, (*arrays, *by_name.values()), strict=True))
+        self.dtypes = {name: array.dtype for name, array in inputs.items()}
+        self.inputs = upcast_all(inputs)
         v = self.inputs["v"]
         self.inputs["v"] = namespace(v).concat([v, namespace(v).zeros_like(v[..., :1])], axis=-1)
         self.mechanism = mechanism.with_read(MEAN_AND_LOG_SUM)

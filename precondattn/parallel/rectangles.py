@@ -81,9 +81,9 @@ def seen(order: TokenOrder, tokens: int, *, causal: bool) -> SeenKeys:
         return SeenKeys((), (every,), ())
     if order.name == "zigzag":
         half = tokens // 2
-        first = Rectangle.of_slices(tokens, keys=slice(0, half))
-        second = Rectangle.of_slices(tokens, queries=slice(half, tokens))
-        return SeenKeys((), (first,), (second,))
+        earlier = Rectangle.of_slices(tokens, keys=slice(0, half))
+        later = Rectangle.of_slices(tokens, queries=slice(half, tokens))
+        return SeenKeys((), (earlier,), (later,))
     part = order.part_of(tokens)
     same = slice(0, part)
     return SeenKeys(

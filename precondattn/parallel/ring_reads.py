@@ -61,8 +61,8 @@ class MeanOfParts:
         out, lse = with_lse(self.softmax, *tokens, **self.options)
         return out, lse
 
-    def merged(self, first: Attended, second: Attended) -> Attended:
-        out, lse = merge(*zip(first, second, strict=True))
+    def merged(self, one: Attended, other: Attended) -> Attended:
+        out, lse = merge(*zip(one, other, strict=True))
         return out, lse
 
     def pulled(self, tokens: Sequence[Array], whole: WholeRows) -> dict[str, Array]:
@@ -87,10 +87,10 @@ class LaserOfParts:
         _, lse = with_lse(self._mean, *_of_one_channel(tokens), **self.options)
         return out, lse
 
-    def merged(self, first: Attended, second: Attended) -> Attended:
-        xp = namespace(first[1])
-        lse = xp.logaddexp(first[1], second[1])
-        logs = [out + lse[..., None] for out, lse in (first, second)]
+    def merged(self, one: Attended, other: Attended) -> Attended:
+        xp = namespace(one[1])
+        lse = xp.logaddexp(one[1], other[1])
+        logs = [out + lse[..., None] for out, lse in (one, other)]
         out = xp.logaddexp(*logs) - finite_or_zero(lse)[..., None]
         return finite_or_zero(out), lse
 

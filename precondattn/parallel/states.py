@@ -29,11 +29,11 @@ begins at a device's first token, its S_begin is 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from precondattn.arrays import Array, Device, arange_like, cast, namespace, zero_where_not
+from precondattn.arrays import Array, Device, Tree, arange_like, cast, namespace, zero_where_not
 from precondattn.cache import Cache
 from precondattn.execution import run
 from precondattn.parallel.layouts import TokenOrder
@@ -129,11 +129,50 @@ class SegmentBorders(NamedTuple):
         reverse they are after it, and the first is `distance` after it.
         """
         if is_reversed:
-            first, last = device + distance, device + 2 * distance - 1
+            start, end = device + distance, device + 2 * distance - 1
         else:
-            first, last = device - 2 * distance + 1, device - distance
+            start, end = device - 2 * distance + 1, device - distance
         each = arange_like(self.is_open.shape[0], self.is_open)[:, None]
-        return namespace(each).all(self.is_open | (each < first) | (each > last), axis=0)
+        return namespace(each).all(self.is_open | (each < start) | (each > end), axis=0)
+
+
+def states_before(
+    devices: int,
+    steps: Sequence[StateMap],
+    passed: Callable[[Tree, int], Tree],
+    is_open_before: Callable[[int], Array | None],
+) -> list[Array] | None:
+    """S_begin of this device, for each of its states, in log₂ P rounds.
+
+    In round i a device sends T and F of the last 2^i devices up to itself to the device that is 2^i
+    places later: Hillis and Steele 1986, Data parallel algorithms. In the last round no T is read.
+    With packed sequences the result is S_end of the device before, whose last segment may end
+    there.
+
+    `passed(arrays, distance)` gives the arrays of the device `distance` places before this one, or
+    None if there is none; where one program runs on all devices, 0 in place of None.
+    `is_open_before(distance)` is `StateMap.is_open` of what is received.
+    """
+    distance = 1
+    while distance < devices:
+        is_last = 2 * distance >= devices
+        sent = [(None if is_last else step.transition, step.state) for step in steps]
+        received = passed(sent, distance)
+        if received is not None:
+            is_open = is_open_before(distance)
+            steps = [
+                step.after(StateMap(transition, state, step.is_scaled, is_open))
+                for step, (transition, state) in zip(steps, received, strict=True)
+            ]
+        distance *= 2
+    received = passed([(None, step.state) for step in steps], 1)
+    return None if received is None else [state for _, state in received]
+
+
+def tensors_sent(place: int, devices: int) -> tuple[int, int]:
+    """The numbers of transitions T and of states F that the device at a place of the line sends."""
+    rounds = [place + 2**i < devices for i in range((devices - 1).bit_length())]
+    return sum(rounds[:-1]), sum(rounds) + (place + 1 < devices)
 
 
 def kept(x: Array, mask: Array | None) -> Array:
@@ -154,8 +193,8 @@ def extended(
 
     The states in the cache belong to the segment of the first token.
     """
-    given = {"lengths": None, "key_mask": None, **masks}
-    return run.extend(leaf, cache, (), dict(inputs), backend, given, donate=False)
+    all_masks = {"lengths": None, "key_mask": None, **masks}
+    return run.extend(leaf, cache, (), dict(inputs), backend, all_masks, donate=False)
 
 
 def extended_vjp(
@@ -166,8 +205,8 @@ def extended_vjp(
     masks: Mapping[str, Array],
 ) -> tuple[Array, Cache, ExtendPullback]:
     """`leaf.extend_vjp`, with the masks of `extended`."""
-    given = {"lengths": None, "key_mask": None, **masks}
-    return run.extend_vjp(leaf, cache, (), dict(inputs), backend, given)
+    all_masks = {"lengths": None, "key_mask": None, **masks}
+    return run.extend_vjp(leaf, cache, (), dict(inputs), backend, all_masks)
 
 
 def columns_of_transition(leaf: Leaf, d: int) -> int:

@@ -26,7 +26,7 @@ SHARED = {
     # The module of a layer, and the leaf or the recipe that it computes.
     (*LAYERS, "precondattn/spec", "precondattn/layers/recipes"): "LayerNorm Norm",
     # Among the processes of PyTorch, and among the devices of JAX.
-    DIVIDED: """ContextParallel DividedCall DividedMasks DividedPiece RingCall RingPair SolveBlocks
+    DIVIDED: """ContextParallel DividedCall DividedPiece RingCall RingPair SolveBlocks
         _Scan""",
     # What computes the same in several backends.
     BLOCKS: """AttentionBlocks CappedScores ChannelDecay ChunkWork DeltaFormerBlocks DeltaRule

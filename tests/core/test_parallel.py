@@ -41,7 +41,7 @@ def test_each_way_of_dividing_a_call_by_two_processes(tmp_path):
     [
         (1, 5),
         (2, 176 + len(SCANNED)),
-        pytest.param(3, 138 + len(SCANNED), marks=pytest.mark.slow),
+        pytest.param(3, 141 + len(SCANNED), marks=pytest.mark.slow),
         (4, 146 + len(SCANNED)),
         (8, 6),
     ],

@@ -15,7 +15,7 @@ DEVICES = 64
 
 
 def scanned(steps):
-    """S_begin of every device, by the rounds of `torch.scan.states_before`."""
+    """S_begin of every device, by the rounds of `states_before`."""
     distance = 1
     while distance < len(steps):
         steps = [

@@ -16,7 +16,7 @@ from precondattn.algebra.mechanism import Mechanism
 from precondattn.given import Given
 from precondattn.integrations.transformers.cache_layers import layer_for
 from precondattn.integrations.transformers.learned import Input, values
-from precondattn.integrations.transformers.masks import read
+from precondattn.integrations.transformers.masks import masks_of
 from precondattn.integrations.transformers.options import AttentionOptions
 
 NAME = "precondattn"
@@ -59,15 +59,7 @@ def attention(
     dropout: float = 0.0,
     **others: Given,
 ) -> tuple[Tensor, None]:
-    """The mechanism's output (b, t, h, e), from Transformers' q, k and v (b, heads, t, width).
-
-    Raises
-    ------
-    ValueError
-        for features that the mechanism does not have: dropout, returned weights, a position bias;
-        for another scale, window or cap than when the attention was replaced; and for a mask that
-        is not boolean, or does not restrict the mechanism's pattern.
-    """
+    """The mechanism's output (b, t, h, e), from Transformers' q, k and v (b, heads, t, width)."""
     replacement: Replacement | None = getattr(module, NAME, None)
     if replacement is None:
         raise ValueError(
@@ -84,13 +76,13 @@ def attention(
     }
     if replacement.options.sink:
         arrays["sink"] = others["s_aux"]
-    first = 0 if layer is None else layer.get_seq_length()
-    masks = read(attention_mask, replacement.mechanism, first, query.shape[2])
+    start = 0 if layer is None else layer.get_seq_length()
+    masks = masks_of(attention_mask, replacement.mechanism, start, query.shape[2])
     if layer is not None:
         if masks.segment_ids is not None:
             raise ValueError("position_ids: packed sequences can not be cached")
-        given = masks.key_mask, masks.attn_mask
-        return layer.extend(replacement.mechanism, arrays, *given), None
+        of_call = masks.key_mask, masks.attn_mask
+        return layer.extend(replacement.mechanism, arrays, *of_call), None
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"past_key_values: {key.shape[2]} keys for {query.shape[2]} queries, from a cache that "

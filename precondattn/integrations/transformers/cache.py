@@ -40,12 +40,12 @@ class CacheLayer(CacheLayerMixin):
         super().__init__()
         self.cache: Cache | None = None
         """The cache of the mechanism; None before the first tokens."""
-        self.first: CacheLayer | None = None
+        self.first_layer: CacheLayer | None = None
         """The first layer of the model's cache, which a call extends before this one."""
 
-    def check_first(self, held: int, new: int) -> None:
+    def check_first(self, cached: int, new: int) -> None:
         """Raise an error unless the first layer had equally many tokens before these new ones."""
-        if self.first is not None and int(self.first.get_seq_length()) != held + new:
+        if self.first_layer is not None and int(self.first_layer.get_seq_length()) != cached + new:
             raise ValueError(
                 "past_key_values: the layers have different numbers of tokens, because an earlier "
                 "call failed between them; begin with a new cache"
@@ -69,11 +69,6 @@ class CacheLayer(CacheLayerMixin):
             False for padding: of the new tokens, or of all slots from the first on.
         attn_mask : boolean tensor (b or 1, h or 1, t, s), optional
             The mask of pairs, as in the mechanism's `extend`.
-
-        Raises
-        ------
-        ValueError
-            if the mask of tokens in the cache has changed.
         """
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -89,6 +84,13 @@ class CacheLayer(CacheLayerMixin):
     def is_croppable(self) -> bool:
         """Whether the last tokens can be removed without recorded calls."""
         return self.cache is None or self.cache.can_crop
+
+    def check_removal(self, tokens_to_remove: int) -> None:
+        """Raise an error unless the number is that of `crop` in Transformers: −3 for three."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop: minus the number of tokens to remove expected; found {tokens_to_remove}"
+            )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.cache is not None:

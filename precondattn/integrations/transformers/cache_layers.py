@@ -7,10 +7,10 @@ from torch import nn
 from precondattn.given import Given
 from precondattn.integrations.transformers.cache import NOT_OFFLOADED, PREFIX_TUNING, CacheLayer
 from precondattn.integrations.transformers.dynamic_cache import DynamicCacheLayer
+from precondattn.integrations.transformers.interface import Cache as HFCache
 from precondattn.integrations.transformers.interface import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    HFCache,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -18,16 +18,7 @@ from precondattn.integrations.transformers.static_cache import StaticCacheLayer
 
 
 def layer_for(cache: Given, index: int) -> CacheLayer:
-    """The layer of a cache at an index; an empty layer of Transformers is replaced by ours.
-
-    Raises
-    ------
-    TypeError
-        for a cache that is not Transformers' dynamic or static cache, for example an offloaded or
-        quantised cache, or a tuple.
-    ValueError
-        for a layer with tokens of another attention implementation.
-    """
+    """The layer of a cache at an index; an empty layer of Transformers is replaced by ours."""
     if not isinstance(cache, HFCache) or not hasattr(cache, "layers"):
         raise TypeError(
             f"past_key_values: a DynamicCache or a StaticCache expected; found "
@@ -39,9 +30,9 @@ def layer_for(cache: Given, index: int) -> CacheLayer:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]
     if not isinstance(layer, CacheLayer):
-        first = next((each for each in cache.layers if isinstance(each, CacheLayer)), None)
+        first_layer = next((each for each in cache.layers if isinstance(each, CacheLayer)), None)
         layer = cache.layers[index] = _ours(layer, cache)
-        layer.first = first
+        layer.first_layer = first_layer
     return layer
 
 
@@ -75,8 +66,7 @@ def _capacity(layer: Given, cache: Given) -> int | None:
         for other in cache.layers
         if type(other) is StaticLayer or isinstance(other, StaticCacheLayer)
     ]
-    known = [length for length in whole if length is not None]
-    return max(known) if known else None
+    return max((length for length in whole if length is not None), default=None)
 
 
 def static_cache(model: nn.Module, max_cache_len: int) -> Given:
@@ -91,5 +81,5 @@ def static_cache(model: nn.Module, max_cache_len: int) -> Given:
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     layers = [StaticCacheLayer(max_cache_len) for _ in range(count)]
     for layer in layers[1:]:
-        layer.first = layers[0]
+        layer.first_layer = layers[0]
     return HFCache(layers=layers)

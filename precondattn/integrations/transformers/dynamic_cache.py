@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from precondattn.algebra.mechanism import Mechanism
-from precondattn.cache import Cache, Snapshot
+from precondattn.cache import Cache
 from precondattn.integrations.transformers.cache import ANY, CacheLayer
-from precondattn.integrations.transformers.padding import check_held, new_columns, with_key_mask
+from precondattn.integrations.transformers.drafts import DraftRecording
+from precondattn.integrations.transformers.padding import (
+    check_cached_mask,
+    new_columns,
+    with_key_mask,
+)
 from precondattn.integrations.transformers.rollback import undone_if_failed
 
 FEWEST = 64
 """The smallest capacity."""
-
-
-class Recording(NamedTuple):
-    """Recorded calls that `crop` may undo: the cache before them, and their arguments."""
-
-    before: Snapshot | None
-    calls: list[tuple[Mechanism, dict[str, Tensor], Tensor | None]]
 
 
 class DynamicCacheLayer(CacheLayer):
@@ -31,9 +29,8 @@ class DynamicCacheLayer(CacheLayer):
         super().__init__()
         self.tokens = 0
         """The number of slots in use."""
-        self.record_past = record_past
-        """Whether calls are recorded until the next `crop`, for a cache that can not be cropped."""
-        self._recording: Recording | None = None
+        self.recording = DraftRecording() if record_past else None
+        """The calls since the last `crop`; None if they are not recorded."""
 
     def extend(
         self,
@@ -46,20 +43,18 @@ class DynamicCacheLayer(CacheLayer):
         cache = self._with_room(mechanism, arrays, new)
         if not torch.compiler.is_compiling():
             self.check_first(self.tokens, new)
-            check_held(cache, key_mask, self.tokens, new)
+            check_cached_mask(cache, key_mask, self.tokens, new)
         if key_mask is not None:
             key_mask = new_columns(key_mask, self.tokens, new)
             cache = with_key_mask(cache)
-        is_recorded = self.record_past and not cache.can_crop
-        if is_recorded and self._recording is None:
-            self._recording = Recording(cache.snapshot() if self.tokens else None, [])
+        is_recorded = self.recording is not None and not cache.can_crop
         if self.cache is not None:
             self.cache = cache  # It is refused if this call fails after it was donated.
-        donate = not torch.is_grad_enabled()
-        given = {**arrays, "key_mask": key_mask, "attn_mask": attn_mask}
-        out, self.cache = mechanism.extend(cache, **given, donate=donate)
-        if is_recorded:
-            self._recording.calls.append((mechanism, arrays, key_mask))  # type: ignore[union-attr]
+        donate = not torch.is_grad_enabled() and not is_recorded
+        inputs = {**arrays, "key_mask": key_mask, "attn_mask": attn_mask}
+        out, self.cache = mechanism.extend(cache, **inputs, donate=donate)
+        if self.recording is not None and is_recorded:
+            self.recording.add(cache, self.tokens, partial(_extended, mechanism, arrays, key_mask))
         self.tokens += new
         self.is_initialized = True
         return out
@@ -77,72 +72,36 @@ class DynamicCacheLayer(CacheLayer):
         return self.cache if capacity is None or capacity >= needed else self.cache.grow(room)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens.
-
-        Parameters
-        ----------
-        tokens_to_remove : int
-            The negative number of tokens to remove, as in Transformers: −3 for the last three.
-
-        Raises
-        ------
-        ValueError
-            for a positive number, and for a window or a state whose calls were not recorded.
-        """
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop: minus the number of tokens to remove expected; found {tokens_to_remove}"
-            )
-        kept = self.tokens + tokens_to_remove
-        with undone_if_failed(self):
-            recording, self._recording = self._recording, None
-            if tokens_to_remove == 0 or self.cache is None:
-                return
-            if self.cache.can_crop:
-                self.cache = self.cache.crop(kept, donate=not torch.is_grad_enabled())
-                self.tokens = kept
-            elif recording is None:
-                raise ValueError(
-                    "crop: the cache of a window or of a state can not be cropped; call "
-                    "activate_past_recording() before the tokens that may be removed"
-                )
-            else:
-                self._replay(recording, kept)
-
-    def _replay(self, recording: Recording, kept: int) -> None:
-        """Go back to the start of the recording, and extend the cache again to `kept` tokens."""
-        recorded = sum(arrays["q"].shape[1] for _, arrays, _ in recording.calls)
-        start = self.tokens - recorded
-        if kept < start:
-            raise ValueError(
-                f"crop: only the last {recorded} tokens were recorded; found {self.tokens - kept} "
-                f"to remove"
-            )
-        if recording.before is None:
-            self.cache = None
-        else:
-            self.cache = self.cache.restore(recording.before)  # type: ignore[union-attr]
-        self.tokens, records, self.record_past = start, self.record_past, False
-        for mechanism, arrays, key_mask in recording.calls:
-            new = min(arrays["q"].shape[1], kept - self.tokens)
-            if new <= 0:
-                break
-            is_row = {
-                name: "t" in p.letters or "s" in p.letters for name, p in mechanism.inputs.items()
-            }
-            first = {name: x[:, :new] if is_row[name] else x for name, x in arrays.items()}
-            self.extend(mechanism, first, None if key_mask is None else key_mask[:, :new])
-        self.record_past = records
+        """Remove the last tokens: −3 for the last three, as in Transformers."""
+        self.check_removal(tokens_to_remove)
+        left, recorded = self.tokens + tokens_to_remove, self.recording
+        with undone_if_failed(self, *(() if recorded is None else (recorded,))):
+            if tokens_to_remove and self.cache is not None:
+                if self.cache.can_crop:
+                    self.cache = self.cache.crop(left, donate=not torch.is_grad_enabled())
+                else:
+                    self.cache = None if recorded is None else recorded.before(left)
+                if self.cache is None:
+                    raise ValueError(
+                        "crop: the cache of a window or of a state can not be cropped; call "
+                        "activate_past_recording() before the tokens that may be removed"
+                    )
+                self.tokens = left
+            if recorded is not None:
+                recorded.clear()
 
     def activate_past_recording(self) -> None:
-        self.record_past = True
+        self.recording = self.recording or DraftRecording()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        self._recording = None
+        if self.recording is not None:
+            self.recording.clear()
 
     def reset(self) -> None:
-        self.cache, self._recording, self.tokens = None, None, 0
+        if self.recording is not None:
+            self.recording.clear()
+        self.cache, self.tokens = None, 0
         self.is_initialized = False
 
     def get_seq_length(self) -> int:
@@ -154,3 +113,20 @@ class DynamicCacheLayer(CacheLayer):
 
     def get_max_length(self) -> int:
         return -1
+
+
+def _extended(
+    mechanism: Mechanism,
+    arrays: dict[str, Tensor],
+    key_mask: Tensor | None,
+    cache: Cache,
+    count: int,
+) -> Cache:
+    """The cache with the first `count` tokens of a recorded call."""
+    patterns = mechanism.inputs
+    of_tokens = {
+        n: x[:, :count] if {*patterns[n].letters} & {"t", "s"} else x for n, x in arrays.items()
+    }
+    of_mask = None if key_mask is None else key_mask[:, :count]
+    _, longer = mechanism.extend(cache, **of_tokens, key_mask=of_mask)
+    return longer

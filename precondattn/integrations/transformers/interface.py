@@ -105,9 +105,9 @@ def _load() -> dict[str, OfTransformers]:
             function = getattr(found[owner], method, None) if method else found[owner]
             has = inspect.signature(function).parameters if function else ()
             missing += [f"parameter {p} of {name}" for p in wanted if p not in has]
-    for name, known in ABSTRACT.items():
+    for name, methods in ABSTRACT.items():
         if name in found:
-            others = sorted(found[name].__abstractmethods__ - known)
+            others = sorted(found[name].__abstractmethods__ - methods)
             missing += [f"{name} without the abstract method {other}" for other in others]
     if missing:
         raise ImportError(
@@ -119,39 +119,16 @@ def _load() -> dict[str, OfTransformers]:
 
 _found = _load()
 
-strict = _found["strict"]
-
-AutoConfig = _found["AutoConfig"]
-AutoModel = _found["AutoModel"]
-AutoModelForCausalLM = _found["AutoModelForCausalLM"]
-GenerationMixin = _found["GenerationMixin"]
-PreTrainedConfig = _found["PreTrainedConfig"]
-PreTrainedModel = _found["PreTrainedModel"]
-
-HFCache = _found["Cache"]
-CacheLayerMixin = _found["CacheLayerMixin"]
-DynamicLayer = _found["DynamicLayer"]
-DynamicSlidingWindowLayer = _found["DynamicSlidingWindowLayer"]
-StaticLayer = _found["StaticLayer"]
-StaticSlidingWindowLayer = _found["StaticSlidingWindowLayer"]
-
-ATTENTION_FUNCTIONS = _found["ALL_ATTENTION_FUNCTIONS"]
-MASK_FUNCTIONS = _found["ALL_MASK_ATTENTION_FUNCTIONS"]
-
-and_masks = _found["and_masks"]
-bidirectional_mask_function = _found["bidirectional_mask_function"]
-causal_mask_function = _found["causal_mask_function"]
-packed_sequence_mask_function = _found["packed_sequence_mask_function"]
 remap_positions_for_packed_sequence = getattr(
     importlib.import_module("transformers.masking_utils"),
     "remap_positions_for_packed_sequence",
     None,
 )
 """The second description of packed sequences, from 5.23 on."""
-sliding_window_overlay = _found["sliding_window_overlay"]
 
-GradientCheckpointingLayer = _found["GradientCheckpointingLayer"]
-BaseModelOutputWithPast = _found["BaseModelOutputWithPast"]
-CausalLMOutputWithPast = _found["CausalLMOutputWithPast"]
-can_return_tuple = _found["can_return_tuple"]
-capture_outputs = _found["capture_outputs"]
+
+def __getattr__(name: str) -> OfTransformers:
+    """The used object of this name."""
+    if name not in _found:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _found[name]

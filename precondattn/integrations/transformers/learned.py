@@ -35,13 +35,7 @@ class Input(NamedTuple):
 
 @lru_cache(maxsize=KEPT)
 def learned_inputs(mechanism: Mechanism, has_sink: bool) -> tuple[Input, ...]:
-    """The inputs of a mechanism that Transformers does not pass to an attention function.
-
-    Raises
-    ------
-    TypeError
-        for an input that depends on the tokens.
-    """
+    """The inputs of a mechanism that Transformers does not pass to an attention function."""
     found = []
     for name, (call, formal) in meanings(mechanism.program).items():
         if name in GIVEN or (name == "sink" and has_sink):

@@ -128,13 +128,7 @@ KNOWN = (_AND, _WINDOW, _PACKED, _REMAPPED)
 
 
 def packed_sequences(pattern: Pattern) -> Tensor | None:
-    """The ids of the packed sequences (b, t) of a causal pattern; None if there are none.
-
-    Raises
-    ------
-    ValueError
-        for a pattern that is not causal, or has more than a window.
-    """
+    """The ids of the packed sequences (b, t) of a causal pattern; None if there are none."""
     if pattern is causal_mask_function:
         return None
     sequences, is_causal = None, False
@@ -145,13 +139,13 @@ def packed_sequences(pattern: Pattern) -> Tensor | None:
             is_causal = True
             continue
         code = getattr(part, "__code__", None)
-        held = _held(part)
+        variables = _closure_of(part)
         if code is _AND:
-            waiting += held["mask_functions"]
+            waiting += variables["mask_functions"]
         elif code is not None and code is _REMAPPED:
-            waiting.append(held["mask_function"])
+            waiting.append(variables["mask_function"])
         elif code is _PACKED:
-            sequences = held["packed_sequence_mask"]
+            sequences = variables["packed_sequence_mask"]
         elif code is not _WINDOW:
             raise ValueError(UNKNOWN)
     if not is_causal:
@@ -163,13 +157,8 @@ def traced_sequences(pattern: Pattern, batch: int, index: Tensor) -> Tensor | No
     """The packed sequences of a pattern in compiled code, where no function shows what it holds.
 
     The pattern is computed for each token and the one before it, which are of one sequence if it is
-    true. Its shape says whether it depends on the batch, as that of packed sequences does.
-
-    Raises
-    ------
-    ValueError
-        for a pattern that is not made of parts that all have to be true. Of these parts themselves
-        nothing is seen here; `packed_sequences` refuses unknown ones.
+    true. Its shape says whether it depends on the batch, as that of packed sequences does. Only
+    `packed_sequences` looks at the parts of a pattern, and refuses unknown ones.
     """
     if pattern is causal_mask_function:
         return None
@@ -182,7 +171,7 @@ def traced_sequences(pattern: Pattern, batch: int, index: Tensor) -> Tensor | No
     return None if is_same.ndim < 3 else (~is_same[:, 0]).cumsum(-1)
 
 
-def _held(function: Pattern) -> dict[str, Given]:
+def _closure_of(function: Pattern) -> dict[str, Given]:
     """The variables in the closure of a nested function, by name."""
     names = function.__code__.co_freevars
     cells = function.__closure__ or ()
@@ -197,16 +186,12 @@ class ModelMasks(NamedTuple):
     attn_mask: Tensor | None = None
 
 
-def read(mask: Tensor | None, mechanism: Mechanism, first: Tensor | int, count: int) -> ModelMasks:
-    """The masks that an attention function gets, for `count` queries from position `first` on.
+def masks_of(
+    mask: Tensor | None, mechanism: Mechanism, start: Tensor | int, count: int
+) -> ModelMasks:
+    """The masks that an attention function gets, for `count` queries from position `start` on.
 
     A mask that was not made by `mask_of_tokens` is the user's own, (b, heads or 1, t, s).
-
-    Raises
-    ------
-    ValueError
-        for a mask of the user's own that is not boolean, or that lets a token attend where the
-        mechanism does not.
     """
     if mask is None:
         return ModelMasks()
@@ -219,11 +204,11 @@ def read(mask: Tensor | None, mechanism: Mechanism, first: Tensor | int, count: 
             f"1, t, s), True where a token may attend to another; found the shape "
             f"{(*mask.shape,)} and {mask.dtype}"
         )
-    check_own_pattern(mask, mechanism, first)
+    check_own_pattern(mask, mechanism, start)
     return ModelMasks(attn_mask=mask)
 
 
-def check_own_pattern(mask: Tensor, mechanism: Mechanism, first: Tensor | int) -> None:
+def check_own_pattern(mask: Tensor, mechanism: Mechanism, start: Tensor | int) -> None:
     """Raise for a mask (b, h or 1, t, s) that lets a token attend where the mechanism does not.
 
     In Transformers such a mask replaces the pattern of a model, and a mechanism can only restrict
@@ -235,7 +220,7 @@ def check_own_pattern(mask: Tensor, mechanism: Mechanism, first: Tensor | int) -
             "call the model without torch.compile"
         )
     causal, window = mechanism.offers.causal, mechanism.offers.window
-    query = torch.arange(mask.shape[2], device=mask.device)[:, None] + first
+    query = torch.arange(mask.shape[2], device=mask.device)[:, None] + start
     key = torch.arange(mask.shape[3], device=mask.device)
     outside = (query < key) & causal
     if window is not None:

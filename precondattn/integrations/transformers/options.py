@@ -43,14 +43,7 @@ def options_of(module: nn.Module, config: HFConfig, index: int) -> AttentionOpti
 
 
 def with_options(mechanism: Mechanism, options: AttentionOptions) -> Mechanism:
-    """The mechanism with these options in its base.
-
-    Raises
-    ------
-    TypeError, ValueError
-        if its base is not softmax, if it is not causal, if one of its own options differs, or if
-        the mechanism refuses an option.
-    """
+    """The mechanism with these options in its base."""
     base = getattr(mechanism, "base", None)
     if base is not None:
         return replace(mechanism, base=with_options(base, options))
@@ -76,8 +69,8 @@ def with_options(mechanism: Mechanism, options: AttentionOptions) -> Mechanism:
     )
 
 
-def _one(name: str, own: OptionValue, of_model: OptionValue) -> OptionValue:
+def _one(name: str, of_mechanism: OptionValue, of_model: OptionValue) -> OptionValue:
     """The option of the mechanism or of the model, whichever has it."""
-    if own is None or of_model is None or math.isclose(own, of_model):
-        return of_model if own is None else own
-    raise ValueError(f"{name}: the mechanism has {own}, and the model {of_model}")
+    if of_mechanism is None or of_model is None or math.isclose(of_mechanism, of_model):
+        return of_model if of_mechanism is None else of_mechanism
+    raise ValueError(f"{name}: the mechanism has {of_mechanism}, and the model {of_model}")

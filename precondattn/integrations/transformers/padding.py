@@ -10,27 +10,27 @@ from precondattn.cache.kinds import TOKENS
 from precondattn.cache.windows import FIRST
 
 
-def new_columns(key_mask: Tensor, held: Tensor | int, new: int) -> Tensor:
+def new_columns(key_mask: Tensor, cached: Tensor | int, new: int) -> Tensor:
     """The columns (b, t) of the new tokens in a mask of all slots, or of the new ones alone."""
     if key_mask.shape[1] == new:
         return key_mask
-    if isinstance(held, int):
-        return key_mask[:, held : held + new]
-    return key_mask.index_select(1, torch.arange(new, device=key_mask.device) + held)
+    if isinstance(cached, int):
+        return key_mask[:, cached : cached + new]
+    return key_mask.index_select(1, torch.arange(new, device=key_mask.device) + cached)
 
 
-def check_held(cache: Cache, key_mask: Tensor | None, held: int, new: int) -> None:
+def check_cached_mask(cache: Cache, key_mask: Tensor | None, cached: int, new: int) -> None:
     """Raise an error if the mask of cached tokens differs from the stored mask."""
-    if held == 0 or (key_mask is not None and key_mask.shape[1] == new):
+    if cached == 0 or (key_mask is not None and key_mask.shape[1] == new):
         return
-    if key_mask is not None and key_mask.shape[1] < held + new:
+    if key_mask is not None and key_mask.shape[1] < cached + new:
         raise ValueError(
-            f"attention_mask: {held} tokens in the cache and {new} new ones need as many columns; "
-            f"found {key_mask.shape[1]}"
+            f"attention_mask: {cached} tokens in the cache and {new} new ones need as many columns"
+            f"; found {key_mask.shape[1]}"
         )
-    first = int(cache.store[FIRST][0]) if FIRST in cache.store else 0
-    stored = cache.store[KEY_MASK][:, : held - first] if KEY_MASK in cache.store else None
-    now = None if key_mask is None else key_mask[:, first:held]
+    start = int(cache.store[FIRST][0]) if FIRST in cache.store else 0
+    stored = cache.store[KEY_MASK][:, : cached - start] if KEY_MASK in cache.store else None
+    now = None if key_mask is None else key_mask[:, start:cached]
     if stored is not None and now is not None:
         is_same = torch.equal(stored, now)
     else:

@@ -19,8 +19,8 @@ from precondattn.integrations.transformers.attention import (
 )
 from precondattn.integrations.transformers.checked_masks import check_masks
 from precondattn.integrations.transformers.interface import (
-    ATTENTION_FUNCTIONS,
-    MASK_FUNCTIONS,
+    ALL_ATTENTION_FUNCTIONS,
+    ALL_MASK_ATTENTION_FUNCTIONS,
     HFConfig,
     PreTrainedModel,
 )
@@ -33,8 +33,8 @@ PREVIOUS = "precondattn_replaces"
 
 # Without a mask function of the same name, Transformers passes no mask at all.
 for _name, _mask in ((NAME, mask_of_tokens), (OF_ENCODER, mask_of_encoder)):
-    ATTENTION_FUNCTIONS.register(_name, attention)
-    MASK_FUNCTIONS.register(_name, _mask)
+    ALL_ATTENTION_FUNCTIONS.register(_name, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_name, _mask)
 
 
 @whole_or_not
@@ -207,9 +207,9 @@ def _replace(
     module.extra_repr = partial(_shown, module.extra_repr(), str(mechanism))
 
 
-def _shown(own: str, mechanism: str) -> str:
+def _shown(shown: str, mechanism: str) -> str:
     """What `print` shows of an attention module, besides the modules in it."""
-    return ", ".join(filter(None, (own, f"mechanism={mechanism!r}")))
+    return ", ".join(filter(None, (shown, f"mechanism={mechanism!r}")))
 
 
 def _forget(module: nn.Module) -> None:

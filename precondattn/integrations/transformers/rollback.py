@@ -34,9 +34,10 @@ def undone_if_failed(*objects: Given) -> Iterator[None]:
     except BaseException:
         for each, cls, attributes, lists in before:
             each.__class__ = cls
-            for own, entries in [(vars(each), attributes), *lists]:
-                own.clear()
-                own.update(entries) if isinstance(own, dict) else own.extend(entries)
+            for changed, entries in [(vars(each), attributes), *lists]:
+                changed.clear()
+                add = changed.update if isinstance(changed, dict) else changed.extend
+                add(entries)
         raise
 
 

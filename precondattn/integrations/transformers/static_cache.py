@@ -13,7 +13,7 @@ from precondattn.cache.conversion import ordinary
 from precondattn.cache.kinds import empty_if_donated, holding, kinds_of
 from precondattn.cache.windows import FIRST
 from precondattn.integrations.transformers.cache import ANY, CacheLayer
-from precondattn.integrations.transformers.padding import check_held, new_columns
+from precondattn.integrations.transformers.padding import check_cached_mask, new_columns
 
 
 class StaticCacheLayer(CacheLayer):
@@ -53,25 +53,25 @@ class StaticCacheLayer(CacheLayer):
             self.may_have_padding = True
         if not torch.compiler.is_compiling():
             kinds_of(cache)  # It refuses a cache that was donated.
-            held = int(cache.length[0])
-            self._check_room(held, new)
-            self.check_first(held, new)
-            check_held(cache, key_mask, held, new)
+            cached = int(cache.length[0])
+            self._check_room(cached, new)
+            self.check_first(cached, new)
+            check_cached_mask(cache, key_mask, cached, new)
         if key_mask is not None:
             key_mask = new_columns(key_mask, cache.length[0], new)
         if not torch.compiler.is_compiling() and not self.may_have_padding:
             if key_mask is None or bool(key_mask.all()):
-                return self._extend_without_padding(mechanism, arrays, held, new, attn_mask)
+                return self._extend_without_padding(mechanism, arrays, cached, new, attn_mask)
             self.may_have_padding = True
         # A donation empties the dict, and the buffers stay.
-        given = holding(cache, cache.length, dict(cache.store))
-        return self._donated(mechanism, given, **arrays, key_mask=key_mask, attn_mask=attn_mask)
+        donated = holding(cache, cache.length, dict(cache.store))
+        return self._donated(mechanism, donated, **arrays, key_mask=key_mask, attn_mask=attn_mask)
 
     def _extend_without_padding(
         self,
         mechanism: Mechanism,
         arrays: dict[str, Tensor],
-        held: int,
+        cached: int,
         new: int,
         attn_mask: Tensor | None,
     ) -> Tensor:
@@ -83,25 +83,27 @@ class StaticCacheLayer(CacheLayer):
             {name: buffer for name, buffer in store.items() if name != KEY_MASK},
             {name: kind for name, kind in kinds.items() if name != KEY_MASK},
         )
-        store[KEY_MASK][:, held : held + new] = True  # No call reads it before the length changes.
+        store[KEY_MASK][:, cached : cached + new] = (
+            True  # No call reads it before the length changes.
+        )
         return self._donated(mechanism, without, **arrays, attn_mask=attn_mask)
 
-    def _donated(self, mechanism: Mechanism, given: Cache, **named: Any) -> Tensor:
+    def _donated(self, mechanism: Mechanism, donated: Cache, **named: Any) -> Tensor:
         """The output; the cache is refused until `reset` if this fails after its first write."""
         assert self.cache is not None
         try:
-            out, longer = mechanism.extend(given, **named, donate=True)
+            out, longer = mechanism.extend(donated, **named, donate=True)
             self._write(longer)
         except BaseException:
-            empty_if_donated(self.cache, given)
+            empty_if_donated(self.cache, donated)
             raise
         return out
 
-    def _check_room(self, held: int, new: int) -> None:
-        if self.max_cache_len is not None and held + new > self.max_cache_len:
+    def _check_room(self, cached: int, new: int) -> None:
+        if self.max_cache_len is not None and cached + new > self.max_cache_len:
             raise ValueError(
                 f"past_key_values: this static cache is for {self.max_cache_len} tokens; found "
-                f"{new} new ones after {held}"
+                f"{new} new ones after {cached}"
             )
 
     def _empty(self, mechanism: Mechanism, arrays: dict[str, Tensor]) -> Cache:
@@ -136,17 +138,8 @@ class StaticCacheLayer(CacheLayer):
             self.batch_size = self.cache.length.shape[0]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens: −3 for the last three, as in Transformers.
-
-        Raises
-        ------
-        ValueError
-            for a positive number, and for a mechanism whose cache can not be cropped.
-        """
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop: minus the number of tokens to remove expected; found {tokens_to_remove}"
-            )
+        """Take back the last tokens: −3 for the last three, as in Transformers."""
+        self.check_removal(tokens_to_remove)
         if self.cache is not None and tokens_to_remove:
             self._write(self.cache.crop(self.cache.length + tokens_to_remove))
 

@@ -4,8 +4,7 @@ from precondattn.layers.flax.attention import Attention
 from precondattn.layers.flax.block import Block
 from precondattn.layers.flax.decoder import Decoder
 from precondattn.layers.flax.divided import divide_tokens
-from precondattn.layers.flax.vision_attention import VisionAttention
-from precondattn.layers.flax.vision_transformer import VisionTransformer
+from precondattn.layers.flax.vision_transformer import VisionAttention, VisionTransformer
 from precondattn.layers.flax.weights import to_flax
 
 __all__ = [

@@ -113,7 +113,7 @@ class Attention(ChecksKeywords, nnx.Module):
         maps = {(of_map.entry, of_map.weight): of_map for of_map in self.plan.maps}
         biases = {(of_map.entry, of_map.bias) for of_map in self.plan.maps if of_map.bias}
         for name, declared in self.plan.weights:
-            own, starts = {}, {key: weight.start for key, weight in declared}
+            others, starts = {}, {key: weight.start for key, weight in declared}
             for key, weight in declared:
                 of_map = maps.get((name, key))
                 if of_map is not None:
@@ -121,9 +121,9 @@ class Attention(ChecksKeywords, nnx.Module):
                     both |= {"bias": starts[of_map.bias]} if of_map.bias else {}
                     setattr(self, of_map.name, linear_of(of_map, both, dtype, rngs))
                 elif (name, key) not in biases:
-                    own[key] = parameter(weight, dtype, rngs)
-            if own:
-                self.inputs[name] = nnx.Dict(own)
+                    others[key] = parameter(weight, dtype, rngs)
+            if others:
+                self.inputs[name] = nnx.Dict(others)
         self.divided: ContextParallel | None = None
         """The mechanism for tokens that are divided among devices; `divide_tokens` sets it."""
 
@@ -182,9 +182,9 @@ class Attention(ChecksKeywords, nnx.Module):
             `Mechanism.extend`. They need a cache.
         """
         if self.divided is not None:
-            given = {"cache": cache, "cu_seqlens": cu_seqlens}
-            given |= {"attn_mask": attn_mask, "prefix": prefix}
-            for what in (name for name, value in given.items() if value is not None):
+            refused = {"cache": cache, "cu_seqlens": cu_seqlens}
+            refused |= {"attn_mask": attn_mask, "prefix": prefix}
+            for what in (name for name, value in refused.items() if value is not None):
                 raise ValueError(
                     f"{self.divided.owner}: a layer whose tokens are divided supports no {what}"
                 )
@@ -206,8 +206,8 @@ class Attention(ChecksKeywords, nnx.Module):
         for name, parameters in self.inputs.items():
             if isinstance(parameters, nnx.Dict):  # Qwix adds its own metadata to a module.
                 weights[name] = {
-                    own: array[...]
-                    for own, array in parameters.items()
+                    key: array[...]
+                    for key, array in parameters.items()
                     if isinstance(array, nnx.Variable)
                 }
         for of_map in self.plan.maps:

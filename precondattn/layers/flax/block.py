@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from precondattn.arrays import DType
-from precondattn.cache import Cache
 from precondattn.given import Given
 from precondattn.layers.checks import LayerOutput
 from precondattn.layers.decoder import (
@@ -94,34 +93,10 @@ class Block(ChecksKeywords, nnx.Module):
         self.mlp_norm = Norm(width, dtype, rngs)
         self.mlp = BlockMLP(width, hidden_width(width, hidden, mlp), mlp, dtype, rngs)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        positions: jax.Array | None = None,
-        cache: Cache | None = None,
-        segment_ids: jax.Array | None = None,
-        cu_seqlens: Given = None,
-        attn_mask: jax.Array | None = None,
-        prefix: Given = None,
-        keep: int = 0,
-        states_every: int | None = None,
-    ) -> LayerOutput:
-        """The new x, and the extended cache if one is given; arguments as in `Attention`."""
-        y = self.attention(
-            self.attention_norm(x),
-            mask=mask,
-            positions=positions,
-            cache=cache,
-            segment_ids=segment_ids,
-            cu_seqlens=cu_seqlens,
-            attn_mask=attn_mask,
-            prefix=prefix,
-            keep=keep,
-            states_every=states_every,
-        )
-        y, after = (y, None) if cache is None else y
+    def __call__(self, x: jax.Array, **options: Given) -> LayerOutput:
+        """The new x, and the extended cache if one is given; options as in `Attention`."""
+        y = self.attention(self.attention_norm(x), **options)
+        y, after = (y, None) if options.get("cache") is None else y
         x = x + y
         x = x + self.mlp(self.mlp_norm(x))
-        return x if cache is None else (x, after)
+        return x if options.get("cache") is None else (x, after)

@@ -20,10 +20,10 @@ from precondattn.layers.decoder import (
     check_tokens,
     counted,
     embedding_weight,
+    states_after,
 )
 from precondattn.layers.flax.block import Block, Norm
 from precondattn.layers.flax.module import parameter
-from precondattn.layers.flax.sampling import chosen
 from precondattn.layers.functions import linear
 from precondattn.layers.keywords import ChecksKeywords
 
@@ -121,29 +121,16 @@ class Decoder(ChecksKeywords, nnx.Module):
         """
         check_tokens(tokens, "jax", mask, caches, blocks=len(self.blocks))
         masks = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-        masks |= {"attn_mask": attn_mask, "prefix": prefix}
+        masks |= {"mask": mask, "attn_mask": attn_mask, "prefix": prefix}
         options = {**masks, "keep": keep, "states_every": states_every}
-        x, longer = self._states(tokens, mask, caches, **options)
+        x, longer = self._states(tokens, caches, **options)
         return self._logits(x) if caches is None else (self._logits(x), longer)
 
     def _states(
-        self,
-        tokens: jax.Array,
-        mask: jax.Array | None,
-        caches: Caches | None,
-        **options: object,
+        self, tokens: jax.Array, caches: Caches | None, **options: Given
     ) -> tuple[jax.Array, Caches | None]:
         """The hidden states after the last block, and the extended caches."""
-        x = embedded(self.embedding[...], tokens)
-        if caches is None:
-            for block in self.blocks:
-                x = block(x, mask=mask, **options)
-            return x, None
-        longer = []
-        for block, cache in zip(self.blocks, caches, strict=True):
-            x, cache = block(x, mask=mask, cache=cache, **options)
-            longer.append(cache)
-        return x, tuple(longer)
+        return states_after(self.blocks, embedded(self.embedding[...], tokens), caches, **options)
 
     def _logits(self, x: jax.Array) -> jax.Array:
         logits: jax.Array = linear(self.norm(x), self.embedding[...].T)
@@ -250,9 +237,23 @@ def _next_token(graph: nnx.GraphDef) -> Tree:
         top_p: jax.Array,
     ) -> tuple[jax.Array, Tree]:
         model = nnx.merge(graph, state)
-        x, longer = model._states(tokens, mask, caches, prefix=prefix)
+        x, longer = model._states(tokens, caches, mask=mask, prefix=prefix)
         logits = model._logits(x[jnp.arange(len(x)), last][:, None])[:, -1]
         new = chosen(logits, key, temperature, top_p)
         return new.astype(tokens.dtype)[:, None], longer
 
     return after
+
+
+def chosen(
+    logits: jax.Array, key: jax.Array | None, temperature: jax.Array, top_p: jax.Array
+) -> jax.Array:
+    """One token (b,) for each row of logits (b, vocabulary); the most probable without a key."""
+    if key is None:
+        return jnp.argmax(logits, axis=-1)
+    p = jax.nn.softmax(logits.astype(jnp.float32) / temperature, axis=-1)
+    order = jnp.argsort(-p, axis=-1)
+    p = jnp.take_along_axis(p, order, axis=-1)
+    p = jnp.where(jnp.cumsum(p, axis=-1) - p < top_p, p, 0)
+    rank = jax.random.categorical(key, jnp.log(p), axis=-1)
+    return jnp.take_along_axis(order, rank[:, None], axis=-1)[:, 0]

@@ -18,13 +18,7 @@ class Depth(nnx.Variable[jax.Array]):
 
 
 def depth_of(depth: int) -> int | Depth:
-    """An int unchanged, or an array as a variable.
-
-    Raises
-    ------
-    ValueError
-        for anything but integers, 0 or above, and integer arrays ().
-    """
+    """An int unchanged, or an array as a variable."""
     if isinstance(depth, jax.Array):
         if depth.shape != () or not jnp.issubdtype(depth.dtype, jnp.integer):
             raise ValueError(

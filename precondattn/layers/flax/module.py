@@ -28,17 +28,17 @@ def linear_of(
 ) -> nnx.Linear:
     """The module of a linear map, initialised by the `starts` of "weight" and "bias"."""
     weights = {
-        own: Stored(of_map, is_bias=own == "bias").weight(start) for own, start in starts.items()
+        key: Stored(of_map, is_bias=key == "bias").weight(start) for key, start in starts.items()
     }
-    first = {own: _first(weight, dtype, rngs) for own, weight in weights.items()}
+    values = {key: _first(weight, dtype, rngs) for key, weight in weights.items()}
     inner, outer = weights["weight"].shape
     return nnx.Linear(
         inner,
         outer,
-        use_bias="bias" in first,
+        use_bias="bias" in values,
         param_dtype=dtype,
-        kernel_init=lambda *_: first["weight"],
-        bias_init=lambda *_: first["bias"],
+        kernel_init=lambda *_: values["weight"],
+        bias_init=lambda *_: values["bias"],
         kernel_metadata=_metadata(weights["weight"]),
         bias_metadata=_metadata(weights["bias"]) if "bias" in weights else {},
         rngs=_NoKeys(),
@@ -46,8 +46,8 @@ def linear_of(
 
 
 def _first(weight: Weight, dtype: DType, rngs: nnx.Rngs) -> jax.Array:
-    first: jax.Array = weight.start(_Draw(weight.shape, dtype, rngs), weight.shape)
-    return first
+    values: jax.Array = weight.start(_Draw(weight.shape, dtype, rngs), weight.shape)
+    return values
 
 
 def _metadata(weight: Weight) -> dict[str, object]:
@@ -86,13 +86,13 @@ class ModuleMap(LinearMap):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x, kernel = self.map.joined(x), kernel_of(self.module)
-        own = jax.typeof(x).sharding
-        of_weight = own if kernel is None else jax.typeof(kernel).sharding
-        if kernel is None or not (own.mesh.explicit_axes or of_weight.mesh.explicit_axes):
+        of_x = jax.typeof(x).sharding
+        of_weight = of_x if kernel is None else jax.typeof(kernel).sharding
+        if kernel is None or not (of_x.mesh.explicit_axes or of_weight.mesh.explicit_axes):
             y: jax.Array = self.map.split(self.module(x))
             return y
         # JAX's explicit mode requires the sharding of a sum over shards.
-        spec = jax.sharding.PartitionSpec(*own.spec[:-1], *of_weight.spec[1:])
+        spec = jax.sharding.PartitionSpec(*of_x.spec[:-1], *of_weight.spec[1:])
         split: jax.Array = self.map.split(self.module(x, out_sharding=spec))
         return split
 

@@ -5,21 +5,26 @@ The equations and the declared weights are in `precondattn/layers/vision.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import DType
 from precondattn.given import Arguments, Given
+from precondattn.layers.flax.attention import Attention
 from precondattn.layers.flax.module import parameter
-from precondattn.layers.flax.vision_attention import VisionAttention
 from precondattn.layers.functions import upcast
 from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.maps import Weight
+from precondattn.layers.recipe import Recipe
 from precondattn.layers.vision import (
     NOT_CAUSAL,
     Mechanisms,
     affine_weights,
+    attention_arguments,
     check_image,
     mlp_weights,
     norm_weights,
@@ -76,6 +81,45 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.fc2(jax.nn.gelu(self.fc1(x), approximate=False))
+
+
+class VisionAttention(Attention):
+    """`Attention` for vision transformers: with biases, and without rotary embeddings.
+
+    The layer is the same as in `precondattn.layers.torch`, whose docstring lists timm's modules.
+
+    Parameters
+    ----------
+    width, heads, mechanism, qkv_bias, recipes
+        As in `precondattn.layers.torch.VisionAttention`.
+    rngs : nnx.Rngs
+        The random streams; `params` draws the initial values.
+    **sizes
+        `kv_heads`, `head_dim`, `value_dim`, `slots`, `depth` and `dtype` of `Attention`.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from flax import nnx
+    >>> from precondattn.layers.flax import VisionAttention
+    >>> attn = VisionAttention(32, heads=4, mechanism="cross_covariance", rngs=nnx.Rngs(0))
+    >>> attn(jax.numpy.ones((2, 64, 32), "float32")).shape
+    (2, 64, 32)
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        heads: int,
+        mechanism: str | Mechanism = NOT_CAUSAL,
+        qkv_bias: bool = True,
+        recipes: Mapping[str, Recipe] | None = None,
+        rngs: nnx.Rngs,
+        **sizes: Given,
+    ) -> None:
+        arguments = attention_arguments(mechanism, qkv_bias, recipes)
+        super().__init__(width, heads=heads, rngs=rngs, **arguments, **sizes)
 
 
 class VisionBlock(nnx.Module):
@@ -171,8 +215,8 @@ class VisionTransformer(ChecksKeywords, nnx.Module):
             raise TypeError(f"x must be {positions.dtype}, as the weights; found {x.dtype}")
         tokens = self.patch_embed["proj"](x)
         if self.sizes.pool == "token":
-            first = jnp.broadcast_to(self.cls_token[...], (len(tokens), 1, tokens.shape[2]))
-            tokens = jnp.concatenate([first, tokens], axis=1)
+            of_class = jnp.broadcast_to(self.cls_token[...], (len(tokens), 1, tokens.shape[2]))
+            tokens = jnp.concatenate([of_class, tokens], axis=1)
         tokens = tokens + positions
         for block in self.blocks:
             tokens = block(tokens)

@@ -26,13 +26,13 @@ def to_flax(state_dict: Mapping[str, Array]) -> dict[Tree, Tree]:
     nested: dict[Tree, Tree] = {}
     for name, tensor in state_dict.items():
         *path, last = (int(key) if key.isdecimal() else key for key in name.split("."))
-        here = nested
+        branch = nested
         for key in path:
-            here = here.setdefault(key, {})
+            branch = branch.setdefault(key, {})
         host = tensor.detach().cpu()
         if last == "weight" and path and str(path[-1]).endswith("_proj"):
             last, host = "kernel", host.T
         is_bfloat16 = str(host.dtype) == "torch.bfloat16"  # NumPy has no such type.
         array = jnp.asarray((host.float() if is_bfloat16 else host).numpy())
-        here[last] = array.astype(jnp.bfloat16) if is_bfloat16 else array
+        branch[last] = array.astype(jnp.bfloat16) if is_bfloat16 else array
     return nested

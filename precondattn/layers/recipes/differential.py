@@ -38,11 +38,11 @@ class LambdaOfVectors(Recipe):
         return {name: Parameter("… d", Normal(0.1)) for name in ("q1", "k1", "q2", "k2")}
 
     def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
-        first, second = (
+        product1, product2 = (
             namespace(p["q1"]).sum(upcast(p[f"q{i}"]) * upcast(p[f"k{i}"]), axis=-1) for i in (1, 2)
         )
-        exp = namespace(first).exp
-        return exp(first) - exp(second) + first_lambda(tokens.depth)
+        exp = namespace(product1).exp
+        return exp(product1) - exp(product2) + first_lambda(tokens.depth)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ def alibi_slopes(heads: int) -> list[float]:
     ([0.25, 0.0625, 0.015625, 0.00390625], [0.0625, 0.00390625, 0.25])
     """
     power = 1 << (heads.bit_length() - 1)
-    first = [2.0 ** (-8 * i / power) for i in range(1, power + 1)]
-    return first + [2.0 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)]
+    slopes = [2.0 ** (-8 * i / power) for i in range(1, power + 1)]
+    return slopes + [2.0 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)]
 
 
 @dataclass(frozen=True)

@@ -9,228 +9,182 @@ from __future__ import annotations
 
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.layers.recipe import Recipe
-from precondattn.layers.recipes.comba import (
-    CorrectedQuery,
-    InnerDecay,
-    UnitEraseKey,
-    UnitKey,
-)
-from precondattn.layers.recipes.differential import (
-    DifferenceNorm,
-    LambdaOfToken,
-    LambdaOfVectors,
-)
-from precondattn.layers.recipes.distances import AlibiSlopes
-from precondattn.layers.recipes.gates import (
-    DecayOfStep,
-    DecayWithBias,
-    LogSigmoid,
-    LowRankDecay,
-    LowRankLogSigmoid,
-    Sigmoid,
-    StepOfSolve,
-    StepSize,
-    Written,
-)
-from precondattn.layers.recipes.hgrn2 import BoundedLogSigmoid, NormOfHeads
-from precondattn.layers.recipes.learned import (
-    Learned,
-    LearnedIdentity,
-    LearnedNoise,
-    Positive,
-    Ridge,
-)
-from precondattn.layers.recipes.outputs import (
-    Activated,
-    GatedGroupNorm,
-    GatedNorm,
-    LowRankGatedNorm,
-    Norm,
-    SigmoidGatedNorm,
-    Unchanged,
-)
-from precondattn.layers.recipes.projections import (
-    Activation,
-    Contraction,
-    Convolution,
-    Direction,
-    Projection,
-    Rotary,
-    Stepped,
-    UnitConvolution,
-    Weighted,
-)
-from precondattn.layers.recipes.rwkv6 import DecayMixedByToken, GatedHeadNorm, MixedByToken
-from precondattn.layers.recipes.rwkv7 import (
-    BonusGroupNorm,
-    Mixed,
-    MixedDecay,
-    MixedGate,
-    MixedLowRank,
-    NegativeKey,
-    RemovalKey,
-    ReplacementKey,
-    ScaledKey,
-)
-from precondattn.layers.recipes.xlstm import (
-    CappedGate,
-    CappedLogSigmoid,
-    SigmoidGatedLayerNorm,
+from precondattn.layers.recipes import (
+    comba,
+    differential,
+    distances,
+    gates,
+    hgrn2,
+    learned,
+    outputs,
+    projections,
+    rwkv6,
+    rwkv7,
+    xlstm,
 )
 
 Recipes = dict[str, Recipe]
 
-ROWS: Recipes = {"q": Projection(), "k": Projection(), "v": Projection()}
-WITHOUT_ROTATION: Recipes = {**ROWS, "g": LogSigmoid(), "sink": Learned()}
+ROWS: Recipes = {
+    "q": projections.Projection(),
+    "k": projections.Projection(),
+    "v": projections.Projection(),
+}
+WITHOUT_ROTATION: Recipes = {**ROWS, "g": gates.LogSigmoid(), "sink": learned.Learned()}
 """The recipes of softmax attention whose scores already depend on positions."""
 
 DELTA: Recipes = {
-    "q": UnitConvolution(),
-    "k": UnitConvolution(),
-    "v": Convolution(),
-    "beta": Sigmoid(),
+    "q": projections.UnitConvolution(),
+    "k": projections.UnitConvolution(),
+    "v": projections.Convolution(),
+    "beta": gates.Sigmoid(),
 }
-OF_VECTORS: Recipes = {"lam": LambdaOfVectors(), "out": DifferenceNorm()}
-CONTRACTION: Recipes = {"contraction": Contraction()}
-GAIN: Recipes = {"gain": Learned(1.0)}
+OF_VECTORS: Recipes = {"lam": differential.LambdaOfVectors(), "out": differential.DifferenceNorm()}
+CONTRACTION: Recipes = {"contraction": projections.Contraction()}
+GAIN: Recipes = {"gain": learned.Learned(1.0)}
 
-GATED_DELTA: Recipes = {**DELTA, "g": DecayWithBias(), "out": GatedNorm()}
-KDA: Recipes = {**DELTA, "g": LowRankDecay(), "out": LowRankGatedNorm()}
+GATED_DELTA: Recipes = {**DELTA, "g": gates.DecayWithBias(), "out": outputs.GatedNorm()}
+KDA: Recipes = {**DELTA, "g": gates.LowRankDecay(), "out": outputs.LowRankGatedNorm()}
 GDN2: Recipes = {
-    "q": UnitConvolution(),
-    "k": UnitConvolution(),
-    "v": Convolution(),
-    "g": LowRankDecay(),
-    "b": Sigmoid(),
-    "w": Sigmoid(),
-    "out": LowRankGatedNorm(),
+    "q": projections.UnitConvolution(),
+    "k": projections.UnitConvolution(),
+    "v": projections.Convolution(),
+    "g": gates.LowRankDecay(),
+    "b": gates.Sigmoid(),
+    "w": gates.Sigmoid(),
+    "out": outputs.LowRankGatedNorm(),
 }
 
 PUBLISHED: dict[str, Recipes] = {
     "softmax": {
-        "q": Rotary(),
-        "k": Rotary(),
-        "v": Projection(),
-        "g": LogSigmoid(),
-        "sink": Learned(),
+        "q": projections.Rotary(),
+        "k": projections.Rotary(),
+        "v": projections.Projection(),
+        "g": gates.LogSigmoid(),
+        "sink": learned.Learned(),
     },
-    "softmax[distance=slopes]": {**WITHOUT_ROTATION, "slopes": AlibiSlopes()},
-    "softmax[distance=buckets]": {**WITHOUT_ROTATION, "bucket_table": LearnedNoise()},
+    "softmax[distance=slopes]": {**WITHOUT_ROTATION, "slopes": distances.AlibiSlopes()},
+    "softmax[distance=buckets]": {**WITHOUT_ROTATION, "bucket_table": learned.LearnedNoise()},
     "path": {
         **ROWS,
-        "w": Direction(),
-        "beta": Sigmoid(2.0, bias=True),
-        "g": LogSigmoid(),
-        "sink": Learned(),
+        "w": projections.Direction(),
+        "beta": gates.Sigmoid(2.0, bias=True),
+        "g": gates.LogSigmoid(),
+        "sink": learned.Learned(),
     },
     "deltaformer": {
-        "q": Rotary(),
-        "k": Rotary(),
-        "v": Projection(),
-        "beta": Sigmoid(bias=True),
+        "q": projections.Rotary(),
+        "k": projections.Rotary(),
+        "v": projections.Projection(),
+        "beta": gates.Sigmoid(bias=True),
     },
     "channel": ROWS,
-    "cross_covariance": {**ROWS, "logit_scale": Learned(1.0)},
-    "nystrom": {**ROWS, "skip": LearnedNoise()},
-    "outlook": {"logits": Projection(bias=True), "v": Projection()},
-    "windowed": {**ROWS, "bias_table": LearnedNoise()},
-    "linear": {**ROWS, "out": Norm()},
+    "cross_covariance": {**ROWS, "logit_scale": learned.Learned(1.0)},
+    "nystrom": {**ROWS, "skip": learned.LearnedNoise()},
+    "outlook": {"logits": projections.Projection(bias=True), "v": projections.Projection()},
+    "windowed": {**ROWS, "bias_table": learned.LearnedNoise()},
+    "linear": {**ROWS, "out": outputs.Norm()},
     "linear[normalize=true]": ROWS,
-    "retention": {"q": Rotary(), "k": Rotary(), "v": Projection(), "out": GatedNorm()},
-    "gla": {**ROWS, "g": LowRankLogSigmoid(), "out": GatedNorm()},
+    "retention": {
+        "q": projections.Rotary(),
+        "k": projections.Rotary(),
+        "v": projections.Projection(),
+        "out": outputs.GatedNorm(),
+    },
+    "gla": {**ROWS, "g": gates.LowRankLogSigmoid(), "out": outputs.GatedNorm()},
     "hgrn2": {
-        "q": Activation(),
-        "v": Projection(),
-        "g": BoundedLogSigmoid(),
-        "out": NormOfHeads(),
+        "q": projections.Activation(),
+        "v": projections.Projection(),
+        "g": hgrn2.BoundedLogSigmoid(),
+        "out": hgrn2.NormOfHeads(),
     },
     "rwkv6": {
-        "gate/v": MixedByToken(),
-        "q": MixedByToken(),
-        "k": MixedByToken(),
-        "v": MixedByToken(),
-        "g": DecayMixedByToken(),
-        "u": Learned(),
-        "out": GatedHeadNorm(),
+        "gate/v": rwkv6.MixedByToken(),
+        "q": rwkv6.MixedByToken(),
+        "k": rwkv6.MixedByToken(),
+        "v": rwkv6.MixedByToken(),
+        "g": rwkv6.DecayMixedByToken(),
+        "u": learned.Learned(),
+        "out": rwkv6.GatedHeadNorm(),
     },
-    "delta": {**DELTA, "out": Norm()},
+    "delta": {**DELTA, "out": outputs.Norm()},
     "gated_delta": GATED_DELTA,
     "kda": KDA,
     "gdn2": GDN2,
     "comba": {
-        "raw/k": Convolution(),
-        "shortened/p": InnerDecay(),
-        "q": CorrectedQuery(),
-        "k": UnitKey(),
-        "p": UnitEraseKey(),
-        "v": Convolution(),
-        "g": DecayWithBias(),
-        "beta": Sigmoid(),
-        "out": SigmoidGatedNorm(),
+        "raw/k": projections.Convolution(),
+        "shortened/p": comba.InnerDecay(),
+        "q": comba.CorrectedQuery(),
+        "k": comba.UnitKey(),
+        "p": comba.UnitEraseKey(),
+        "v": projections.Convolution(),
+        "g": gates.DecayWithBias(),
+        "beta": gates.Sigmoid(),
+        "out": outputs.SigmoidGatedNorm(),
     },
     "ssd": {
-        "q": Convolution(bias=True),
-        "k": Convolution(bias=True),
-        "x/v": Convolution(bias=True),
-        "dt/g": StepSize(),
-        "v": Stepped(),
-        "g": DecayOfStep(),
-        "out": GatedGroupNorm(),
+        "q": projections.Convolution(bias=True),
+        "k": projections.Convolution(bias=True),
+        "x/v": projections.Convolution(bias=True),
+        "dt/g": gates.StepSize(),
+        "v": projections.Stepped(),
+        "g": gates.DecayOfStep(),
+        "out": outputs.GatedGroupNorm(),
     },
     "gsa": {
-        "q": Activation(),
-        "k": Activation(),
-        "v": Activation(),
-        "g": LogSigmoid(8.0, bias=False),
-        "s": Written(),
-        "out": Activated(),
+        "q": projections.Activation(),
+        "k": projections.Activation(),
+        "v": projections.Activation(),
+        "g": gates.LogSigmoid(8.0, bias=False),
+        "s": gates.Written(),
+        "out": outputs.Activated(),
     },
     "mlstm": {
         **ROWS,
-        "g": CappedLogSigmoid(),
-        "i": CappedGate(),
-        "out": SigmoidGatedLayerNorm(),
+        "g": xlstm.CappedLogSigmoid(),
+        "i": xlstm.CappedGate(),
+        "out": xlstm.SigmoidGatedLayerNorm(),
     },
     "delta_product": GATED_DELTA,
     "dplr": {
-        "raw/k": Mixed(),
-        "rate/a": MixedLowRank(),
-        "kappa/a": RemovalKey(),
-        "gate/v": MixedGate(),
-        "q": Mixed(),
-        "k": ReplacementKey(),
-        "v": Mixed(),
-        "a": NegativeKey(),
-        "b": ScaledKey(),
-        "g": MixedDecay(),
-        "out": BonusGroupNorm(),
+        "raw/k": rwkv7.Mixed(),
+        "rate/a": rwkv7.MixedLowRank(),
+        "kappa/a": rwkv7.RemovalKey(),
+        "gate/v": rwkv7.MixedGate(),
+        "q": rwkv7.Mixed(),
+        "k": rwkv7.ReplacementKey(),
+        "v": rwkv7.Mixed(),
+        "a": rwkv7.NegativeKey(),
+        "b": rwkv7.ScaledKey(),
+        "g": rwkv7.MixedDecay(),
+        "out": rwkv7.BonusGroupNorm(),
     },
-    "erasing_delta": {**DELTA, "out": Norm()},
+    "erasing_delta": {**DELTA, "out": outputs.Norm()},
     "erasing_gated_delta": GATED_DELTA,
     "erasing_kda": KDA,
     "erasing_gdn2": GDN2,
     "preconditioned_key": {
-        "k": UnitConvolution(),
-        "g_atk": DecayWithBias(),
-        "beta_atk": Sigmoid(),
-        "log_atk_scale": Learned(-0.2),
+        "k": projections.UnitConvolution(),
+        "g_atk": gates.DecayWithBias(),
+        "beta_atk": gates.Sigmoid(),
+        "log_atk_scale": learned.Learned(-0.2),
     },
-    "stable_beta": {"k": Convolution(), "beta": Sigmoid()},
-    "stable_channels": {"k": Convolution(), "b": Sigmoid(), "w": Sigmoid()},
-    "lucid_solve": {"lucid_beta": StepOfSolve()},
+    "stable_beta": {"k": projections.Convolution(), "beta": gates.Sigmoid()},
+    "stable_channels": {"k": projections.Convolution(), "b": gates.Sigmoid(), "w": gates.Sigmoid()},
+    "lucid_solve": {"lucid_beta": gates.StepOfSolve()},
     "mesa_query": {
-        "q": UnitConvolution(),
-        "k": UnitConvolution(),
-        "beta_mesa": Sigmoid(),
-        "lam_mesa": Ridge(),
+        "q": projections.UnitConvolution(),
+        "k": projections.UnitConvolution(),
+        "beta_mesa": gates.Sigmoid(),
+        "lam_mesa": learned.Ridge(),
     },
     "conditioned_query": CONTRACTION,
     "query_weighted_query": CONTRACTION,
     "difference": OF_VECTORS,
-    "difference[per=token]": {"lam": LambdaOfToken(), "out": Unchanged()},
-    "hedgehog_map": {"weight": LearnedIdentity(), "bias": Learned()},
-    "tempered": {"tau": Positive()},
-    "scaled_dims": {"per_dim": Learned()},
+    "difference[per=token]": {"lam": differential.LambdaOfToken(), "out": outputs.Unchanged()},
+    "hedgehog_map": {"weight": learned.LearnedIdentity(), "bias": learned.Learned()},
+    "tempered": {"tau": learned.Positive()},
+    "scaled_dims": {"per_dim": learned.Learned()},
     "rms_norm": GAIN,
     "layer_norm": GAIN,
     "l2_norm": GAIN,
@@ -238,12 +192,12 @@ PUBLISHED: dict[str, Recipes] = {
 
 
 MESANET: Recipes = {
-    "q": UnitConvolution(),
-    "k": UnitConvolution(),
-    "v": Weighted(),
-    "g": LogSigmoid(),
-    "beta_mesa": Sigmoid(bias=True),
-    "out": Norm(),
+    "q": projections.UnitConvolution(),
+    "k": projections.UnitConvolution(),
+    "v": projections.Weighted(),
+    "g": gates.LogSigmoid(),
+    "beta_mesa": gates.Sigmoid(bias=True),
+    "out": outputs.Norm(),
 }
 """The recipes of `mesa[beta=true](ssd)` in MesaNet, which differ from those of `ssd` in Mamba-2."""
 
@@ -254,5 +208,5 @@ CCQ_SIZES = {"head_dim": 256, "value_dim": 512}
 def recipes_for(leaf: LeafProtocol) -> Recipes:
     """The published recipes of a leaf, by input name; empty for an unknown leaf."""
     positions = f"{leaf.name}[distance={getattr(leaf, 'distance', 'none')}]"
-    known = [PUBLISHED[name] for name in (str(leaf), positions, leaf.name) if name in PUBLISHED]
-    return known[0] if known else {}
+    recipes = [PUBLISHED[name] for name in (str(leaf), positions, leaf.name) if name in PUBLISHED]
+    return recipes[0] if recipes else {}

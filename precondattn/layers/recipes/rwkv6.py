@@ -72,11 +72,13 @@ class DecayMixedByToken(MixedByToken):
     decay_rank: int = 64
 
     def parameters(self) -> dict[str, Parameter]:
-        own = super().parameters()
-        del own["weight"]
+        parameters = super().parameters()
+        del parameters["weight"]
         start = LogUniform(math.exp(-6), math.exp(-1))
         return (
-            own | low_rank_maps(str(self.decay_rank), bias=True) | {"bias": Parameter("…", start)}
+            parameters
+            | low_rank_maps(str(self.decay_rank), bias=True)
+            | {"bias": Parameter("…", start)}
         )
 
     def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:

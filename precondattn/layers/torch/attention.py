@@ -131,14 +131,14 @@ class Attention(ChecksKeywords, Declared):
             self.register_map(of_map, device, dtype)
         for name, weights in self.plan.weights:
             module = nn.Module()
-            for own, weight in weights:
-                found = of_weight.get((name, own)) or of_bias.get((name, own))
+            for key, weight in weights:
+                found = of_weight.get((name, key)) or of_bias.get((name, key))
                 if found is not None:
                     of_map, kind = found
                     self.declare_stored(kind, of_map, weight.start)
                 else:
-                    register(module, own, weight, device, dtype)
-                    self.declared[f"inputs.{name}.{own}"] = weight
+                    register(module, key, weight, device, dtype)
+                    self.declared[f"inputs.{name}.{key}"] = weight
             if module._parameters:
                 self.inputs[name] = module
         self._names = {name: tuple(module._parameters) for name, module in self.inputs.items()}
@@ -236,10 +236,10 @@ class Attention(ChecksKeywords, Declared):
         )
         check_attn_mask(plan, x, attn_mask, mask, cache)
         if self.divided is not None:
-            given = {"mask": mask, "cache": cache}
-            given |= {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-            given |= {"attn_mask": attn_mask, "prefix": prefix}
-            self.divided.refuse([name for name, value in given.items() if value is not None])
+            refused = {"mask": mask, "cache": cache}
+            refused |= {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+            refused |= {"attn_mask": attn_mask, "prefix": prefix}
+            self.divided.refuse([name for name, value in refused.items() if value is not None])
         segments = segments_of(str(self.mechanism), segment_ids, cu_seqlens, x)
         summed = None
         if divided_weights is None:
@@ -284,8 +284,8 @@ class Attention(ChecksKeywords, Declared):
         """This process's parts of the weights."""
         weights: dict[str, dict[str, Tensor]] = {name: {} for name, _ in self.plan.weights}
         for name, module in self.inputs._modules.items():
-            for own, parameter in parameters_of(module, self._names[name]).items():
-                weights[name][own] = divided.part(f"inputs.{name}.{own}", parameter)
+            for key, parameter in parameters_of(module, self._names[name]).items():
+                weights[name][key] = divided.part(f"inputs.{name}.{key}", parameter)
         for of_map in self._own_plan.maps:
             linear: Module = self._modules[of_map.name]
             is_last = (of_map.entry, of_map.weight) == (OUT, PROJECTION)

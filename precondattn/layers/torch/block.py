@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from precondattn.arrays import Device, DType
-from precondattn.cache import Cache
 from precondattn.given import Given
 from precondattn.layers.checks import LayerOutput
 from precondattn.layers.decoder import (
@@ -109,36 +108,10 @@ class Block(ChecksKeywords, nn.Module):
         for module in self.children():
             module.reset_parameters()
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        cache: Cache | None = None,
-        segment_ids: Tensor | None = None,
-        cu_seqlens: Given = None,
-        attn_mask: Tensor | None = None,
-        prefix: Given = None,
-        donate: bool = False,
-        keep: int = 0,
-        states_every: int | None = None,
-    ) -> LayerOutput:
-        """The new x, and the extended cache if one is given; arguments as in `Attention`."""
-        y = self.attention(
-            self.attention_norm(x),
-            mask=mask,
-            positions=positions,
-            cache=cache,
-            segment_ids=segment_ids,
-            cu_seqlens=cu_seqlens,
-            attn_mask=attn_mask,
-            prefix=prefix,
-            donate=donate,
-            keep=keep,
-            states_every=states_every,
-        )
-        y, after = (y, None) if cache is None else y
+    def forward(self, x: Tensor, **options: Given) -> LayerOutput:
+        """The new x, and the extended cache if one is given; options as in `Attention`."""
+        y = self.attention(self.attention_norm(x), **options)
+        y, after = (y, None) if options.get("cache") is None else y
         x = x + y
         x = x + self.mlp(self.mlp_norm(x))
-        return x if cache is None else (x, after)
+        return x if options.get("cache") is None else (x, after)

@@ -17,12 +17,12 @@ from precondattn.layers.decoder import (
     check_tokens,
     counted,
     embedding_weight,
+    states_after,
 )
 from precondattn.layers.functions import linear
 from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.torch.block import Block, Norm
 from precondattn.layers.torch.module import Declared, register
-from precondattn.layers.torch.sampling import chosen
 
 Caches = tuple[Cache, ...]
 
@@ -127,35 +127,21 @@ class Decoder(ChecksKeywords, Declared):
         """
         self._check_tokens(tokens, mask, caches)
         masks = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-        masks |= {"attn_mask": attn_mask, "prefix": prefix}
-        options = {**masks, "keep": keep, "states_every": states_every}
-        return self._logits(*self._states(tokens, mask, caches, donate, **options))
+        masks |= {"mask": mask, "attn_mask": attn_mask, "prefix": prefix}
+        options = {**masks, "donate": donate, "keep": keep, "states_every": states_every}
+        return self._logits(*self._states(tokens, caches, **options))
 
     def _states(
-        self,
-        tokens: Tensor,
-        mask: Tensor | None,
-        caches: Caches | None,
-        donate: bool,
-        **options: object,
+        self, tokens: Tensor, caches: Caches | None, **options: Given
     ) -> tuple[Tensor, Caches | None]:
         """The hidden states after the last block, and the extended caches."""
-        x = self._embedded(tokens)
-        if caches is None:
-            for block in self.blocks:
-                x = block(x, mask=mask, **options)
-            return x, None
-        longer = []
-        for block, cache in zip(self.blocks, caches, strict=True):
-            x, cache = block(x, mask=mask, cache=cache, donate=donate, **options)
-            longer.append(cache)
-        return x, tuple(longer)
+        return states_after(self.blocks, self._embedded(tokens), caches, **options)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         divided = self.divided_weights
         if divided is None:
             return nn.functional.embedding(tokens, self.embedding)
-        rows = divided.shares["embedding"].own
+        rows = divided.shares["embedding"].indices
         # A token outside the vocabulary is an error on every process.
         is_other = (tokens >= 0) & (tokens < self.vocabulary)
         is_other &= (tokens < rows.start) | (tokens >= rows.stop)
@@ -238,7 +224,7 @@ class Decoder(ChecksKeywords, Declared):
             raise ValueError("mask: every prompt needs a valid token; found one without any")
         b, t = tokens.shape
         caches: Caches | None = self.init_caches(b, t + count)
-        x, caches = self._states(tokens, mask, caches, True, prefix=prefix)
+        x, caches = self._states(tokens, caches, mask=mask, prefix=prefix, donate=True)
         last = torch.full((b,), t - 1, device=tokens.device)
         if mask is not None:
             last = t - 1 - mask.flip(1).int().argmax(1)
@@ -246,7 +232,7 @@ class Decoder(ChecksKeywords, Declared):
         drawn: list[Tensor] = []
         for i in counted(count, shown=progress):
             if i:
-                x, caches = self._states(drawn[-1], None, caches, True)
+                x, caches = self._states(drawn[-1], caches, donate=True)
             logits, _ = self._logits(x, caches)
             new = chosen(logits[:, -1], temperature, top_p, generator)[:, None]
             if self.divided_weights is not None:
@@ -255,3 +241,15 @@ class Decoder(ChecksKeywords, Declared):
                 new = torch.where(drawn[-1] == stop, stop, new)
             drawn.append(new)
         return torch.cat(drawn, 1)
+
+
+def chosen(
+    logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None
+) -> Tensor:
+    """One token (b,) for each row of logits (b, vocabulary)."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    p, order = torch.sort((logits.float() / temperature).softmax(-1), descending=True)
+    before = p.cumsum(-1) - p
+    p = p.masked_fill(before >= top_p, 0)
+    return order.gather(-1, torch.multinomial(p, 1, generator=generator))[:, 0]

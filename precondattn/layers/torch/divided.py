@@ -48,12 +48,12 @@ class DividedTokens:
     def __deepcopy__(self, memo: dict[int, object]) -> DividedTokens:
         return self  # A copy has the same processes.
 
-    def refuse(self, given: Sequence[str]) -> None:
+    def refuse(self, names: Sequence[str]) -> None:
         """Raise an error for arguments of a call that are not supported."""
-        if given:
+        if names:
             raise ValueError(
                 f"{self.mechanism.processes.owner}: a layer whose tokens are divided supports no "
-                f"{' and '.join(given)}"
+                f"{' and '.join(names)}"
             )
 
     def tokens_of_process(self, x: Tensor) -> TokensOfProcess:
@@ -72,7 +72,7 @@ class TokensOfProcess:
     device: torch.device
 
     @property
-    def own(self) -> list[tuple[int, TokenPart]]:
+    def of_process(self) -> list[tuple[int, TokenPart]]:
         """This process's parts, with their indices."""
         rank = self.divided.mechanism.processes.rank
         return [(i, part) for i, part in enumerate(self.parts) if part.device == rank]
@@ -97,8 +97,8 @@ class TokensOfProcess:
         before = _RowsBefore.apply(self, number, rows)
         return torch.cat(
             [
-                causal_convolution(torch.cat([first, rows[:, part.rows]], 1), weight, bias)
-                for first, (_, part) in zip(before, self.own, strict=True)
+                causal_convolution(torch.cat([earlier, rows[:, part.rows]], 1), weight, bias)
+                for earlier, (_, part) in zip(before, self.of_process, strict=True)
             ],
             1,
         )
@@ -118,14 +118,16 @@ class _RowsBefore(torch.autograd.Function):
         for i, where in _ends(tokens, number):
             last[i, :, number - (where.stop - where.start) :] = rows[:, where]
         _sum(tokens, last)
-        return torch.stack([last[i - 1] if i else torch.zeros_like(last[0]) for i, _ in tokens.own])
+        return torch.stack(
+            [last[i - 1] if i else torch.zeros_like(last[0]) for i, _ in tokens.of_process]
+        )
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: FunctionCtx, d_before: Tensor) -> tuple[Tensor | None, ...]:
         tokens, number = ctx.tokens, ctx.number
         d_last = d_before.new_zeros(len(tokens.parts), *d_before.shape[1:])
-        for (i, _), d_first in zip(tokens.own, d_before, strict=True):
+        for (i, _), d_first in zip(tokens.of_process, d_before, strict=True):
             if i:
                 d_last[i - 1] = d_first
         _sum(tokens, d_last)
@@ -144,7 +146,7 @@ def _ends(tokens: TokensOfProcess, number: int) -> list[_End]:
     """The last rows of this process's parts, and the indices of the parts."""
     return [
         _End(i, slice(max(part.rows.stop - number, part.rows.start), part.rows.stop))
-        for i, part in tokens.own
+        for i, part in tokens.of_process
     ]
 
 

@@ -103,9 +103,9 @@ def _divided(name: str, module: Declared, mesh: DeviceMesh) -> DividedWeights:
         raise ValueError(
             "parameters are DTensors already; it comes before fully_shard, and only once"
         )
-    for own, child in module.named_children():
-        if f"{own}.weight" in module.declared:
-            path = f"{name}.{own}" if name else own
+    for child_name, child in module.named_children():
+        if f"{child_name}.weight" in module.declared:
+            path = f"{name}.{child_name}" if name else child_name
             check_plain(path, child)
             check_ordinary(f"{path}.weight", child.weight)
     devices, device = mesh.size(), mesh.get_local_rank()
@@ -113,7 +113,7 @@ def _divided(name: str, module: Declared, mesh: DeviceMesh) -> DividedWeights:
     try:
         of_device = plan_of_device(plan, devices) if isinstance(plan, LayerPlan) else None
         shares = {
-            own: share_of(own, weight, devices, device) for own, weight in module.declared.items()
+            key: share_of(key, weight, devices, device) for key, weight in module.declared.items()
         }
     except ValueError as error:
         raise ValueError(f"{name}: {error}" if name else str(error)) from None
@@ -129,9 +129,9 @@ def _distribute(module: Declared, divided: DividedWeights) -> None:
         parameter = module.get_parameter(name)
         placement = Shard(share.axis) if share.is_sharded else Replicate()
         part = distribute_tensor(parameter, divided.mesh, [placement])
-        path, _, own = name.rpartition(".")
+        path, _, last = name.rpartition(".")
         new = nn.Parameter(part, requires_grad=parameter.requires_grad)
-        module.get_submodule(path).register_parameter(own, new)
+        module.get_submodule(path).register_parameter(last, new)
     module.divided_weights = divided
 
 
@@ -205,16 +205,12 @@ class DividedWeights:
         local = self.entering(local)
         if share.axis is None:
             return local
-        return local.narrow(share.axis, share.own.start, share.own.stop - share.own.start)
+        return local.narrow(
+            share.axis, share.indices.start, share.indices.stop - share.indices.start
+        )
 
     def part_of_map(self, of_map: Map, module: Module, *, with_bias: bool = True) -> PartOfMap:
-        """The part of a linear map that this process computes.
-
-        Raises
-        ------
-        TypeError
-            for a module that is not a plain `nn.Linear`, and so can not be called in parts.
-        """
+        """The part of a linear map that this process computes."""
         from precondattn.layers.torch.module import PartOfMap
 
         name = of_map.name

@@ -42,10 +42,10 @@ class Declared(nn.Module):
         module = empty_linear(*sizes, is_biased=bool(of_map.bias), device=device, dtype=dtype)
         self.add_module(of_map.name, module)
 
-    def declare_stored(self, own: str, of_map: Map, start: FirstValues) -> None:
+    def declare_stored(self, kind: str, of_map: Map, start: FirstValues) -> None:
         """Declare the weight or the bias of a linear map."""
-        stored = Stored(of_map, is_bias=own == "bias", outer_first=True)
-        self.declared[f"{of_map.name}.{own}"] = stored.weight(start)
+        stored = Stored(of_map, is_bias=kind == "bias", outer_first=True)
+        self.declared[f"{of_map.name}.{kind}"] = stored.weight(start)
 
 
 class ModuleMap(LinearMap):
@@ -115,8 +115,10 @@ def fill(parameter: Tensor, weight: Weight) -> None:
 
 def parameters_of(module: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     """The parameters of a module by name; they may be parametrized."""
-    own = module._parameters  # Attributes of modules are slow to read.
-    return {name: own[name] if name in own else getattr(module, name) for name in names}
+    parameters = module._parameters  # Attributes of modules are slow to read.
+    return {
+        name: parameters[name] if name in parameters else getattr(module, name) for name in names
+    }
 
 
 class _Draw:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from precondattn.algebra.declaration import Pattern
 from precondattn.arrays import Arrays, library_of
@@ -48,6 +48,8 @@ class DividedCall(NamedTuple):
     """The shape and dtype of a device's part of each input"""
     sizes: Mapping[str, int]
     """The size of each dimension letter, with all tokens"""
+    masks: tuple[str, ...]
+    """The names of the masks"""
 
     @property
     def tokens(self) -> int:
@@ -61,16 +63,18 @@ def output_axes(mechanism: Mechanism) -> HeadAxes:
     return HeadAxes.of_pattern(pattern, (2,) * len(pattern.axes))
 
 
+def whole_masks(call: DividedCall, arguments: DividedArguments) -> dict[str, Array]:
+    """The masks of all tokens, gathered from every device's parts."""
+    return {
+        name: mask if MASKS[name] is None else lax.all_gather(mask, call.axis, axis=1, tiled=True)
+        for name, mask in arguments.masks.items()
+    }
+
+
 def arguments_of(
     mechanism: Mechanism, owner: str, arrays: tuple[Array, ...], named: Arrays
 ) -> DividedArguments:
-    """The arguments by name.
-
-    Raises
-    ------
-    TypeError
-        naming the argument.
-    """
+    """The arguments by name; a TypeError names one that is not supported."""
     masks = {name: named.pop(name) for name in MASKS if name in named}
     masks = {name: jnp.asarray(mask) for name, mask in masks.items() if mask is not None}
     if named.pop("cu_seqlens", None) is not None:

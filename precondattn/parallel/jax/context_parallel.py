@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -12,11 +11,9 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from precondattn.algebra.mechanism import parse
-from precondattn.parallel.advised_layouts import advice
+from precondattn.parallel.divided_mechanism import DividedMechanism
 from precondattn.parallel.heads import HeadAxes
-from precondattn.parallel.jax import heads
-from precondattn.parallel.jax import tokens as tokens_jax
+from precondattn.parallel.jax import heads, tokens
 from precondattn.parallel.jax.call import (
     MASKS,
     DividedArguments,
@@ -24,7 +21,6 @@ from precondattn.parallel.jax.call import (
     arguments_of,
     output_axes,
 )
-from precondattn.parallel.layouts import TokenOrder
 from precondattn.parallel.plan import Plan
 
 if TYPE_CHECKING:
@@ -81,40 +77,28 @@ def context_parallel(
     >>> bool(jnp.allclose(attn(q, k, v), pa.lucid(q, k, v), atol=1e-6))
     True
     """
-    if isinstance(mechanism, str):
-        mechanism = parse(mechanism)
-    owner = f"context_parallel({mechanism})"
-    if axis not in mesh.axis_names:
-        raise ValueError(
-            f"{owner}: axis must be one of the mesh's, {', '.join(map(repr, mesh.axis_names))}; "
-            f"found {axis!r}"
-        )
-    try:
-        order = None if layout == "heads" else TokenOrder.read(layout or "contiguous")
-    except ValueError as error:
-        raise ValueError(f"{owner}: {error}") from None
-    if mechanism.mixes_sequences:
-        raise ValueError(
-            f"{owner}: the output of a sequence depends on all others, which no layout divides"
-        )
-    return ContextParallel(mechanism, mesh, axis, layout, order)
+    return ContextParallel(mechanism, mesh, axis, layout)
 
 
-class ContextParallel:
+class ContextParallel(DividedMechanism):
     """A mechanism whose tokens are divided among devices; made by `context_parallel`."""
+
+    _heads, _tokens = heads, tokens
 
     def __init__(
         self,
-        mechanism: Mechanism,
+        mechanism: Mechanism | str,
         mesh: Mesh | AbstractMesh,
         axis: str,
         layout: str | None,
-        order: TokenOrder | None,
     ) -> None:
-        self.mechanism, self.mesh, self.axis = mechanism, mesh, axis
-        self.layout, self.order = layout, order
-        self.owner = f"context_parallel({mechanism})"
-        self.devices = mesh.shape[axis]
+        super().__init__(mechanism, layout)
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"{self.owner}: axis must be one of the mesh's, "
+                f"{', '.join(map(repr, mesh.axis_names))}; found {axis!r}"
+            )
+        self.mesh, self.axis, self.devices = mesh, axis, mesh.shape[axis]
 
     def __repr__(self) -> str:
         return (
@@ -124,16 +108,16 @@ class ContextParallel:
 
     def __call__(self, *arrays: Array, backend: BackendNames = None, **named: Array) -> Array:
         """The output of all tokens; in a `shard_map` over the axis, of this device's tokens."""
-        given, call, way, is_part = self._checked(arrays, named, backend)
+        arguments, call, way, is_part = self._checked(arrays, named, backend)
         function = partial(way.output, call)
         if is_part:
-            return function(given)
+            return function(arguments)
         specs = DividedArguments(
-            {name: self._spec(call.axes[name].time) for name in given.inputs},
-            {name: self._spec(MASKS[name]) for name in given.masks},
+            {name: self._spec(call.axes[name].time) for name in arguments.inputs},
+            {name: self._spec(MASKS[name]) for name in arguments.masks},
         )
         if self.axis in self.mesh.explicit_axes:
-            given = jax.tree.map(self._resharded, given, specs)
+            arguments = jax.tree.map(self._resharded, arguments, specs)
         return jax.shard_map(
             function,
             mesh=self.mesh,
@@ -141,12 +125,12 @@ class ContextParallel:
             out_specs=self._spec(output_axes(self.mechanism).time),
             axis_names={self.axis},
             check_vma=False,
-        )(given)
+        )(arguments)
 
     def refusal(self, *arrays: Array, backend: BackendNames = None, **named: Array) -> str | None:
         """The reason why the layout can not divide a call with these arguments; None if it can."""
-        given, call, _ = self._described(arrays, named, backend)
-        way, refused = self._way_of(call, given)
+        _, call, _ = self._described(arrays, named, backend)
+        way, refused = self._way_of(call)
         return refused if way is None else None
 
     def explain(self, *arrays: Array, backend: BackendNames = None, **named: Array) -> Plan:
@@ -165,64 +149,26 @@ class ContextParallel:
         self, arrays: tuple[Array, ...], named: Arrays, backend: BackendNames
     ) -> tuple[DividedArguments, DividedCall, ModuleType, bool]:
         """The arguments, the call, the module that divides it, and whether they are parts."""
-        given, call, is_part = self._described(arrays, named, backend)
-        way, refused = self._way_of(call, given)
+        arguments, call, is_part = self._described(arrays, named, backend)
+        way, refused = self._way_of(call)
         if way is None:
             raise ValueError(f"{self.owner}: {refused}")
-        way.check(call, given, is_part=is_part)
-        return given, call, way, is_part
+        way.check(call, arguments, is_part=is_part)
+        return arguments, call, way, is_part
 
     def _described(
         self, arrays: tuple[Array, ...], named: Arrays, backend: BackendNames
     ) -> tuple[DividedArguments, DividedCall, bool]:
         """The arguments, the call, and whether the arguments are one device's parts."""
-        given = arguments_of(self.mechanism, self.owner, arrays, named)
+        arguments = arguments_of(self.mechanism, self.owner, arrays, named)
         is_part = self.axis in jax.sharding.get_abstract_mesh().manual_axes
-        return given, self._call(given.inputs, backend, is_part=is_part), is_part
-
-    def _way_of(self, call: DividedCall, given: DividedArguments) -> tuple[ModuleType | None, str]:
-        """The module that divides a call, or None and the reason why none can."""
-        reasons = []
-        for way in self._ways():
-            refused = way.refusal(call, given.masks)
-            if refused is None:
-                return way, ""
-            reasons.append(f"layout {self._name_of(way)!r} {refused}")
-        return None, "; ".join(reasons) + advice(self._refusals_of_others(call, given))
-
-    def _refusals_of_others(
-        self, call: DividedCall, given: DividedArguments
-    ) -> dict[str, str | None]:
-        """The refusals of `heads` and `contiguous`.
-
-        `contiguous` divides every call that another order of tokens divides.
-        """
-        in_order = call._replace(order=TokenOrder("contiguous"))
-        return {
-            "heads": heads.refusal(call, given.masks),
-            "contiguous": tokens_jax.refusal(in_order, given.masks),
-        }
-
-    def _ways(self) -> tuple[ModuleType, ...]:
-        """The modules that may divide a call; the first one that does not refuse it does."""
-        if self.layout is None:
-            return heads, tokens_jax
-        return (heads,) if self.order is None else (tokens_jax,)
-
-    def _name_of(self, way: ModuleType) -> str:
-        return "heads" if way is heads else str(self.order)
+        return arguments, self._call(arguments, backend, is_part=is_part), is_part
 
     def _call(
-        self, inputs: Mapping[str, Array], backend: BackendNames, *, is_part: bool
+        self, arguments: DividedArguments, backend: BackendNames, *, is_part: bool
     ) -> DividedCall:
-        """The call with its sizes and the parts of its inputs.
-
-        Raises
-        ------
-        ValueError
-            if sizes do not fit; the message names the input.
-        """
-        declared, shapes, parts = self.mechanism.inputs, {}, {}
+        """The call with its sizes and the parts of its inputs."""
+        declared, inputs, shapes, parts = self.mechanism.inputs, arguments.inputs, {}, {}
         axes = {name: HeadAxes.of_pattern(declared[name], x.shape) for name, x in inputs.items()}
         divisor = 1 if self.order is None else self.order.divisor
         for name, x in inputs.items():
@@ -249,6 +195,7 @@ class ContextParallel:
             axes,
             parts,
             sizes,
+            tuple(arguments.masks),
         )
 
     def _not_a_multiple(self, name: str, tokens: int, multiple: int, is_part: bool) -> str:

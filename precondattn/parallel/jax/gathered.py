@@ -10,41 +10,22 @@ The gradient of a key is the sum over all devices, which is the transpose of the
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
-from typing import TYPE_CHECKING
-
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.parallel.gathered import gathered_inputs
-from precondattn.parallel.gathered import refusal as refusal_of_leaf
 from precondattn.parallel.jax.piece import DividedPiece
-from precondattn.parallel.layouts import TokenOrder
-
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf
-
-PASSED = "the keys of all devices"
-SENDS_VALUES = True
-
-
-def refusal(leaf: Leaf, order: TokenOrder, masks: Collection[str]) -> str | None:
-    """The reason why a leaf can not be divided by gathering its keys; None if it can."""
-    return refusal_of_leaf(leaf)
+from precondattn.parallel.ways import gathered_inputs
 
 
 def output(piece: DividedPiece) -> Array:
     """The output of a device's tokens."""
-    line, inputs = piece.line, piece.inputs
-    own = gathered_inputs(piece.leaf)
+    line, inputs, tokens = piece.line, piece.inputs, piece.tokens
     whole = {
         name: _in_order(piece, lax.all_gather(inputs[name], line.axis, axis=1, tiled=True))
-        for name in own
+        for name in gathered_inputs(piece.leaf)
     }
-    given = {"key_mask": piece.masks.valid, "segment_ids": piece.masks.segment}
-    masks = {n: _mask_in_order(piece, of) for n, of in given.items() if of is not None}
-    tokens = inputs[own[0]].shape[1]
+    of_devices = {"key_mask": piece.masks.valid, "segment_ids": piece.masks.segment}
+    masks = {n: _mask_in_order(piece, of) for n, of in of_devices.items() if of is not None}
     size = line.order.part_of(tokens)
 
     def of_part(part: Array) -> Array:
@@ -54,13 +35,6 @@ def output(piece: DividedPiece) -> Array:
     outs = lax.map(of_part, jnp.arange(tokens // size))  # (parts, b, size, …)
     outs = jnp.moveaxis(outs, 0, 1)
     return jnp.reshape(outs, (outs.shape[0], tokens, *outs.shape[3:]))
-
-
-def bytes_sent(piece: DividedPiece) -> dict[str, int]:
-    """The bytes that each device sends in the forward pass, by input."""
-    others = piece.line.devices - 1
-    of_keys = {name: piece.inputs[name] for name in gathered_inputs(piece.leaf)}
-    return {name: others * math.prod(x.shape) * x.dtype.itemsize for name, x in of_keys.items()}
 
 
 def _in_order(piece: DividedPiece, x: Array) -> Array:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.algebra.declaration import Inputs, Pattern
-from precondattn.execution.masks import zero_padding
 from precondattn.parallel.layouts import TokenOrder
+from precondattn.parallel.masks import DividedMasks
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
@@ -43,74 +43,43 @@ class DeviceLine(NamedTuple):
         return lax.ppermute(arrays, self.axis, around) if self.devices > 1 else arrays
 
 
-class DividedMasks(NamedTuple):
-    """Validity and segments of the tokens of every device (devices, b, tokens).
+def masks_of(line: DeviceLine, arguments: Mapping[str, Array], tokens: int) -> DividedMasks:
+    """The masks of a call, from whole masks whose tokens are in the order of the devices."""
 
-    Every device has the masks of all devices: they are small beside keys and values.
-    """
+    def of_devices(name: str) -> Array | None:
+        if name not in arguments:
+            return None
+        return jnp.moveaxis(jnp.reshape(arguments[name], (-1, line.devices, tokens)), 1, 0)
 
-    within: Array | None
-    """Whether a token is within `lengths`, and so a valid query"""
-    valid: Array | None
-    """Whether a token is within `lengths` and not masked by `key_mask`, and so a valid key"""
-    segment: Array | None
-
-    @classmethod
-    def of_call(cls, line: DeviceLine, given: Mapping[str, Array], tokens: int) -> DividedMasks:
-        """The masks of a call, from whole masks whose tokens are in the order of the devices."""
-
-        def of_devices(mask: Array) -> Array:
-            return jnp.moveaxis(jnp.reshape(mask, (-1, line.devices, tokens)), 1, 0)
-
-        within = valid = segment = None
-        if "key_mask" in given:
-            valid = of_devices(given["key_mask"])
-        if "lengths" in given:
-            within = line.all_positions(tokens)[:, None] < given["lengths"][:, None]
-            valid = within if valid is None else valid & within
-        if "segment_ids" in given:
-            segment = of_devices(given["segment_ids"])
-        return cls(within, valid, segment)
-
-    def without_padding(
-        self, device: Array, arrays: Mapping[str, Array], patterns: Mapping[str, Pattern]
-    ) -> dict[str, Array]:
-        """A device's arrays with 0 at padding, so that NaN there does not spread."""
-        if self.valid is None:
-            return dict(arrays)
-        within = None if self.within is None else self.within[device]
-        return zero_padding(arrays, cast(Inputs, patterns), within, self.valid[device])
-
-    def of_extension(self, device: Array) -> dict[str, Array]:
-        """The masks of a device's tokens, as arguments of an extension of states.
-
-        A device's tokens are consecutive, so that the ones within `lengths` come first.
-        """
-        masks = {}
-        if self.within is not None:
-            masks["lengths"] = jnp.sum(self.within[device], axis=1, dtype=jnp.int32)
-        if self.valid is not None and self.valid is not self.within:
-            masks["key_mask"] = self.valid[device]
-        if self.segment is not None:
-            masks["segment_ids"] = self.segment[device]
-        return masks
-
-    def of_device(self, device: Array) -> dict[str, Array]:
-        """The masks of a device's tokens, as arguments of a full call on these tokens."""
-        masks = {}
-        if self.valid is not None:
-            masks["key_mask"] = self.valid[device]
-        if self.segment is not None:
-            masks["segment_ids"] = self.segment[device]
-        return masks
+    within, valid = None, of_devices("key_mask")
+    if "lengths" in arguments:
+        within = line.all_positions(tokens)[:, None] < arguments["lengths"][:, None]
+        valid = within if valid is None else valid & within
+    return DividedMasks(within, valid, of_devices("segment_ids"))
 
 
 class DividedPiece(NamedTuple):
     """A leaf call whose tokens are divided."""
 
     leaf: Leaf
+    tokens: int
+    """The number of tokens of each device"""
     inputs: dict[str, Array]
     """Arrays by the leaf's input names; in a plan, their shapes and dtypes"""
     masks: DividedMasks
     line: DeviceLine
     backend: BackendNames
+    broadcasts: int = 2
+    """A broadcast is an all-reduce, which sends 2 (P − 1) / P times the bytes of its result."""
+    place: int = 0
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return (self.tokens,) * self.line.devices
+
+    def states(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of the leaf's states."""
+        shapes: dict[str, jax.ShapeDtypeStruct] = jax.eval_shape(
+            lambda inputs: self.leaf.init_cache(**inputs).store, self.inputs
+        )
+        return shapes

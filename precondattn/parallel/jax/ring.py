@@ -13,7 +13,7 @@ of two other devices at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,27 +23,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.arrays import Tree, upcast
-from precondattn.parallel.jax.piece import DeviceLine, DividedMasks, DividedPiece
-from precondattn.parallel.layouts import TokenOrder
+from precondattn.parallel.jax.piece import DeviceLine, DividedPiece
+from precondattn.parallel.masks import DividedMasks
 from precondattn.parallel.rectangles import Rectangle, seen
 from precondattn.parallel.ring_reads import LaserOfParts, MeanOfParts, WholeRows, read_of
 from precondattn.spec.array_functions import finite_or_zero
 from precondattn.spec.softmax import Softmax
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf
     from precondattn.algebra.piece import BackendNames
-
-PASSED = "the keys of two other devices at a time"
-SENDS_VALUES = True
-
-
-def refusal(leaf: Leaf, order: TokenOrder, masks: Collection[str]) -> str | None:
-    """The reason why ring attention can not compute a call of a leaf; None if it can."""
-    assert isinstance(leaf, Softmax)  # `way_of` has checked it.
-    if "segment_ids" in masks and not leaf.causal and order.name != "contiguous":
-        return f"does not support segment_ids of {leaf}"
-    return None
 
 
 def output(piece: DividedPiece) -> Array:
@@ -55,20 +43,10 @@ def output(piece: DividedPiece) -> Array:
     return out
 
 
-def bytes_sent(piece: DividedPiece) -> dict[str, int]:
-    """The bytes that each device sends to the next one in the forward pass, by input."""
-    rounds = piece.line.devices - 1
-    return {
-        name: rounds * math.prod(x.shape) * x.dtype.itemsize
-        for name, x in piece.inputs.items()
-        if name in "kv"
-    }
-
-
 class RingPair(NamedTuple):
     """The attention of some queries to some of a device's keys."""
 
-    read: MeanOfParts | LaserOfParts
+    over_parts: MeanOfParts | LaserOfParts
     seen_by: Array | None
     """Which of the queries (b, t) see any of the keys; None if all of them may"""
     is_any: Array | None
@@ -87,9 +65,9 @@ class RingCall:
     line: DeviceLine
     backend: BackendNames
 
-    def own(self, masks: DividedMasks) -> RingPair:
+    def of_device(self, masks: DividedMasks) -> RingPair:
         """A device's queries and its own keys. The tokens of a device are in order."""
-        options = {**masks.of_device(self.line.rank), "backend": self.backend}
+        options = {**masks.of_rows(self.line.rank), "backend": self.backend}
         return RingPair(read_of(self.softmax, options), None, None)
 
     def pair(self, masks: DividedMasks, source: Array, area: Rectangle) -> RingPair:
@@ -105,8 +83,8 @@ class RingCall:
         if masks.segment is not None:
             queries = area.rows(masks.segment[rank], area.queries)
             keys = area.rows(masks.segment[source], area.keys)
-            first, last = queries[:, :1], queries[:, -1:]
-            facing = first if self.softmax.causal else jnp.where(source < rank, first, last)
+            ends = queries[:, :1], queries[:, -1:]
+            facing = ends[0] if self.softmax.causal else jnp.where(source < rank, *ends)
             seen_by, visible = queries == facing, keys == facing
             is_any = jnp.any(visible)
             options["key_mask"] = visible & options.get("key_mask", True)
@@ -149,18 +127,18 @@ def _forward(
 ) -> tuple[Array, Tree]:
     """The output of a device's queries, and the residuals that the backward pass needs."""
 
-    def attended(distance: Array | int, done: Tree, held: Tree) -> Tree:
+    def attended(distance: Array | int, done: Tree, keys: Tree) -> Tree:
         """`done` (output and log-sum-exp) merged with the attention to the current keys."""
         source = ring.source(distance)
 
         def step(area: Rectangle, pair: RingPair, done: Tree) -> Tree:
-            read, seen_by, _ = pair
-            rows = (area.rows(q, area.queries), *(area.rows(x, area.keys) for x in held))
-            out, lse = read.attend(*map(upcast, rows))
+            over_parts, seen_by, _ = pair
+            rows = (area.rows(q, area.queries), *(area.rows(x, area.keys) for x in keys))
+            out, lse = over_parts.attend(*map(upcast, rows))
             if seen_by is not None:
                 lse = jnp.where(seen_by[..., None], lse, -math.inf)
             before = (area.rows(done[0], area.queries), area.rows(done[1], area.queries))
-            merged = read.merged(before, (out, lse))
+            merged = over_parts.merged(before, (out, lse))
             return tuple(
                 area.placed(x, area.queries, new) for x, new in zip(done, merged, strict=True)
             )
@@ -168,16 +146,16 @@ def _forward(
         return ring.each(masks, source, q.shape[1], step, done)
 
     last = ring.line.devices - 1
-    held = ring.line.passed_on((k, v))
-    done = ring.own(masks).read.attend(*map(upcast, (q, k, v)))
+    keys = ring.line.passed_on((k, v))
+    done = ring.of_device(masks).over_parts.attend(*map(upcast, (q, k, v)))
 
     def round_of(distance: Array, state: Tree) -> Tree:
-        done, held = state
-        return attended(distance, done, held), ring.line.passed_on(held)
+        done, keys = state
+        return attended(distance, done, keys), ring.line.passed_on(keys)
 
     if last > 0:
-        done, held = lax.fori_loop(1, last, round_of, (done, held))
-        done = attended(last, done, held)
+        done, keys = lax.fori_loop(1, last, round_of, (done, keys))
+        done = attended(last, done, keys)
     out, lse = done
     return out.astype(v.dtype), (masks, q, k, v, out, lse)
 
@@ -186,16 +164,16 @@ def _backward(ring: RingCall, saved: Tree, d_out: Array) -> Tree:
     masks, q, k, v, out, lse = saved
     lse, d_out = finite_or_zero(lse), d_out.astype(lse.dtype)
 
-    def pulled(distance: Array | int, d_q: Array, held: Tree) -> tuple[Array, Tree]:
+    def pulled(distance: Array | int, d_q: Array, of_keys: Tree) -> tuple[Array, Tree]:
         """The gradients of the queries, and of the current keys and values, added up."""
-        source, tokens = ring.source(distance), held[:2]
+        source, tokens = ring.source(distance), of_keys[:2]
 
         def step(area: Rectangle, pair: RingPair, sums: Tree) -> Tree:
-            read, seen_by, _ = pair
+            over_parts, seen_by, _ = pair
             rows = (area.rows(q, area.queries), *(area.rows(x, area.keys) for x in tokens))
             of_queries = [area.rows(x, area.queries) for x in (out, lse, d_out)]
             whole = WholeRows.of_output(of_queries[0], of_queries[1], of_queries[2], seen_by)
-            gradients = read.pulled(tuple(map(upcast, rows)), whole)
+            gradients = over_parts.pulled(tuple(map(upcast, rows)), whole)
             return tuple(
                 area.placed(total, which, area.rows(total, which) + gradients[name])
                 for total, name, which in zip(
@@ -203,21 +181,21 @@ def _backward(ring: RingCall, saved: Tree, d_out: Array) -> Tree:
                 )
             )
 
-        d_q, *d_held = ring.each(masks, source, q.shape[1], step, (d_q, *held[2:]))
-        return d_q, (*tokens, *d_held)
+        d_q, *d_keys = ring.each(masks, source, q.shape[1], step, (d_q, *of_keys[2:]))
+        return d_q, (*tokens, *d_keys)
 
-    own = ring.own(masks).read.pulled(
+    of_device = ring.of_device(masks).over_parts.pulled(
         tuple(map(upcast, (q, k, v))), WholeRows.of_output(out, lse, d_out, None)
     )
-    d_q, held = own["q"], (k, v, own["k"], own["v"])
+    d_q, of_keys = of_device["q"], (k, v, of_device["k"], of_device["v"])
 
     def round_of(distance: Array, state: Tree) -> Tree:
-        d_q, held = state
-        return pulled(distance, d_q, ring.line.passed_on(held))
+        d_q, of_keys = state
+        return pulled(distance, d_q, ring.line.passed_on(of_keys))
 
-    d_q, held = lax.fori_loop(1, ring.line.devices, round_of, (d_q, held))
+    d_q, of_keys = lax.fori_loop(1, ring.line.devices, round_of, (d_q, of_keys))
     # The gradients of the next device's keys are complete, and go to that device.
-    d_k, d_v = ring.line.passed_on(held[2:])
+    d_k, d_v = ring.line.passed_on(of_keys[2:])
     return None, d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
 
 

@@ -9,7 +9,6 @@ pass), whose number differs between devices.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,26 +17,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.arrays import Tree, upcast
-from precondattn.parallel.jax.piece import DividedMasks, DividedPiece
+from precondattn.parallel.jax.piece import DividedPiece
 from precondattn.parallel.jax.solve_blocks import SolveBlocks
-from precondattn.parallel.layouts import TokenOrder
+from precondattn.parallel.masks import DividedMasks
 from precondattn.parallel.partial_attention import with_lse, with_lse_vjp
 from precondattn.parallel.solve import BLOCK, attention_of
-from precondattn.parallel.solve import refusal as refusal_of_solve
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.rms_norm import rms_norm_vjp
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf
     from precondattn.given import Arguments
-
-PASSED = "a block of solved values of another device at a time"
-SENDS_VALUES = True
-
-
-def refusal(leaf: Leaf, order: TokenOrder, masks: Collection[str]) -> str | None:
-    """The reason why the solve of a leaf can not be divided; None if it can."""
-    return refusal_of_solve(leaf, order)
 
 
 def output(piece: DividedPiece) -> Array:
@@ -47,16 +36,6 @@ def output(piece: DividedPiece) -> Array:
     blocks = SolveBlocks(leaf, piece.line, piece.backend, x["k"].shape[1], BLOCK)
     out: Array = _solved(blocks, piece.masks, x["k"], x["v"], x.get("lucid_beta"))
     return out
-
-
-def bytes_sent(piece: DividedPiece) -> dict[str, int]:
-    """The bytes that each device sends in the forward pass, by array.
-
-    An all-reduce over P devices sends 2 (P − 1) / P times the bytes of its result.
-    """
-    others, k, v = piece.line.devices - 1, piece.inputs["k"], piece.inputs["v"]
-    wide = 8 if v.dtype == jnp.float64 else 4
-    return {"k": 2 * others * k.size * k.dtype.itemsize, "y": 2 * others * v.size * wide}
 
 
 class _Stacks:
@@ -75,12 +54,9 @@ class _Stacks:
 
     def arguments(self, u: Array, i: Array) -> Arguments:
         """The arguments of the solve of block i, with the right-hand sides u."""
-        given = self.blocks.of_block({"k": self.k, "v": u, "lucid_beta": self.beta}, i)
-        if self.valid is not None:
-            given["key_mask"] = self.valid[i]
-        if self.segment is not None:
-            given["segment_ids"] = self.segment[i]
-        return given
+        arguments = self.blocks.of_block({"k": self.k, "v": u, "lucid_beta": self.beta}, i)
+        masks = {"key_mask": self.valid, "segment_ids": self.segment}
+        return arguments | {name: mask[i] for name, mask in masks.items() if mask is not None}
 
     def seen(self, number: Array, i: Array, at: int) -> tuple[Array | None, Array | None]:
         """Which tokens (b, rows) of a block, and of the device's block i, are of one segment.
@@ -109,63 +85,63 @@ def _forward(
     blocks: SolveBlocks, masks: DividedMasks, k: Array, v: Array, beta: Array | None
 ) -> tuple[Array, Tree]:
     """The solved values of a device's rows, and the residuals of the backward pass."""
-    own = _Stacks(blocks, masks, k, beta)
+    stacks = _Stacks(blocks, masks, k, beta)
 
-    def subtracted(number: Array, given: Tree, u: Array, first: Array, stop: Array) -> Array:
-        """u minus Φ y of a broadcast block, for the device's blocks `first` … `stop` − 1."""
-        keys, values = given
+    def subtracted(number: Array, received: Tree, u: Array, start: Array, stop: Array) -> Array:
+        """u minus Φ y of a broadcast block, for the device's blocks `start` … `stop` − 1."""
+        keys, values = received
         keys = blocks.unit(keys)
 
         def from_block(i: Array, u: Array) -> Array:
-            seen, seen_by = own.seen(number, i, -1)
+            seen, seen_by = stacks.seen(number, i, -1)
             options = {} if seen is None else {"key_mask": seen}
             out, lse = with_lse(
-                own.softmax, own.unit[i], keys, values, **options, backend=blocks.backend
+                stacks.softmax, stacks.unit[i], keys, values, **options, backend=blocks.backend
             )
-            product = jnp.exp(lse - own.shift)[..., None] * out
+            product = jnp.exp(lse - stacks.shift)[..., None] * out
             if seen_by is not None:
                 product = jnp.where(seen_by[..., None, None], product, 0)
             return u.at[i].add(-product)
 
-        return lax.fori_loop(first, stop, from_block, u)
+        return lax.fori_loop(start, stop, from_block, u)
 
     def step(number: Array, state: Tree) -> Tree:
         """One step of the loop, after block `number` was broadcast; −1 before the first."""
-        u, y, given = state
+        u, y, received = state
         following = number + 1
         is_own = blocks.is_own(following)
-        first, rest = blocks.earlier(following), blocks.earlier(following + 1)
-        u = subtracted(number, given, u, first, rest)
+        start, rest = blocks.earlier(following), blocks.earlier(following + 1)
+        u = subtracted(number, received, u, start, rest)
         i = blocks.place(following)[1]
-        solved = blocks.where_own(following, lambda: upcast(blocks.leaf(**own.arguments(u, i))))
+        solved = blocks.where_own(following, lambda: upcast(blocks.leaf(**stacks.arguments(u, i))))
         y = y.at[i].set(jnp.where(is_own, solved, y[i]))
-        coming = blocks.given_away(following, (own.k, y))
-        stop = jnp.where(number < 0, rest, blocks.own)
-        return subtracted(number, given, u, rest, stop), y, coming
+        coming = blocks.broadcast(following, (stacks.k, y))
+        stop = jnp.where(number < 0, rest, blocks.of_device)
+        return subtracted(number, received, u, rest, stop), y, coming
 
     u = blocks.stacked(upcast(v))
-    given = (jnp.zeros_like(own.k[0]), jnp.zeros_like(u[0]))
-    u, y, _ = lax.fori_loop(-1, blocks.all - 1, step, (u, jnp.zeros_like(u), given))
+    received = (jnp.zeros_like(stacks.k[0]), jnp.zeros_like(u[0]))
+    u, y, _ = lax.fori_loop(-1, blocks.all - 1, step, (u, jnp.zeros_like(u), received))
     return blocks.unstacked(y).astype(v.dtype), (masks, k, v, beta, u, y)
 
 
 def _backward(blocks: SolveBlocks, saved: Tree, d_y: Array) -> Tree:
     masks, k, v, beta, u, y = saved
-    own = _Stacks(blocks, masks, k, beta)
+    stacks = _Stacks(blocks, masks, k, beta)
 
-    def subtracted(number: Array, given: Tree, sums: Tree, first: Array, stop: Array) -> Tree:
+    def subtracted(number: Array, received: Tree, sums: Tree, start: Array, stop: Array) -> Tree:
         """r minus Φᵀ g of a broadcast block, and the key gradients, in earlier blocks."""
-        keys, of_block = given
+        keys, of_block = received
         keys = blocks.unit(keys)
 
         def from_block(i: Array, sums: Tree) -> Tree:
             r, d_unit, d_keys = sums
-            seen_by, seen = own.seen(number, i, 0)
+            seen_by, seen = stacks.seen(number, i, 0)
             options = {} if seen is None else {"key_mask": seen}
             (out, lse), pull = with_lse_vjp(
-                own.softmax, keys, own.unit[i], y[i], **options, backend=blocks.backend
+                stacks.softmax, keys, stacks.unit[i], y[i], **options, backend=blocks.backend
             )
-            weight = jnp.exp(lse - own.shift)
+            weight = jnp.exp(lse - stacks.shift)
             if seen_by is not None:
                 weight = jnp.where(seen_by[..., None], weight, 0)
             d_out = -weight[..., None] * of_block
@@ -173,21 +149,21 @@ def _backward(blocks: SolveBlocks, saved: Tree, d_y: Array) -> Tree:
             r, d_unit = r.at[i].add(gradients["v"]), d_unit.at[i].add(gradients["k"])
             return r, d_unit, d_keys + gradients["q"]
 
-        return lax.fori_loop(first, stop, from_block, sums)
+        return lax.fori_loop(start, stop, from_block, sums)
 
     def step(done: Array, state: Tree) -> Tree:
         """One step in reverse, after the block that `done` blocks follow; −1 before the last."""
-        r, d_unit, solved, given = state
+        r, d_unit, solved, received = state
         number = blocks.all - 1 - done
         following = number - 1
         is_own = blocks.is_own(following)
         stop = blocks.earlier(number)
         rest = blocks.earlier(following)
-        sums = subtracted(number, given, (r, d_unit, jnp.zeros_like(d_unit[0])), rest, stop)
+        sums = subtracted(number, received, (r, d_unit, jnp.zeros_like(d_unit[0])), rest, stop)
         i = blocks.place(following)[1]
 
         def gradients() -> Tree:
-            _, pull = blocks.leaf.vjp(**own.arguments(u, i))
+            _, pull = blocks.leaf.vjp(**stacks.arguments(u, i))
             pulled = pull(sums[0][i])
             return {name: upcast(pulled[name]) for name in solved}
 
@@ -196,20 +172,20 @@ def _backward(blocks: SolveBlocks, saved: Tree, d_y: Array) -> Tree:
             name: stack.at[i].set(jnp.where(is_own, of_block[name], stack[i]))
             for name, stack in solved.items()
         }
-        coming = blocks.given_away(following, (own.k, solved["v"]))
+        coming = blocks.broadcast(following, (stacks.k, solved["v"]))
         r, d_unit, d_keys = subtracted(
-            number, given, sums, jnp.zeros_like(rest), jnp.where(done < 0, 0, rest)
+            number, received, sums, jnp.zeros_like(rest), jnp.where(done < 0, 0, rest)
         )
         owner, i = blocks.place(jnp.minimum(number, blocks.all - 1))
         d_keys = jnp.where(owner == blocks.line.rank, lax.psum(d_keys, blocks.line.axis), 0)
         return r, d_unit.at[i].add(d_keys), solved, coming
 
-    zeros = {"k": jnp.zeros_like(own.unit), "v": jnp.zeros_like(u)}
-    if own.beta is not None:
-        zeros["lucid_beta"] = jnp.zeros_like(own.beta)
-    given = (jnp.zeros_like(own.k[0]), jnp.zeros_like(u[0]))
+    zeros = {"k": jnp.zeros_like(stacks.unit), "v": jnp.zeros_like(u)}
+    if stacks.beta is not None:
+        zeros["lucid_beta"] = jnp.zeros_like(stacks.beta)
+    received = (jnp.zeros_like(stacks.k[0]), jnp.zeros_like(u[0]))
     r = blocks.stacked(upcast(d_y))
-    state = (r, jnp.zeros_like(own.unit), zeros, given)
+    state = (r, jnp.zeros_like(stacks.unit), zeros, received)
     _, d_unit, d_own, _ = lax.fori_loop(-1, blocks.all - 1, step, state)
     d_unit, d_k = blocks.unstacked(d_unit), blocks.unstacked(d_own["k"])
     if blocks.leaf.normalize == "keys":

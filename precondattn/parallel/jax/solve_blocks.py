@@ -20,7 +20,8 @@ from jax import Array, lax
 
 from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Arrays, Tree, upcast
-from precondattn.parallel.jax.piece import DeviceLine, DividedMasks
+from precondattn.parallel.jax.piece import DeviceLine
+from precondattn.parallel.masks import DividedMasks
 from precondattn.parallel.solve import keys_of_scores
 from precondattn.spec.lucid import LucidSolve
 
@@ -53,13 +54,13 @@ class SolveBlocks:
         return -(-self.part // self.of_part)
 
     @property
-    def own(self) -> int:
+    def of_device(self) -> int:
         """The number of blocks of a device."""
         return self.tokens // self.part * self.of_part
 
     @property
     def all(self) -> int:
-        return self.own * self.line.devices
+        return self.of_device * self.line.devices
 
     # ------------------------------------------------------------------------------- layout
 
@@ -69,7 +70,7 @@ class SolveBlocks:
         parts = jnp.reshape(x, (b, -1, self.part, *rest))
         more = self.of_part * self.rows - self.part
         parts = jnp.pad(parts, ((0, 0), (0, 0), (0, more), *((0, 0),) * len(rest)), mode="edge")
-        return jnp.moveaxis(jnp.reshape(parts, (b, self.own, self.rows, *rest)), 1, 0)
+        return jnp.moveaxis(jnp.reshape(parts, (b, self.of_device, self.rows, *rest)), 1, 0)
 
     def unstacked(self, stack: Array) -> Array:
         """The tokens (b, tokens, …) of a stack (blocks, b, rows, …)."""
@@ -82,8 +83,8 @@ class SolveBlocks:
         valid = None if masks.valid is None else self.stacked(masks.valid[self.line.rank])
         if self.of_part * self.rows == self.part:
             return valid
-        row = jnp.arange(self.own)[:, None] % self.of_part * self.rows + jnp.arange(self.rows)
-        is_token = jnp.broadcast_to((row < self.part)[:, None], (self.own, b, self.rows))
+        row = jnp.arange(self.of_device)[:, None] % self.of_part * self.rows + jnp.arange(self.rows)
+        is_token = jnp.broadcast_to((row < self.part)[:, None], (self.of_device, b, self.rows))
         return is_token if valid is None else valid & is_token
 
     def segment(self, masks: DividedMasks, device: Array) -> Array | None:
@@ -102,9 +103,9 @@ class SolveBlocks:
 
     def earlier(self, number: Array) -> Array:
         """The number of this device's blocks before block `number` of the sequence."""
-        own, order = jnp.arange(self.own), self.line.order
-        part = order.number_of(self.line.rank, own // self.of_part, self.line.devices)
-        numbers = part * self.of_part + own % self.of_part
+        block, order = jnp.arange(self.of_device), self.line.order
+        part = order.number_of(self.line.rank, block // self.of_part, self.line.devices)
+        numbers = part * self.of_part + block % self.of_part
         return jnp.sum(numbers < number, dtype=jnp.int32)
 
     def is_own(self, number: Array) -> Array:
@@ -114,27 +115,27 @@ class SolveBlocks:
 
     def of_block(self, x: Arrays, i: Array) -> Arrays:
         """The arguments of the solve of this device's block i; x has stacks, or None, by name."""
-        given = {name: upcast(stack[i]) for name, stack in x.items() if stack is not None}
-        return {**given, "backend": self.backend}
+        of_block = {name: upcast(stack[i]) for name, stack in x.items() if stack is not None}
+        return {**of_block, "backend": self.backend}
 
-    def given_away(self, number: Array, stacks: tuple[Array, ...]) -> tuple[Array, ...]:
+    def broadcast(self, number: Array, stacks: tuple[Array, ...]) -> tuple[Array, ...]:
         """Block `number`, broadcast from the stacks of the device that has it."""
         device, i = self.place(number)
         is_own = device == self.line.rank
         sent = tuple(jnp.where(is_own, x[i], jnp.zeros_like(x[i])) for x in stacks)
-        given: tuple[Array, ...] = self._of_device(lax.psum(sent, self.line.axis))
-        return given
+        received: tuple[Array, ...] = self._varying(lax.psum(sent, self.line.axis))
+        return received
 
     def where_own(self, number: Array, function: Callable[[], Tree]) -> Tree:
         """function() on the device that has block `number`; zeros on others, which skip it."""
         shapes = jax.eval_shape(function)
 
         def nothing() -> Tree:
-            return self._of_device(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+            return self._varying(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
         return lax.cond(self.is_own(number), function, nothing)
 
-    def _of_device(self, arrays: Tree) -> Tree:
+    def _varying(self, arrays: Tree) -> Tree:
         """Replicated arrays, marked as varying, which the checks of `shard_map` require."""
         return lax.pcast(arrays, self.line.axis, to="varying")
 

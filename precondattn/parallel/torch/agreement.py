@@ -34,16 +34,11 @@ def agreed(
     numbers: Sequence[int] = (),
     error: Exception | None = None,
 ) -> list[list[int]]:
-    """The `numbers` of every process, after a check that all processes make the same call.
-
-    Raises
-    ------
-    the error of a process that has one, with its rank; a ValueError if the calls differ.
-    """
+    """The `numbers` of every process, after a check that all processes make the same call."""
     digest = int.from_bytes(hashlib.blake2b(called.encode(), digest_size=7).digest(), "big")
-    own = torch.tensor([error is None, digest, *numbers], dtype=torch.int64, device=device)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, own, group=group)
+    message = torch.tensor([error is None, digest, *numbers], dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, message, group=group)
     rows = [row.tolist() for row in everyone]
     if all(row[0] for row in rows) and len({row[1] for row in rows}) == 1:
         return [row[2:] for row in rows]

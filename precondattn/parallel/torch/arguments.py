@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from precondattn.algebra.declaration import Axis, Pattern
-from precondattn.arrays import Arrays, dtype_name
+from precondattn.arrays import Arrays, Shape, dtype_name
 from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
 from precondattn.execution.pair_masks import refuse_divided
 from precondattn.execution.torch.dtensor_sharding import MASKS
-from precondattn.parallel.heads import HeadAxes, Shape
+from precondattn.parallel.heads import HeadAxes
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
@@ -80,18 +80,12 @@ class Bound(NamedTuple):
 def bind(
     mechanism: Mechanism, mesh: DeviceMesh, arrays: tuple[Tensor, ...], named: Mapping[str, Tensor]
 ) -> Bound:
-    """The arguments of a call, checked.
-
-    Raises
-    ------
-    TypeError, ValueError
-        if an argument is invalid; the message names it.
-    """
+    """The arguments of a call, checked."""
     refuse_divided(str(mechanism), named)
     patterns = mechanism.inputs
     masks = {name: named[name] for name in MASKS if named.get(name) is not None}
-    given = {name: array for name, array in named.items() if name not in MASKS}
-    inputs = inputs_by_name(str(mechanism), patterns, arrays, given, CALL_OPTIONS)
+    arguments = {name: array for name, array in named.items() if name not in MASKS}
+    inputs = inputs_by_name(str(mechanism), patterns, arrays, arguments, CALL_OPTIONS)
     of_tokens = {name: mask for name, mask in masks.items() if name not in WHOLE}
     for name, x in {**inputs, **of_tokens}.items():
         pattern = patterns[name] if name in patterns else MASKS[name]
@@ -106,14 +100,14 @@ def bind(
         kind_of = {n: type(x).__name__ for n, x in inputs.items() if has_tokens[n]}
         found = ", ".join(f"{name} is a {kind}" for name, kind in kind_of.items())
         raise TypeError(f"inputs with tokens must all be DTensors, or none of them; {found}")
-    parts = {name: _part(name, x, axes[name].time, mesh) for name, x in inputs.items()}
-    masks |= {name: _part(name, mask, 1, mesh) for name, mask in of_tokens.items()}
+    parts = {name: local_part(name, x, axes[name].time, mesh) for name, x in inputs.items()}
+    masks |= {name: local_part(name, mask, 1, mesh) for name, mask in of_tokens.items()}
     bound = Bound(patterns, parts, masks, axes, (0, 0), kinds == {True})
     return bound._replace(tokens=_tokens(bound))
 
 
-def _part(name: str, x: Tensor, time: int | None, mesh: DeviceMesh) -> Tensor:
-    """This process's tokens of an array, or the whole array if it has no tokens."""
+def local_part(name: str, x: Tensor, time: int | None, mesh: DeviceMesh) -> Tensor:
+    """This process's tokens of an array, or the whole array if it has no tokens to divide."""
     if not isinstance(x, DTensor):
         return x
     expected: Placement = Replicate() if time is None else Shard(time)
@@ -136,9 +130,9 @@ def _tokens(bound: Bound) -> tuple[int, int]:
         count = bound.inputs[name].shape[time] // axis.multiple
         of_inputs.append((name, axis.letter, count))
     for name, letter, count in [*of_inputs, *of_masks]:
-        first, by = counts.setdefault(letter, (count, name))
-        if count != first:
-            raise ValueError(f"{name} has {count} tokens, and {by} has {first}")
+        expected, by = counts.setdefault(letter, (count, name))
+        if count != expected:
+            raise ValueError(f"{name} has {count} tokens, and {by} has {expected}")
     b = next(iter(bound.inputs.values())).shape[0]
     for name, _, _ in of_masks:
         if bound.masks[name].shape[0] != b:

@@ -1,11 +1,11 @@
 """Divided calls with a cache: a prefill of divided tokens, and new tokens on all processes.
 
-The leaves are divided as in `tokens.py`. What each process keeps depends on the leaf:
+The leaves are divided as in `ways.py`. What each process keeps depends on the leaf:
 
-    local   nothing                                                      (`local_cache.py`)
+    local   nothing                                                      (`alone.py`)
     ring    the keys and values of its tokens                            (`ring_cache.py`)
     solve   the keys and solved values of its tokens                     (`solve_cache.py`)
-    scan    the states after all tokens                                  (`states_cache.py`)
+    states  the states after all tokens                                  (`states_cache.py`)
 """
 
 from __future__ import annotations
@@ -24,29 +24,22 @@ from precondattn.cache.kinds import holding
 from precondattn.execution.cache_checks import keeps_tokens
 from precondattn.execution.masks import zero_padding
 from precondattn.given import at_least
-from precondattn.parallel.torch import (
-    local,
-    local_cache,
-    ring,
-    ring_cache,
-    solve,
-    solve_cache,
-    states_cache,
-)
-from precondattn.parallel.torch import states as states_torch
+from precondattn.parallel import ways
+from precondattn.parallel.torch import alone, ring_cache, solve_cache, states_cache
 from precondattn.parallel.torch.call import DividedCall, MeshProcesses, tried
 from precondattn.parallel.torch.divided_cache import (
     DividedCache,
     Kept,
     extended,
     filled,
-    held_of,
     rows_needed,
+    tokens_stored,
 )
 from precondattn.parallel.torch.new_tokens import NewTokens
 from precondattn.parallel.torch.piece import DividedPiece, masks_of, positions_of
 from precondattn.parallel.torch.step import DividedStep, PartExchanges, Shape
-from precondattn.parallel.torch.tokens import computed, like_output, way_of
+from precondattn.parallel.torch.tokens import computed, like_output
+from precondattn.parallel.ways import Way, way_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -54,45 +47,40 @@ if TYPE_CHECKING:
     from precondattn.algebra.leaf_protocol import LeafProtocol
     from precondattn.algebra.mechanism import Mechanism
 
-CACHED: Mapping[ModuleType, ModuleType] = {
-    local: local_cache,
-    ring: ring_cache,
-    solve: solve_cache,
-    states_torch: states_cache,
+CACHED: Mapping[Way, ModuleType] = {
+    ways.LOCAL: alone,
+    ways.RING: ring_cache,
+    ways.SOLVE: solve_cache,
+    ways.STATES: states_cache,
 }
 
 
 def prefill(
-    call: DividedCall,
-    processes: MeshProcesses,
-    mesh: DeviceMesh,
-    capacity: int | None,
-    begin: Cache | None,
+    call: DividedCall, mesh: DeviceMesh, capacity: int | None, begin: Cache | None
 ) -> tuple[Tensor, DividedCache]:
     """The output of this process's tokens, and the cache of all tokens.
 
     `begin` has the states before the first token.
     """
-    masks = processes.together(lambda: masks_of(call, processes))
-    cache = processes.together(lambda: _empty(call, processes, mesh, capacity, begin))
+    processes = call.processes
+    masks = processes.together(lambda: masks_of(call))
+    cache = processes.together(lambda: _empty(call, mesh, capacity, begin))
     rank, keys = processes.rank, call.mechanism.program.slot_keys
     kept: dict[str, Tensor] = {}
 
-    def output_of(number: int, way: ModuleType, piece: DividedPiece) -> Tensor:
-        first = None
+    def output_of(number: int, way: Way, piece: DividedPiece) -> Tensor:
+        begins = None
         if begin is not None:
-            first = {slot: begin.store[key] for slot, key in keys[number].items()}
+            begins = {slot: begin.store[key] for slot, key in keys[number].items()}
         out: Tensor
-        out, of_slots = CACHED[way].prefilled(piece, first)
+        out, of_slots = CACHED[way].prefilled(piece, begins)
         _keep(kept, keys[number], of_slots)
         return out
 
-    out = computed(call, processes, masks, output_of)
-    valid = masks.valid_of(rank)
-    if valid is not None and KEY_MASK in cache.token_buffers:
-        kept[KEY_MASK] = valid
-    assert call.order is not None  # Only `heads` has none.
-    positions = positions_of(call.order.parts(call.tokens["t"]), rank, processes.device)
+    out = computed(call, masks, output_of)
+    if masks.valid is not None and KEY_MASK in cache.token_buffers:
+        kept[KEY_MASK] = masks.valid[rank]
+    positions = positions_of(call.parts, rank, processes.device)
     return out, processes.together(lambda: filled(cache, _kept(cache, kept), positions, rank))
 
 
@@ -107,8 +95,8 @@ def extend(
     for number, leaf_call in enumerate(mechanism.program.calls):
         step, way = past.step(number, new, values), cached_way(leaf_call.leaf)
         shape = way.part_shape(step)
-        given = None if shape is None else parts.of_all(shape, lambda: way.part(step))  # noqa: B023
-        result, error = tried(lambda: way.stepped(step, given))  # noqa: B023
+        of_all = None if shape is None else parts.of_all(shape, lambda: way.part(step))  # noqa: B023
+        result, error = tried(lambda: way.stepped(step, of_all))  # noqa: B023
         if error is not None:
             values[leaf_call.out] = like_output(step.leaf, step.inputs)
             exchanges = _shapes(past, new, values, number + 1)
@@ -137,36 +125,31 @@ def bytes_of_extension(
     return {f"parts for {out}": parts.bytes_sent(shape) for out, shape in shapes if shape}
 
 
-def bytes_of_states(call: DividedCall, processes: MeshProcesses) -> dict[str, int]:
+def bytes_of_states(call: DividedCall) -> dict[str, int]:
     """The bytes that this process sends after a prefill, of the last states, by array."""
-    program, others = call.mechanism.program, processes.devices - 1
+    program, others = call.mechanism.program, call.processes.devices - 1
     empty = call.mechanism.init_cache(**call.bound.inputs, capacity=1).store
     sent: dict[str, int] = {}
     for leaf_call, keys in zip(program.calls, program.slot_keys, strict=True):
         slots = [slot for slot in leaf_call.leaf.slots() if not slot.kind.has_tokens]
         states = [empty[keys[slot.name]] for slot in slots]
-        if states and processes.rank == others:  # The last process broadcasts them.
+        if states and call.processes.rank == others:  # The last process broadcasts them.
             numbers = sum(state.numel() * state.dtype.itemsize for state in states)
             sent[f"last states for {leaf_call.out}"] = others * numbers
     return sent
 
 
 def _empty(
-    call: DividedCall,
-    processes: MeshProcesses,
-    mesh: DeviceMesh,
-    capacity: int | None,
-    begin: Cache | None,
+    call: DividedCall, mesh: DeviceMesh, capacity: int | None, begin: Cache | None
 ) -> DividedCache:
     """The cache of a prefill, with the numbers of tokens set, before the rows are written."""
-    assert call.order is not None  # Only `heads` has none.
-    mechanism, b, total = call.mechanism, call.sizes["b"], sum(call.tokens["t"])
-    given = call.bound.masks.get("lengths")
-    counts = [total] * b if given is None else torch.as_tensor(given, device="cpu").tolist()
+    processes, mechanism = call.processes, call.mechanism
+    b, total, valid = call.sizes["b"], sum(call.tokens["t"]), call.bound.masks.get("lengths")
+    counts = [total] * b if valid is None else torch.as_tensor(valid, device="cpu").tolist()
     before = [0] * b if begin is None else begin.length.tolist()
     lengths = tuple(n + new for n, new in zip(before, counts, strict=True))
     has_tokens = keeps_tokens(mechanism)
-    held = held_of(call.order.parts(call.tokens["t"]), counts, processes.devices)
+    stored = tokens_stored(call.parts, counts, processes.devices)
     rows = None
     if has_tokens:
         capacity = at_least(1, "capacity", capacity)
@@ -175,12 +158,12 @@ def _empty(
                 f"capacity must be {max(lengths)} or above, the number of tokens of the longest "
                 f"sequence; found {capacity}"
             )
-        rows = rows_needed(capacity, held[processes.rank], processes.devices)
+        rows = rows_needed(capacity, stored[processes.rank], processes.devices)
     part = mechanism.init_cache(
         **call.bound.inputs, capacity=rows, key_mask="key_mask" in call.bound.masks
     )
-    own = held[processes.rank] if has_tokens else lengths
-    count = torch.tensor(own, dtype=torch.int32, device=processes.device)
+    of_process = stored[processes.rank] if has_tokens else lengths
+    count = torch.tensor(of_process, dtype=torch.int32, device=processes.device)
     position = torch.zeros(b, rows or 0, dtype=torch.int32, device=processes.device)
     layout = str(call.order)
     return DividedCache(
@@ -189,7 +172,7 @@ def _empty(
         layout,
         holding(part, count, part.store),
         position,
-        held if has_tokens else (),
+        stored if has_tokens else (),
         lengths,
         capacity if has_tokens else None,
     )
@@ -241,23 +224,20 @@ class _Past(NamedTuple):
             {slot: self.store[key] for slot, key in keys.items()},
             self.rows,
             self.seen,
-            new.lengths,
-            new.key_mask,
-            new.valid,
-            new.backend,
+            new,
         )
 
 
 def _shapes(
-    past: _Past, new: NewTokens, values: Mapping[str, Tensor], first: int = 0
+    past: _Past, new: NewTokens, values: Mapping[str, Tensor], start: int = 0
 ) -> Iterator[tuple[str, Shape | None]]:
-    """The shapes that the leaf calls from number `first` on exchange, by output value."""
-    known = {name: x.to("meta") for name, x in values.items()}
+    """The shapes that the leaf calls from number `start` on exchange, by output value."""
+    like = {name: x.to("meta") for name, x in values.items()}
     calls = past.mechanism.program.calls
-    for number in range(first, len(calls)):
-        step = past.step(number, new, known)
+    for number in range(start, len(calls)):
+        step = past.step(number, new, like)
         yield calls[number].out, cached_way(step.leaf).part_shape(step)
-        known[calls[number].out] = like_output(step.leaf, step.inputs)
+        like[calls[number].out] = like_output(step.leaf, step.inputs)
 
 
 def refusal(mechanism: Mechanism) -> str | None:

@@ -10,7 +10,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from precondattn.parallel.layouts import TokenOrder
+from precondattn.parallel.layouts import TokenOrder, TokenPart
 from precondattn.parallel.torch.agreement import agreed
 from precondattn.parallel.torch.arguments import Bound
 
@@ -93,6 +93,7 @@ class DividedCall(NamedTuple):
     """A call that all processes have agreed on."""
 
     mechanism: Mechanism
+    processes: MeshProcesses
     bound: Bound
     tokens: dict[str, tuple[int, ...]]
     """The number of queries (key "t") and of keys (key "s") on every process"""
@@ -101,3 +102,9 @@ class DividedCall(NamedTuple):
     backend: BackendNames
     order: TokenOrder | None = None
     """The order of the tokens; None in the layout `heads`"""
+
+    @property
+    def parts(self) -> tuple[TokenPart, ...]:
+        """All parts of the sequence, in the order of the sequence."""
+        assert self.order is not None  # Only `heads` has none.
+        return self.order.parts(self.tokens["t"])

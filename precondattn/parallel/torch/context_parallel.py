@@ -10,19 +10,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from precondattn.algebra.mechanism import parse
 from precondattn.cache import Cache
-from precondattn.parallel.advised_layouts import advice
+from precondattn.parallel.divided_mechanism import DividedMechanism, advice
 from precondattn.parallel.heads import HeadAxes
-from precondattn.parallel.layouts import TokenOrder
 from precondattn.parallel.plan import Plan
-from precondattn.parallel.torch import cached, heads
-from precondattn.parallel.torch import start as start_torch
-from precondattn.parallel.torch import tokens as tokens_torch
+from precondattn.parallel.torch import cached, heads, tokens
 from precondattn.parallel.torch.arguments import bind
 from precondattn.parallel.torch.call import DividedCall, check_mesh, processes_of
 from precondattn.parallel.torch.divided_cache import DividedCache
 from precondattn.parallel.torch.new_tokens import NewTokens, bind_new
+from precondattn.parallel.torch.start import CacheStart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,37 +78,26 @@ def context_parallel(
     >>> attn = context_parallel("lucid", mesh["cp"])  # doctest: +SKIP
     >>> out = attn(q, k, v)  # doctest: +SKIP
     """
-    if isinstance(mechanism, str):
-        mechanism = parse(mechanism)
-    owner = f"context_parallel({mechanism})"
-    check_mesh(owner, mesh, "mesh['cp']")
-    try:
-        order = None if layout == "heads" else TokenOrder.read(layout or "contiguous")
-    except ValueError as error:
-        raise ValueError(f"{owner}: {error}") from None
-    if mechanism.mixes_sequences:
-        raise ValueError(
-            f"{owner}: the output of a sequence depends on all others, which no layout divides"
-        )
-    return ContextParallel(mechanism, mesh, layout, order)
+    return ContextParallel(mechanism, mesh, layout)
 
 
-class ContextParallel:
+class ContextParallel(DividedMechanism):
     """A mechanism whose tokens are divided among processes; made by `context_parallel`."""
 
-    def __init__(
-        self, mechanism: Mechanism, mesh: DeviceMesh, layout: str | None, order: TokenOrder | None
-    ) -> None:
-        self.mechanism, self.mesh, self.layout, self.order = mechanism, mesh, layout, order
-        self.processes = processes_of(f"context_parallel({mechanism})", mesh)
+    _heads, _tokens = heads, tokens
+
+    def __init__(self, mechanism: Mechanism | str, mesh: DeviceMesh, layout: str | None) -> None:
+        super().__init__(mechanism, layout)
+        check_mesh(self.owner, mesh, "mesh['cp']")
+        self.mesh, self.processes = mesh, processes_of(self.owner, mesh)
 
     def __repr__(self) -> str:
         return f"context_parallel({str(self.mechanism)!r}, {self.mesh}, layout={self.layout!r})"
 
     def __call__(self, *arrays: Array, backend: BackendNames = None, **named: Array) -> Tensor:
         """The output of this process's tokens."""
-        call = self._agreed(arrays, named, backend)
-        return self._as_given(call, self._way(call).output(call, self.processes))
+        call, way = self._agreed(arrays, named, backend)
+        return self._as_given(call, way.output(call))
 
     def prefill(
         self,
@@ -156,9 +142,9 @@ class ContextParallel:
         the sum of all processes' losses. The gradient of an initial state is on the first process,
         and 0 on the others.
         """
-        start = start_torch.CacheStart(self.mechanism, capacity, cache)
-        call = self._agreed(arrays, named, backend, start)
-        out, divided = cached.prefill(call, self.processes, self.mesh, capacity, cache)
+        start = CacheStart(self.mechanism, capacity, cache)
+        call, _ = self._agreed(arrays, named, backend, start)
+        out, divided = cached.prefill(call, self.mesh, capacity, cache)
         return self._as_given(call, out), divided
 
     def extend(
@@ -220,7 +206,8 @@ class ContextParallel:
 
         All processes must call this together.
         """
-        return self._refusal(self._bound(arrays, named, None))
+        way, reason = self._way_of(self._bound(arrays, named, None))
+        return reason if way is None else None
 
     def explain(
         self,
@@ -242,7 +229,7 @@ class ContextParallel:
         """
         if verb not in ("forward", "prefill"):
             raise ValueError(
-                f"{self.processes.owner}: verb must be 'forward' or 'prefill' (for extend, pass "
+                f"{self.owner}: verb must be 'forward' or 'prefill' (for extend, pass "
                 f"the cache); found {verb!r}"
             )
         rank = self.processes.rank
@@ -251,15 +238,11 @@ class ContextParallel:
             sent = cached.bytes_of_extension(new, self.processes, cache)
             during = f"{cache.rows_of(rank)} cached tokens and all new ones, of all heads"
             return self._plan(cache.layout, new.sizes["t"], during, sent)
-        start = start_torch.CacheStart(self.mechanism, 1, None) if verb == "prefill" else None
-        call = self._agreed(arrays, named, None, start)
-        way = tokens_torch if verb == "prefill" else self._way(call)
-        layout = "heads" if way is heads else str(self.order)
-        sent = way.bytes_sent(call, self.processes)
-        if verb == "prefill":
-            sent |= cached.bytes_of_states(call, self.processes)
-        during = way.during(call, self.processes)
-        return self._plan(layout, call.tokens["t"][rank], during, sent)
+        is_prefill = verb == "prefill"
+        start = CacheStart(self.mechanism, 1, None) if is_prefill else None
+        call, way = self._agreed(arrays, named, None, start)
+        sent = way.bytes_sent(call) | (cached.bytes_of_states(call) if is_prefill else {})
+        return self._plan(self._name_of(way), call.tokens["t"][rank], way.during(call), sent)
 
     def _plan(self, layout: str, tokens: int, during: str, sent: Mapping[str, int]) -> Plan:
         of = f"this process of {self.processes.devices}"
@@ -293,53 +276,29 @@ class ContextParallel:
         arrays: tuple[Array, ...],
         named: Mapping[str, Array],
         backend: BackendNames,
-        start: start_torch.CacheStart | None = None,
-    ) -> DividedCall:
-        """The call, after a check that the layout can divide it."""
+        start: CacheStart | None = None,
+    ) -> tuple[DividedCall, ModuleType]:
+        """The call, and the module that divides it, after a check that the layout can."""
         call = self._bound(arrays, named, backend, start)
-        refused = self._refusal(call) if start is None else self._refusal_of_prefill(call)
-        if refused is not None:
-            raise ValueError(f"{self.processes.owner}: {refused}")
-        return call
+        way, refused = self._way_of(call) if start is None else self._way_of_prefill(call)
+        if way is None:
+            raise ValueError(f"{self.owner}: {refused}")
+        return call, way
 
-    def _way(self, call: DividedCall) -> ModuleType:
-        """The module that divides a call which was not refused."""
-        if self.layout is None:
-            return tokens_torch if self._refused_by(heads, call) else heads
-        return heads if self.order is None else tokens_torch
-
-    def _refusal(self, call: DividedCall) -> str | None:
-        ways = (heads, tokens_torch) if self.layout is None else (self._way(call),)
-        reasons = [self._refused_by(way, call) for way in ways]
-        if None in reasons:
-            return None
-        of_heads = heads.refusal(self.mechanism, call, self.processes)
-        others = {"heads": of_heads, "contiguous": self._refusal_in_order(call)}
-        return "; ".join(map(str, reasons)) + advice(others)
-
-    def _refusal_of_prefill(self, call: DividedCall) -> str | None:
+    def _way_of_prefill(self, call: DividedCall) -> tuple[ModuleType | None, str]:
         of_cache = cached.refusal(self.mechanism)
-        refused = self._refused_by(tokens_torch, call)
+        refused = self._refusal_by(tokens, call)
         if refused is None:
-            return of_cache
-        return refused + advice({"contiguous": self._refusal_in_order(call) or of_cache})
-
-    def _refusal_in_order(self, call: DividedCall) -> str | None:
-        """The refusal of `contiguous`, which divides whatever another order divides."""
-        in_order = call._replace(order=TokenOrder("contiguous"))
-        return tokens_torch.refusal(self.mechanism, in_order, self.processes)
-
-    def _refused_by(self, way: ModuleType, call: DividedCall) -> str | None:
-        refused = way.refusal(self.mechanism, call, self.processes)
-        layout = "heads" if way is heads else str(self.order)
-        return None if refused is None else f"layout {layout!r} {refused}"
+            return (tokens, "") if of_cache is None else (None, of_cache)
+        advised = advice({"contiguous": self._refusal_in_order(call) or of_cache})
+        return None, refused + advised
 
     def _bound(
         self,
         arrays: tuple[Array, ...],
         named: Mapping[str, Array],
         backend: BackendNames,
-        start: start_torch.CacheStart | None = None,
+        start: CacheStart | None = None,
     ) -> DividedCall:
         """The call, after all processes have checked their arguments."""
         bound, error = None, None
@@ -349,21 +308,22 @@ class ContextParallel:
                 start.check(self.order, bound)
         except (TypeError, ValueError) as raised:
             error = raised
-        said, own = "", (0, 0)
+        said, counts = "", (0, 0)
         if bound is not None and error is None:
             on = "" if backend is None else f" on {backend!r}"
             said = f"{self.mechanism} in layout {self.layout!r}{on}: {bound}"
             said += "" if start is None else f"; {start}"
-            own = bound.tokens
-        owner = self.processes.owner
-        everyone = self.processes.agree(error, said, own)
+            counts = bound.tokens
+        everyone = self.processes.agree(error, said, counts)
         assert bound is not None  # `agree` has raised the error.
-        tokens = {letter: tuple(n[i] for n in everyone) for i, letter in enumerate("ts")}
-        if min(map(min, tokens.values())) < 1:
+        by_letter = {letter: tuple(n[i] for n in everyone) for i, letter in enumerate("ts")}
+        if min(map(min, by_letter.values())) < 1:
             raise ValueError(
-                f"{owner}: every process must have a token; found numbers of queries "
-                f"{tokens['t']} and of keys {tokens['s']}"
+                f"{self.owner}: every process must have a token; found numbers of queries "
+                f"{by_letter['t']} and of keys {by_letter['s']}"
             )
-        shapes = {name: bound.whole_shape(name, tokens) for name in bound.inputs}
-        sizes = self.mechanism.inputs.sizes(owner, shapes)
-        return DividedCall(self.mechanism, bound, tokens, sizes, backend, self.order)
+        shapes = {name: bound.whole_shape(name, by_letter) for name in bound.inputs}
+        sizes = self.mechanism.inputs.sizes(self.owner, shapes)
+        return DividedCall(
+            self.mechanism, self.processes, bound, by_letter, sizes, backend, self.order
+        )

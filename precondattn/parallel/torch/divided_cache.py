@@ -76,8 +76,8 @@ class DividedCache:
 
     def __str__(self) -> str:
         """The properties that are the same on all processes."""
-        held = f", by process {self.held}, of at most {self.capacity}" if self.held else ""
-        return f"a cache of {self.mechanism} with {self.lengths} tokens{held}"
+        rows = f", by process {self.held}, of at most {self.capacity}" if self.held else ""
+        return f"a cache of {self.mechanism} with {self.lengths} tokens{rows}"
 
 
 class Kept(NamedTuple):
@@ -87,31 +87,31 @@ class Kept(NamedTuple):
     states: Mapping[str, Tensor]
 
 
-def held_of(parts: Sequence[TokenPart], counts: Sequence[int], devices: int) -> Counts:
+def tokens_stored(parts: Sequence[TokenPart], counts: Sequence[int], devices: int) -> Counts:
     """The number of tokens on each process, if `counts[i]` tokens of sequence i are valid.
 
     Examples
     --------
     >>> from precondattn.parallel.layouts import TokenOrder
-    >>> held_of(TokenOrder("zigzag").parts([4, 4]), [8, 3], devices=2)
+    >>> tokens_stored(TokenOrder("zigzag").parts([4, 4]), [8, 3], devices=2)
     ((4, 2), (4, 1))
     """
-    held = [[0] * len(counts) for _ in range(devices)]
+    stored = [[0] * len(counts) for _ in range(devices)]
     for part in parts:
         for sequence, count in enumerate(counts):
-            held[part.device][sequence] += min(max(count - part.first, 0), part.tokens)
-    return tuple(map(tuple, held))
+            stored[part.device][sequence] += min(max(count - part.first, 0), part.tokens)
+    return tuple(map(tuple, stored))
 
 
-def rows_needed(capacity: int, held: Sequence[int], devices: int) -> int:
-    """The number of rows for a process that stores `held[i]` tokens of sequence i.
+def rows_needed(capacity: int, stored: Sequence[int], devices: int) -> int:
+    """The number of rows for a process that stores `stored[i]` tokens of sequence i.
 
     It gets new tokens only while it has the fewest, so never more than the mean.
     """
-    return max(*held, -(-capacity // devices))
+    return max(*stored, -(-capacity // devices))
 
 
-def keepers(held: Counts, counts: Sequence[int]) -> tuple[list[list[int]], Counts]:
+def keepers(stored: Counts, counts: Sequence[int]) -> tuple[list[list[int]], Counts]:
     """The process that stores each of `counts[i]` new tokens of sequence i, and the new numbers.
 
     Examples
@@ -119,7 +119,7 @@ def keepers(held: Counts, counts: Sequence[int]) -> tuple[list[list[int]], Count
     >>> keepers(((3, 1), (2, 1)), [2, 1])
     ([[1, 0], [0]], ((4, 2), (3, 1)))
     """
-    now = [list(of) for of in held]
+    now = [list(of) for of in stored]
     kept: list[list[int]] = []
     for sequence, count in enumerate(counts):
         kept.append([])
@@ -137,8 +137,8 @@ def filled(cache: DividedCache, kept: Kept, positions: Tensor, rank: int) -> Div
     is_full = bool(cache.held) and set(cache.held[rank]) == {positions.shape[0]}
 
     def with_rows(buffer: Tensor, new: Tensor) -> Tensor:
-        held = 0 if is_full else None
-        result: Tensor = append(buffer, new, nothing, count, donate=True, held=held)
+        before = 0 if is_full else None
+        result: Tensor = append(buffer, new, nothing, count, donate=True, held=before)
         return result
 
     store = dict(cache.part.store)
@@ -159,17 +159,17 @@ def extended(
     old, store = cache.part, {**cache.part.store, **kept.states}
     donate_rows = donate and ordinary(old) is old  # Rows of inference mode are copied.
     lengths = tuple(n + new for n, new in zip(cache.lengths, counts, strict=True))
-    who, held = keepers(cache.held, counts) if cache.token_buffers else ([], ())
-    own = [[i for i, process in enumerate(of) if process == rank] for of in who]
+    who, stored = keepers(cache.held, counts) if cache.token_buffers else ([], ())
+    kept_here = [[i for i, process in enumerate(of) if process == rank] for of in who]
     count, position = old.length.new_tensor(counts), cache.position
     if donate:
         old.store.clear()  # Before the first write: the cache is refused if one fails.
     if cache.token_buffers:
-        most, device = max(map(len, own)), old.length.device
-        padded = [of + [0] * (most - len(of)) for of in own]
+        most, device = max(map(len, kept_here)), old.length.device
+        padded = [of + [0] * (most - len(of)) for of in kept_here]
         chosen = torch.tensor(padded, dtype=torch.int64, device=device)
-        count = old.length.new_tensor([*map(len, own)])
-        is_same = len({*map(len, own)}) == 1 == len({*cache.held[rank]})
+        count = old.length.new_tensor([*map(len, kept_here)])
+        is_same = len({*map(len, kept_here)}) == 1 == len({*cache.held[rank]})
         before = cache.held[rank][0] if is_same else None
 
         def with_rows(buffer: Tensor, new: Tensor) -> Tensor:
@@ -180,4 +180,4 @@ def extended(
         for name in cache.token_buffers:
             store[name] = with_rows(store[name], take_tokens(kept.rows[name], chosen))
     part = holding(old, old.length + count, store)
-    return replace(cache, part=part, position=position, held=held, lengths=lengths)
+    return replace(cache, part=part, position=position, held=stored, lengths=lengths)

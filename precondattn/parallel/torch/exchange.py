@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from precondattn.parallel.heads import HeadAxes, Shape, first_with, share
+from precondattn.arrays import Shape
+from precondattn.parallel.heads import HeadAxes, first_with, share
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -176,6 +177,32 @@ def _sizes(shapes: Sequence[Sequence[Shape]], chosen: list[int], rank: int) -> l
         0 if device == rank else sum(prod(of[i]) for i in chosen)
         for device, of in enumerate(shapes)
     ]
+
+
+def passed(
+    group: ProcessGroup,
+    arrays: Sequence[Tensor],
+    to: int | None,
+    source: int | None,
+    shapes: Sequence[Shape] | None = None,
+) -> list[Tensor] | None:
+    """The arrays that process `source` sends to this one, while it sends its own to process `to`.
+
+    `shapes` are those of the received arrays, by default those of its own. None without a source.
+    """
+    shapes = [x.shape for x in arrays] if shapes is None else shapes
+    received, operations = None, []
+    if source is not None:
+        received = [x.new_empty(shape) for x, shape in zip(arrays, shapes, strict=True)]
+    for function, tensors, rank in ((dist.isend, arrays, to), (dist.irecv, received, source)):
+        if rank is not None:
+            peer = dist.get_global_rank(group, rank)
+            operations += [
+                dist.P2POp(function, x, peer, group, tag=i) for i, x in enumerate(tensors or ())
+            ]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+    return received
 
 
 def gathered(group: ProcessGroup, mask: Tensor, tokens: Sequence[int]) -> Tensor:

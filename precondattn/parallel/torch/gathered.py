@@ -15,33 +15,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from precondattn.parallel.gathered import gathered_inputs
-from precondattn.parallel.gathered import refusal as refusal_of_leaf
-from precondattn.parallel.layouts import TokenOrder, TokenPart
-from precondattn.parallel.torch.exchange import exchanged
+from precondattn.parallel.heads import HeadAxes
+from precondattn.parallel.layouts import TokenPart
+from precondattn.parallel.torch.exchange import Exchange
 from precondattn.parallel.torch.piece import DividedPiece
+from precondattn.parallel.ways import gathered_inputs
 
 if TYPE_CHECKING:
-    from torch.autograd.function import FunctionCtx
-
-    from precondattn.algebra.mechanism import Leaf
     from precondattn.arrays import Tree
-
-PASSED = "the keys of all processes"
-SENDS_VALUES = True
-
-
-def refusal(leaf: Leaf, order: TokenOrder) -> str | None:
-    """The reason why a leaf can not be divided by gathering its keys; None if it can."""
-    return refusal_of_leaf(leaf)
 
 
 def output(piece: DividedPiece) -> Tensor:
     """The output of this process's tokens."""
-    own = gathered_inputs(piece.leaf)
-    whole = dict(
-        zip(own, _GatheredTokens.apply(piece, *(piece.inputs[n] for n in own)), strict=True)
+    names, counts = gathered_inputs(piece.leaf), piece.counts
+    number = len(names)  # Every process gets the whole arrays, as arrays of one head.
+    exchange = Exchange(
+        piece.processes, (HeadAxes(1, None),) * number, (counts,) * number, (1,) * number
     )
+    arrays = exchange.to_heads([piece.inputs[name] for name in names])
+    whole = {
+        name: _in_order(piece, x.split(counts, 1)) for name, x in zip(names, arrays, strict=True)
+    }
 
     def attended() -> Tensor:
         parts = piece.own_parts(piece.processes.rank)
@@ -49,15 +43,6 @@ def output(piece: DividedPiece) -> Tensor:
 
     out: Tensor = piece.processes.together(attended)
     return out
-
-
-def bytes_sent(piece: DividedPiece) -> dict[str, int]:
-    """The bytes that this process sends in the forward pass, by input."""
-    others = piece.processes.devices - 1
-    return {
-        name: others * piece.inputs[name].numel() * piece.inputs[name].dtype.itemsize
-        for name in gathered_inputs(piece.leaf)
-    }
 
 
 def _of_part(piece: DividedPiece, part: TokenPart, whole: dict[str, Tensor]) -> Tensor:
@@ -70,53 +55,12 @@ def _of_part(piece: DividedPiece, part: TokenPart, whole: dict[str, Tensor]) -> 
         else:
             has_tokens = "t" in piece.leaf.inputs[name].letters
             inputs[name] = x[:, part.rows] if has_tokens else x
-    out: Tensor = piece.leaf(**inputs, **_masks_until(piece, end), backend=piece.backend)
+    masks = {"key_mask": piece.masks.valid, "segment_ids": piece.masks.segment}
+    until = {n: _in_order(piece, of)[:, :end] for n, of in masks.items() if of is not None}
+    out: Tensor = piece.leaf(**inputs, **until, backend=piece.backend)
     return out
-
-
-def _masks_until(piece: DividedPiece, end: int) -> dict[str, Tensor]:
-    """The masks of the first `end` tokens of the sequence."""
-    masks = piece.masks
-    given = {"key_mask": masks.valid, "segment_ids": masks.segment}
-    return {
-        name: _in_order(piece, of_processes)[:, :end]
-        for name, of_processes in given.items()
-        if of_processes is not None
-    }
 
 
 def _in_order(piece: DividedPiece, of_processes: Tree) -> Tensor:
     """Tokens (b, s, …) in the order of the sequence, from the tokens of every process."""
     return torch.cat([of_processes[part.device][:, part.rows] for part in piece.parts], 1)
-
-
-class _GatheredTokens(torch.autograd.Function):  # type: ignore[misc]
-    """All tokens of some arrays in the order of the sequence; the gradient sums over processes."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, piece: DividedPiece, *arrays: Tensor) -> Tensor:
-        ctx.piece = piece
-        processes = piece.processes
-        group, rank, devices = processes.group, processes.rank, processes.devices
-        shapes = [
-            [(x.shape[0], piece.count(process), *x.shape[2:]) for x in arrays]
-            for process in range(devices)
-        ]
-        received = exchanged(group, rank, [[x.contiguous() for x in arrays]] * devices, shapes)
-        return tuple(_in_order(piece, of_one) for of_one in zip(*received, strict=True))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        piece: DividedPiece = ctx.piece
-        processes = piece.processes
-        group, rank, devices = processes.group, processes.rank, processes.devices
-        sent = [[_of_process(piece, process, d) for d in cotangents] for process in range(devices)]
-        received = exchanged(group, rank, sent, [[x.shape for x in sent[rank]]] * devices)
-        return None, *(torch.stack(of_one).sum(0) for of_one in zip(*received, strict=True))
-
-
-def _of_process(piece: DividedPiece, process: int, whole: Tensor) -> Tensor:
-    """A process's tokens in its order, taken from all tokens."""
-    parts = [whole[:, part.first : part.first + part.tokens] for part in piece.own_parts(process)]
-    return torch.cat(parts, 1)

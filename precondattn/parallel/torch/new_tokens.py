@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from precondattn.arrays import dtype_name, wants_gradient
 from precondattn.cache import KEY_MASK
@@ -17,6 +17,7 @@ from precondattn.execution.cache_checks import check_buffers, check_cache
 from precondattn.execution.input_names import EXTEND_OPTIONS, extending_inputs, inputs_by_name
 from precondattn.execution.masks import ValueChecks, check_lengths, check_mask
 from precondattn.execution.pair_masks import refuse_divided
+from precondattn.parallel.torch.arguments import local_part
 from precondattn.parallel.torch.divided_cache import DividedCache
 
 if TYPE_CHECKING:
@@ -70,13 +71,7 @@ def bind_new(
     named: Mapping[str, Tensor],
     backend: BackendNames,
 ) -> NewTokens:
-    """The arguments of an extension, checked; `named` has inputs and masks.
-
-    Raises
-    ------
-    TypeError, ValueError
-        if an argument is invalid; the message names it.
-    """
+    """The arguments of an extension, checked; `named` has inputs and masks."""
     owner = str(mechanism)
     _check_is_of(cache, mechanism, mesh, layout)
     for name in ("segment_ids", "cu_seqlens"):
@@ -86,15 +81,15 @@ def bind_new(
             )
     refuse_divided(owner, named)
     masks = ("lengths", KEY_MASK, "segment_ids", "cu_seqlens")
-    given = {name: x for name, x in named.items() if name not in masks}
+    arguments = {name: x for name, x in named.items() if name not in masks}
     declared = extending_inputs(mechanism)
-    inputs = inputs_by_name(owner, declared, arrays, given, EXTEND_OPTIONS)
+    inputs = inputs_by_name(owner, declared, arrays, arguments, EXTEND_OPTIONS)
     kinds = {isinstance(x, DTensor) for x in inputs.values()}
     inputs = {name: _whole(name, x, mesh) for name, x in inputs.items()}
     check_arrays(owner, declared, inputs)
-    known = {"c": check_cache(owner, mechanism, cache.part, inputs), "b": len(cache.lengths)}
+    of_cache = {"c": check_cache(owner, mechanism, cache.part, inputs), "b": len(cache.lengths)}
     shapes = {name: tuple(x.shape) for name, x in inputs.items()}
-    sizes = declared.sizes(owner, shapes, known)
+    sizes = declared.sizes(owner, shapes, of_cache)
     check_buffers(owner, mechanism, cache.part, sizes, call_dtype(inputs))
     if wants_gradient(*inputs.values(), *cache.part.store.values()):
         raise ValueError(
@@ -129,15 +124,15 @@ def _check_is_of(cache: object, mechanism: Mechanism, mesh: DeviceMesh, layout: 
             f"{mechanism}: the first argument of extend must be a DividedCache from prefill; "
             f"found {type(cache).__name__}"
         )
-    for what, own, expected in (
+    for what, found, expected in (
         ("mechanism", cache.mechanism, mechanism),
         ("mesh", cache.mesh, mesh),
         ("layout", cache.layout, layout),
     ):
-        if own != expected:
+        if found != expected:
             raise ValueError(
                 f"{mechanism}: the cache must be of the {what} {str(expected)!r}; it is of "
-                f"{str(own)!r}"
+                f"{str(found)!r}"
             )
     check_not_donated(str(mechanism), cache)
 
@@ -153,15 +148,7 @@ def _whole(name: str, x: Tensor, mesh: DeviceMesh) -> Tensor:
     """The local tensor of an array that is the same on all processes."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor; found {type(x).__name__}")
-    if not isinstance(x, DTensor):
-        return x
-    if x.device_mesh != mesh or tuple(x.placements) != (Replicate(),):
-        raise ValueError(
-            f"{name} must be {Replicate()} on {mesh}, since all processes have the new tokens; "
-            f"found {tuple(x.placements)} on {x.device_mesh}"
-        )
-    local: Tensor = x.to_local()
-    return local
+    return local_part(name, x, None, mesh)
 
 
 def _local(mask: Tensor) -> Tensor:

@@ -97,9 +97,9 @@ def _joined(cache: DividedCache, received: Pieces, capacity: int | None) -> Cach
     assert most is not None  # The cache has token buffers.
     no_rows = {n: x[:, :0] if n in cache.token_buffers else x for n, x in part.store.items()}
     whole = grown(holding(part, cache.length, no_rows), most)
-    for held, (position, *tensors) in zip(cache.held, received, strict=True):
+    for counts, (position, *tensors) in zip(cache.held, received, strict=True):
         row = torch.arange(position.shape[1], device=position.device)
-        count = torch.tensor(held, device=position.device)
+        count = torch.tensor(counts, device=position.device)
         sequence, row = (row < count[:, None]).nonzero(as_tuple=True)
         at = position[sequence, row].long()
         for name, x in zip(cache.token_buffers, tensors, strict=True):
@@ -108,12 +108,12 @@ def _joined(cache: DividedCache, received: Pieces, capacity: int | None) -> Cach
 
 
 def _checked(
-    owner: str, cache: DividedCache, devices: int, *given: Given
+    owner: str, cache: DividedCache, devices: int, *arguments: Given
 ) -> tuple[int | None, int | None]:
     """`to` and `capacity` as Python's numbers."""
     check_not_donated(owner, cache)
-    to, capacity = map(whole_number, given)
-    for name, number, found in (("to", to, given[0]), ("capacity", capacity, given[1])):
+    to, capacity = map(whole_number, arguments)
+    for name, number, found in (("to", to, arguments[0]), ("capacity", capacity, arguments[1])):
         if number is None and found is not None:
             raise TypeError(f"{name} must be a whole number or None; found {found!r}")
     if to is not None and not 0 <= to < devices:

@@ -26,28 +26,17 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from precondattn.arrays import upcast
-from precondattn.parallel.layouts import TokenOrder
-from precondattn.parallel.ring_reads import WholeRows, read_of
+from precondattn.parallel.ring_reads import LaserOfParts, MeanOfParts, WholeRows, read_of
 from precondattn.parallel.torch.call import tried
+from precondattn.parallel.torch.exchange import passed
 from precondattn.parallel.torch.piece import DividedPiece, crossing
 from precondattn.spec.softmax import Softmax
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
-
-    from precondattn.algebra.mechanism import Leaf
-
-PASSED = "the keys of two other processes at a time"
-SENDS_VALUES = True
-
-
-def refusal(leaf: Leaf, order: TokenOrder) -> str | None:
-    """None: every leaf for which `goes_around` is True can be divided in every order."""
-    return None
 
 
 def output(piece: DividedPiece) -> Tensor:
@@ -56,24 +45,12 @@ def output(piece: DividedPiece) -> Tensor:
     return out
 
 
-def bytes_sent(piece: DividedPiece) -> dict[str, int]:
-    """The bytes that this process sends to the next one in the forward pass, by input."""
-    processes = piece.processes
-    rank, devices = processes.rank, processes.devices
-    around = sum(piece.count((rank - i) % devices) for i in range(devices - 1))
-    return {
-        name: around * (piece.inputs[name][:, :1].numel() * piece.inputs[name].dtype.itemsize)
-        for name in "kv"
-    }
-
-
 class RingPair(NamedTuple):
     """The attention of some of this process's queries to some of another process's keys."""
 
-    softmax: Softmax
+    over_parts: MeanOfParts | LaserOfParts
     queries: slice
     keys: slice
-    masks: dict[str, Tensor]
     seen_by: Tensor | None
     """Which of the queries (b, t) see any of the keys; None if all of them may"""
 
@@ -88,71 +65,54 @@ class RingCall:
         """The pairs of this process's parts of queries with the keys of process `source`.
 
         With a causal mask there is no pair with later keys. All earlier parts of keys form one
-        pair, and so do all later ones.
+        pair, and so do all later ones. Pairs of which no key is visible are left out.
         """
-        leaf, processes = self.piece.leaf, self.piece.processes
+        leaf, masks, rank = self.piece.leaf, self.piece.masks, self.piece.processes.rank
         assert isinstance(leaf, Softmax)
         everywhere = replace(leaf, causal=False)
         keys = self.piece.own_parts(source)
-        for part in self.piece.own_parts(processes.rank):
+        for part in self.piece.own_parts(rank):
             before = [other for other in keys if other.first < part.first]
             after = [other for other in keys if other.first > part.first]
-            if source == processes.rank:
-                masks = self.piece.masks.of_rows(source, part.rows)
-                yield RingPair(leaf, part.rows, part.rows, masks, None)
+            if source == rank:
+                over_parts = self._read(leaf, masks.of_rows(source, part.rows))
+                yield RingPair(over_parts, part.rows, part.rows, None)
             for others, at in ((before, 0), ((), 0) if leaf.causal else (after, -1)):
-                if others:
-                    rows = slice(others[0].rows.start, others[-1].rows.stop)
-                    pair = self._between(everywhere, part.rows, source, rows, at)
-                    if pair is not None:
-                        yield pair
+                if not others:
+                    continue
+                rows = slice(others[0].rows.start, others[-1].rows.stop)
+                of_keys = masks.of_rows(source, rows)
+                seen_by, visible = crossing(masks.segment, (rank, part.rows), at, (source, rows))
+                if visible is not None:
+                    if not bool(visible.any()):
+                        continue
+                    del of_keys["segment_ids"]
+                    of_keys["key_mask"] = visible & of_keys.get("key_mask", visible)
+                yield RingPair(self._read(everywhere, of_keys), part.rows, rows, seen_by)
 
-    def _between(
-        self, softmax: Softmax, queries: slice, source: int, keys: slice, at: int
-    ) -> RingPair | None:
-        """Queries, and keys before them (`at` 0) or after them; None if no key is visible."""
-        masks, rank = self.piece.masks, self.piece.processes.rank
-        given = masks.of_rows(source, keys)
-        own = masks.segment_of(rank)
-        both = crossing(
-            None if own is None else own[:, queries], at, given.pop("segment_ids", None)
-        )
-        if both is None:
-            return RingPair(softmax, queries, keys, given, None)
-        seen_by, seen = both
-        if not bool(seen.any()):
-            return None
-        given["key_mask"] = seen & given["key_mask"] if "key_mask" in given else seen
-        return RingPair(softmax, queries, keys, given, seen_by)
+    def _read(self, softmax: Softmax, masks: dict[str, Tensor]) -> MeanOfParts | LaserOfParts:
+        return read_of(softmax, {**masks, "backend": self.piece.backend})
 
     def rounds(self, *arrays: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """For each round, a process and its arrays (b, keys, …); this process comes first."""
         processes = self.piece.processes
         rank, devices = processes.rank, processes.devices
-        held = [x.contiguous() for x in arrays]
+        current = [x.contiguous() for x in arrays]
         for distance in range(devices):
             source = (rank - distance) % devices
-            yield source, held
+            yield source, current
             if distance + 1 < devices:
-                held = self.passed_on(held, (source - 1) % devices)
+                current = self.passed_on(current, (source - 1) % devices)
 
-    def passed_on(self, held: list[Tensor], source: int) -> list[Tensor]:
+    def passed_on(self, arrays: list[Tensor], source: int) -> list[Tensor]:
         """The arrays of the process before this one: keys of process `source`, and the like."""
         processes = self.piece.processes
-        group, rank, devices = processes.group, processes.rank, processes.devices
+        rank, devices = processes.rank, processes.devices
         if devices == 1:
-            return held
-        after, before = (dist.get_global_rank(group, (rank + step) % devices) for step in (1, -1))
-        received, operations = [], []
-        for i, x in enumerate(held):
-            received.append(x.new_empty(x.shape[0], self.piece.count(source), *x.shape[2:]))
-            operations += [
-                dist.P2POp(dist.isend, x, after, group, tag=i),
-                dist.P2POp(dist.irecv, received[i], before, group, tag=i),
-            ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        return received
+            return arrays
+        shapes = [(x.shape[0], self.piece.count(source), *x.shape[2:]) for x in arrays]
+        around = (rank + 1) % devices, (rank - 1) % devices
+        return passed(processes.group, arrays, *around, shapes) or []
 
 
 class _Around(torch.autograd.Function):  # type: ignore[misc]
@@ -165,9 +125,9 @@ class _Around(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: FunctionCtx, ring: RingCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         done: dict[int, tuple[Tensor, Tensor]] = {}
         error: Exception | None = None
-        for source, held in ring.rounds(k, v):
+        for source, keys_values in ring.rounds(k, v):
             if error is None:
-                _, error = tried(partial(_attend, ring, done, source, q, *held))
+                _, error = tried(partial(_attend, ring, done, source, q, *keys_values))
         ring.piece.processes.agree(error)
         out, lse = (torch.cat(x, 1) for x in zip(*(done[i] for i in sorted(done)), strict=True))
         ctx.ring = ring
@@ -180,13 +140,13 @@ class _Around(torch.autograd.Function):  # type: ignore[misc]
         ring: RingCall = ctx.ring
         q, k, v, out, lse = ctx.saved_tensors
         d_q, *zeros = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-        given = (q, out, lse, d_out.to(lse.dtype))
+        of_queries = (q, out, lse, d_out.to(lse.dtype))
         error: Exception | None = None
-        for source, held in ring.rounds(k, v, *zeros):
+        for source, of_keys in ring.rounds(k, v, *zeros):
             if error is None:
-                _, error = tried(partial(_pull, ring, source, given, held, d_q))
+                _, error = tried(partial(_pull, ring, source, of_queries, of_keys, d_q))
         # The gradients of the next process's keys are complete, and go to that process.
-        home = ring.passed_on(held[2:], ring.piece.processes.rank)
+        home = ring.passed_on(of_keys[2:], ring.piece.processes.rank)
         ring.piece.processes.agree(error)
         return (None, d_q.to(q.dtype), *(d.to(x.dtype) for d, x in zip(home, (k, v), strict=True)))
 
@@ -200,28 +160,30 @@ def _attend(
     values: Tensor,
 ) -> None:
     """Merge the attention to a process's keys into `done`, by the first token of a query part."""
-    for softmax, of_q, of_k, masks, seen_by in ring.pairs(source):
+    for over_parts, of_q, of_k, seen_by in ring.pairs(source):
         tokens = [upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k])]
-        read = read_of(softmax, {**masks, "backend": ring.piece.backend})
-        out, lse = read.attend(*tokens)
+        out, lse = over_parts.attend(*tokens)
         if seen_by is not None:
             lse = lse.masked_fill(~seen_by[..., None], -math.inf)
         if of_q.start in done:
-            out, lse = read.merged(done[of_q.start], (out, lse))
+            out, lse = over_parts.merged(done[of_q.start], (out, lse))
         done[of_q.start] = out, lse
 
 
 def _pull(
-    ring: RingCall, source: int, given: tuple[Tensor, ...], held: list[Tensor], d_q: Tensor
+    ring: RingCall,
+    source: int,
+    of_queries: tuple[Tensor, ...],
+    of_keys: list[Tensor],
+    d_q: Tensor,
 ) -> None:
     """Add the gradients of this process's queries, and of a process's keys and values."""
-    q, *whole = given
-    keys, values, d_k, d_v = held
-    for softmax, of_q, of_k, masks, seen_by in ring.pairs(source):
+    q, *whole = of_queries
+    keys, values, d_k, d_v = of_keys
+    for over_parts, of_q, of_k, seen_by in ring.pairs(source):
         tokens = [upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k])]
-        read = read_of(softmax, {**masks, "backend": ring.piece.backend})
         out, lse, d_out = (x[:, of_q] for x in whole)
-        gradients = read.pulled(tokens, WholeRows.of_output(out, lse, d_out, seen_by))
+        gradients = over_parts.pulled(tokens, WholeRows.of_output(out, lse, d_out, seen_by))
         d_q[:, of_q] += gradients["q"]
         d_k[:, of_k] += gradients["k"]
         d_v[:, of_k] += gradients["v"]

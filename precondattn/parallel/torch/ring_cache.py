@@ -51,10 +51,10 @@ def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, 
     """The output of the new tokens, and their rows by slot name."""
     assert parts is not None  # `part_shape` is not None.
     q, k, v = (step.inputs[name] for name in "qkv")
-    read = read_of(_softmax(step), step.of_new())
-    whole = read.attend(upcast(q), upcast(k), upcast(v))
+    over_parts = read_of(_softmax(step), step.of_new())
+    whole = over_parts.attend(upcast(q), upcast(k), upcast(v))
     for packed in parts:
-        whole = read.merged(whole, (packed[..., :-1], packed[..., -1]))
+        whole = over_parts.merged(whole, (packed[..., :-1], packed[..., -1]))
     return whole[0].to(v.dtype), {"key": k, "value": v}
 
 

@@ -42,15 +42,10 @@ from torch.autograd.function import FunctionCtx
 from precondattn.arrays import upcast
 from precondattn.parallel.layouts import TokenPart
 from precondattn.parallel.partial_attention import part_vjp, with_lse
-from precondattn.parallel.solve import attention_of, refusal
+from precondattn.parallel.solve import attention_of
 from precondattn.parallel.torch.piece import DividedPiece
 from precondattn.parallel.torch.solve_blocks import Failed, SolveBlocks, added, in_order
 from precondattn.spec.rms_norm import rms_norm_vjp
-
-__all__ = ["PASSED", "bytes_sent", "output", "refusal"]
-
-PASSED = "a block of solved values of another process at a time"
-SENDS_VALUES = True
 
 
 def output(piece: DividedPiece) -> Tensor:
@@ -58,14 +53,6 @@ def output(piece: DividedPiece) -> Tensor:
     x = piece.inputs
     out: Tensor = _Solved.apply(SolveBlocks(piece), x["k"], x["v"], x.get("lucid_beta"))
     return out
-
-
-def bytes_sent(piece: DividedPiece) -> dict[str, int]:
-    """The bytes that this process sends in the forward pass, by array."""
-    others = piece.processes.devices - 1
-    k, v = piece.inputs["k"], piece.inputs["v"]
-    wide = 8 if v.dtype == torch.float64 else 4
-    return {"k": others * k.numel() * k.dtype.itemsize, "y": others * v.numel() * wide}
 
 
 class _Solved(torch.autograd.Function):  # type: ignore[misc]
@@ -84,12 +71,11 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
             y[:, block.rows] = blocks.leaf(**blocks.of_block(block, k, u, beta))
 
         def subtract(block: TokenPart, keys: Tensor, values: Tensor, rows: slice) -> None:
-            seen, seen_by, some = blocks.visible(block, rows, -1)
-            if rows.start >= rows.stop or not some:
+            visible, seen_by, masks = blocks.visible(block, rows, is_later=True)
+            if not visible:
                 return
-            masks = {} if seen is None else {"key_mask": seen}
-            given = (unit[:, rows], blocks.unit(keys), values)
-            out, lse = with_lse(softmax, *given, **masks, backend=blocks.piece.backend)
+            tokens = (unit[:, rows], blocks.unit(keys), values)
+            out, lse = with_lse(softmax, *tokens, **masks, backend=blocks.piece.backend)
             product = torch.exp(lse - shift)[..., None] * out
             if seen_by is not None:
                 product = product.masked_fill(~seen_by[..., None, None], 0)
@@ -124,16 +110,15 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
                 d_beta[:, block.rows] = gradients["lucid_beta"]
 
         def subtract(block: TokenPart, keys: Tensor, of_block: Tensor, rows: slice) -> None:
-            seen_by, seen, some = blocks.visible(block, rows, 0)
-            if rows.start >= rows.stop or not some:
+            visible, seen_by, masks = blocks.visible(block, rows, is_later=False)
+            if not visible:
                 return
-            masks = {} if seen is None else {"key_mask": seen}
-            given = {"q": blocks.unit(keys), "k": unit[:, rows], "v": y[:, rows]}
+            tokens = {"q": blocks.unit(keys), "k": unit[:, rows], "v": y[:, rows]}
             shifts = torch.full_like(of_block[..., 0], shift)
             if seen_by is not None:
                 shifts = shifts.masked_fill(~seen_by[..., None], math.inf)
             at = (torch.zeros_like(of_block), shifts, -of_block)
-            gradients = part_vjp(softmax, given, *at, **masks, backend=blocks.piece.backend)
+            gradients = part_vjp(softmax, tokens, *at, **masks, backend=blocks.piece.backend)
             d_unit[:, rows] += gradients["k"]
             r[:, rows] += gradients["v"]
             parts[block.first] = parts.get(block.first, 0) + gradients["q"]

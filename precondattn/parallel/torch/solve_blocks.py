@@ -32,9 +32,9 @@ class SolveBlocks:
     def all(self) -> tuple[TokenPart, ...]:
         """All blocks, in the order of the sequence."""
         return tuple(
-            TokenPart(part.device, slice(start, min(start + BLOCK, part.rows.stop)), first)
+            TokenPart(part.device, slice(start, min(start + BLOCK, part.rows.stop)), position)
             for part in self.piece.parts
-            for start, first in zip(
+            for start, position in zip(
                 range(part.rows.start, part.rows.stop, BLOCK),
                 range(part.first, part.first + part.tokens, BLOCK),
                 strict=True,
@@ -52,19 +52,19 @@ class SolveBlocks:
         return leaf
 
     @cached_property
-    def own(self) -> tuple[TokenPart, ...]:
+    def of_process(self) -> tuple[TokenPart, ...]:
         """The blocks of this process."""
         return tuple(block for block in self.all if block.device == self.rank)
 
     def later(self, block: TokenPart) -> slice:
         """This process's rows after a block."""
         count = self.piece.count(self.rank)
-        starts = (own.rows.start for own in self.own if own.first > block.first)
+        starts = (mine.rows.start for mine in self.of_process if mine.first > block.first)
         return slice(next(starts, count), count)
 
     def earlier(self, block: TokenPart) -> slice:
         """This process's rows before a block."""
-        stops = (own.rows.stop for own in reversed(self.own) if own.first < block.first)
+        stops = (mine.rows.stop for mine in reversed(self.of_process) if mine.first < block.first)
         return slice(0, next(stops, 0))
 
     def unit(self, k: Tensor) -> Tensor:
@@ -74,28 +74,31 @@ class SolveBlocks:
     def of_block(self, block: TokenPart, k: Tensor, u: Tensor, beta: Tensor | None) -> Arrays:
         """The arguments of the solve of one block, with the right-hand sides u."""
         rows = block.rows
-        given = {"k": upcast(k[:, rows]), "v": u[:, rows]}
+        tokens = {"k": upcast(k[:, rows]), "v": u[:, rows]}
         if beta is not None:
-            given["lucid_beta"] = upcast(beta[:, rows])
-        return {**given, **self.piece.masks.of_rows(self.rank, rows), "backend": self.piece.backend}
+            tokens["lucid_beta"] = upcast(beta[:, rows])
+        return {
+            **tokens,
+            **self.piece.masks.of_rows(self.rank, rows),
+            "backend": self.piece.backend,
+        }
 
     def visible(
-        self, block: TokenPart, rows: slice, at: int
-    ) -> tuple[Tensor | None, Tensor | None, bool]:
-        """Which tokens of a block (b, B) and of this process's rows (b, t) have pairs that are not
-        masked; `at` is −1 for rows after the block, and 0 for rows before it."""
-        masks = self.piece.masks
-        of_block, of_rows = masks.segment_of(block.device), masks.segment_of(self.rank)
-        both = crossing(
-            None if of_block is None else of_block[:, block.rows],
-            at,
-            None if of_rows is None else of_rows[:, rows],
-        )
-        tokens, others = both if both is not None else (None, None)
-        any_visible = others is None or bool(others.any())
-        return tokens, others, any_visible
+        self, block: TokenPart, rows: slice, *, is_later: bool
+    ) -> tuple[bool, Tensor | None, Arrays]:
+        """The mask of attention between a block and this process's rows before or after it.
 
-    def given_away(self, block: TokenPart, arrays: Sequence[Tensor]) -> tuple[list[Tensor], Tree]:
+        The later ones are the queries. The results are whether a key is visible, which queries
+        (b, t) see any (None if all do), and the keys' mask as an argument.
+        """
+        at, of_rows = -1 if is_later else 0, (self.rank, rows)
+        both = crossing(self.piece.masks.segment, (block.device, block.rows), at, of_rows)
+        keys, queries = both if is_later else both[::-1]
+        others = both[1]
+        is_any = rows.start < rows.stop and (others is None or bool(others.any()))
+        return is_any, queries, {} if keys is None else {"key_mask": keys}
+
+    def broadcast(self, block: TokenPart, arrays: Sequence[Tensor]) -> tuple[list[Tensor], Tree]:
         """The owner's rows of the block on all processes, and the work handle to wait for."""
         processes = self.piece.processes
         group, rank, devices = processes.group, processes.rank, processes.devices
@@ -136,24 +139,24 @@ def in_order(
     """
     if order[0].device == blocks.rank:
         failed.run(lambda: solve(order[0]))
-    given, works = blocks.given_away(order[0], arrays)
+    sent, works = blocks.broadcast(order[0], arrays)
     for number, block in enumerate(order):
         for work in works:
             work.wait()
-        (keys, values), rows = given, rest(block)
+        (keys, values), rows = sent, rest(block)
         following = order[number + 1] if number + 1 < len(order) else None
         if following is not None:
             if following.device == blocks.rank:
-                first = following.rows
-                failed.run(lambda: subtract(block, keys, values, first))  # noqa: B023
+                coming = following.rows
+                failed.run(lambda: subtract(block, keys, values, coming))  # noqa: B023
                 failed.run(lambda: solve(following))  # noqa: B023
                 # The rows of the next block are the first or the last of the rest.
                 rows = (
-                    slice(first.stop, rows.stop)
-                    if first.start == rows.start
-                    else slice(rows.start, first.start)
+                    slice(coming.stop, rows.stop)
+                    if coming.start == rows.start
+                    else slice(rows.start, coming.start)
                 )
-            given, works = blocks.given_away(following, arrays)
+            sent, works = blocks.broadcast(following, arrays)
         failed.run(lambda: subtract(block, keys, values, rows))  # noqa: B023
         if collect is not None:
             collect(block, keys)

@@ -56,9 +56,9 @@ def part(step: DividedStep) -> Tensor:
 def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
     """y of the new tokens, and their rows by slot name."""
     assert parts is not None  # `part_shape` is not None.
-    given = {name: upcast(x) for name, x in step.inputs.items()}
-    given["v"] = given["v"] - parts.sum(0)
-    y = step.leaf(**given, **step.of_new()).to(step.inputs["v"].dtype)
+    inputs = {name: upcast(x) for name, x in step.inputs.items()}
+    inputs["v"] = inputs["v"] - parts.sum(0)
+    y = step.leaf(**inputs, **step.of_new()).to(step.inputs["v"].dtype)
     return y, _rows(_leaf(step), step.inputs["k"], y)
 
 

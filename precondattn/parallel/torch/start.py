@@ -32,13 +32,7 @@ class CacheStart(NamedTuple):
     """An ordinary cache of states, or None"""
 
     def check(self, order: TokenOrder | None, bound: Bound) -> None:
-        """Raise an error if this process's arguments do not allow a cache.
-
-        Raises
-        ------
-        TypeError, ValueError
-            if an argument is invalid; the message names it.
-        """
+        """Raise an error if this process's arguments do not allow a cache."""
         if order is None:
             raise ValueError(
                 f"a cache is divided by tokens: layout must be {', '.join(map(repr, ORDERS))}; "
@@ -75,8 +69,8 @@ class CacheStart(NamedTuple):
                 f"{self.mechanism} has tokens"
             )
         shapes = {name: tuple(x.shape) for name, x in bound.inputs.items()}
-        known = {"b": self.cache.length.shape[0]}
-        sizes = self.mechanism.inputs.sizes(owner, shapes, known)
+        of_cache = {"b": self.cache.length.shape[0]}
+        sizes = self.mechanism.inputs.sizes(owner, shapes, of_cache)
         check_buffers(owner, self.mechanism, self.cache, sizes, call_dtype(bound.inputs))
         if min(self.cache.length.tolist(), default=0) < 0:
             raise ValueError("the cache's length is negative: a sequence of it is invalid")

@@ -21,23 +21,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from precondattn.arrays import Tree
 from precondattn.parallel.states import (
     SegmentBorders,
     StateMap,
-    bytes_of_steps,
     extended_vjp,
     kept,
-    refusal,
+    states_before,
     steps_of_tokens,
     with_states,
 )
+from precondattn.parallel.torch.exchange import passed
 from precondattn.parallel.torch.piece import DividedPiece
-from precondattn.parallel.torch.scan import ProcessLine, states_before, tensors_sent
-
-__all__ = ["PASSED", "bytes_sent", "output", "refusal"]
-
-PASSED = "the states before them"
-SENDS_VALUES = False
 
 
 def output(piece: DividedPiece) -> Tensor:
@@ -66,17 +61,9 @@ def scanned(
         return {key: step._replace(is_open=is_open) for key, step in steps.items()}
 
     scan = _Scan(piece, processes.together(steps), masks, borders, begin is not None, with_end)
-    first = [] if begin is None else [begin[key] for key in scan.steps]
-    out, *end = _Scanned.apply(scan, *piece.inputs.values(), *first)
+    begins = [] if begin is None else [begin[key] for key in scan.steps]
+    out, *end = _Scanned.apply(scan, *piece.inputs.values(), *begins)
     return out, dict(zip(scan.steps, end, strict=True)) if with_end else {}
-
-
-def bytes_sent(piece: DividedPiece) -> dict[str, int]:
-    """The bytes that this process sends in the scan of the forward pass, by array."""
-    cache = piece.leaf.init_cache(**piece.inputs)
-    states, transitions = bytes_of_steps(piece.leaf, cache.store)
-    count_of_transitions, count = tensors_sent(line_of(piece))
-    return {"states": count * states, "transitions": count_of_transitions * transitions}
 
 
 @dataclass(frozen=True)
@@ -106,9 +93,30 @@ class _Scan:
         return self.piece.processes.rank == self.piece.processes.devices - 1
 
     def states_before(self, steps: Sequence[StateMap], *, is_reversed: bool) -> list[Tensor] | None:
-        """The states before this process's tokens; in reverse, the gradients of its last ones."""
-        line = line_of(self.piece)._replace(is_reversed=is_reversed)
-        return states_before(line, steps, self.borders)
+        """The states before this process's tokens; in reverse, the gradients of its last ones.
+
+        None for the first process, whose states are 0.
+        """
+        processes, borders = self.piece.processes, self.borders
+        group, rank, devices = processes.group, processes.rank, processes.devices
+
+        def from_before(arrays: Tree, distance: int) -> Tree:
+            """The arrays of the process `distance` places before this one."""
+            step = -distance if is_reversed else distance
+            to, source = (r if 0 <= r < devices else None for r in (rank + step, rank - step))
+            tensors = [x.contiguous() for pair in arrays for x in pair if x is not None]
+            received = passed(group, tensors, to, source)
+            if received is None:
+                return None
+            each = iter(received)
+            return [tuple(None if x is None else next(each) for x in pair) for pair in arrays]
+
+        def is_open_before(distance: int) -> Tensor | None:
+            if borders is None:
+                return None
+            return borders.is_open_before(rank, distance, is_reversed=is_reversed)
+
+        return states_before(devices, steps, from_before, is_open_before)
 
     def of_segment(self, state: Tensor) -> Tensor:
         """A state before this process's tokens, or its gradient; 0 if a segment begins there."""
@@ -121,10 +129,10 @@ class _Scan:
         """The states of the last process, on every process."""
         processes = self.piece.processes
         group, devices = processes.group, processes.devices
-        given = [x.contiguous() if self.is_last else torch.empty_like(x) for x in states]
-        for x in given if devices > 1 else ():
+        whole = [x.contiguous() if self.is_last else torch.empty_like(x) for x in states]
+        for x in whole if devices > 1 else ():
             dist.broadcast(x, self.last, group=group)
-        return given
+        return whole
 
     def added_up(self, gradients: Sequence[Tensor]) -> dict[str, Tensor] | None:
         """The gradients of the last states, summed over processes, on the last process."""
@@ -180,9 +188,3 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
         if scan.has_begin:
             d_begin = [d if scan.is_first else torch.zeros_like(d) for d in d_past.values()]
         return (None, *(gradients[name] for name in scan.piece.inputs), *d_begin)
-
-
-def line_of(piece: DividedPiece) -> ProcessLine:
-    """The processes of a leaf call, in their order."""
-    processes = piece.processes
-    return ProcessLine(processes.group, processes.rank, processes.devices)

@@ -24,8 +24,8 @@ def prefilled(
     `begin` has the states before the first token.
     """
     keys = _keys(piece.leaf)
-    first = None if begin is None else {keys[slot]: state for slot, state in begin.items()}
-    out, end = scanned(piece, first, with_end=True)
+    begins = None if begin is None else {keys[slot]: state for slot, state in begin.items()}
+    out, end = scanned(piece, begins, with_end=True)
     return out, {slot: end[key] for slot, key in keys.items()}
 
 
@@ -42,9 +42,9 @@ def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, 
     out, cache = step.leaf.extend(
         cache,
         **dict(step.inputs),
-        lengths=step.lengths,
-        key_mask=step.key_mask,
-        backend=step.backend,
+        lengths=step.new.lengths,
+        key_mask=step.new.key_mask,
+        backend=step.new.backend,
     )
     return out, {slot: cache.store[key] for slot, key in keys.items()}
 

@@ -22,8 +22,8 @@ from precondattn.parallel.torch.call import MeshProcesses, tried
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
-    from precondattn.algebra.piece import BackendNames
     from precondattn.arrays import Arrays
+    from precondattn.parallel.torch.new_tokens import NewTokens
 
 Shape = tuple[int, ...]
 
@@ -39,21 +39,18 @@ class DividedStep(NamedTuple):
     rows: int
     seen: Tensor | None
     """Which of the rows (b, rows) have an unmasked token; None if all have"""
-    lengths: Tensor | None
-    """The number of valid new tokens (b,)"""
-    key_mask: Tensor | None
-    """Which new tokens are not masked (b, t)"""
-    valid: Tensor | None
-    """Which new tokens are valid keys, by `lengths` and `key_mask` (b, t)"""
-    backend: BackendNames
+    new: NewTokens
+    """The arguments of the call, with the masks of the new tokens"""
 
     def of_past(self) -> Arrays:
         """The options of a call whose keys are this process's cached rows."""
-        return {"backend": self.backend} | ({} if self.seen is None else {"key_mask": self.seen})
+        masks = {} if self.seen is None else {"key_mask": self.seen}
+        return {"backend": self.new.backend, **masks}
 
     def of_new(self) -> Arrays:
         """The options of a call whose keys are the new tokens."""
-        return {"backend": self.backend} | ({} if self.valid is None else {"key_mask": self.valid})
+        masks = {} if self.new.valid is None else {"key_mask": self.new.valid}
+        return {"backend": self.new.backend, **masks}
 
 
 @dataclass(frozen=True)
@@ -65,12 +62,7 @@ class PartExchanges:
     """float32 or wider"""
 
     def of_all(self, shape: Shape, compute: Callable[[], Tensor]) -> Tensor:
-        """The parts of all processes (P, *shape); `compute` gives this process's part.
-
-        Raises
-        ------
-        The error of any process, on all processes.
-        """
+        """The parts of all processes (P, *shape); `compute` gives this process's part."""
         part, error = tried(compute)
         return self._exchanged(shape, part, error)
 

@@ -22,7 +22,7 @@ from precondattn.integrations.transformers import (
     PrecondattnConfig,
     PrecondattnForCausalLM,
 )
-from precondattn.integrations.transformers.model.drafts import DraftRecording
+from precondattn.integrations.transformers.drafts import DraftRecording
 from precondattn.layers.recipes import Rotary
 from tests.layers.layer_cases import CAUSAL, sizes_for
 
@@ -367,7 +367,7 @@ def test_operations_on_a_cache_with_padding():
     model(ids[:, :8], mask[:, :8], past_key_values=cache)
     cache.crop(-3)
     assert cache.get_seq_length() == 5
-    assert cache.layers[0].held.length.tolist() == [1, 5]
+    assert cache.layers[0].cache.length.tolist() == [1, 5]
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([2, 0]))
     rest = model(ids.flip(0)[:, 5:], mask.flip(0), past_key_values=cache).logits

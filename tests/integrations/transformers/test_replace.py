@@ -32,7 +32,7 @@ from precondattn.integrations.transformers.interface import (
     bidirectional_mask_function,
     causal_mask_function,
 )
-from precondattn.integrations.transformers.masks import read, traced_sequences
+from precondattn.integrations.transformers.masks import masks_of, traced_sequences
 from precondattn.layers.torch import Attention
 from tests.integrations.transformers.small_models import FAMILIES, SIZES, model_of, prompts
 
@@ -352,7 +352,7 @@ def test_a_mask_of_pairs_that_is_no_restriction_of_the_pattern_is_refused(monkey
         model(ids, attention_mask=everything)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(ValueError, match="has to be read, which compiled code does not do"):
-        read(everything.tril(), pa.Softmax(), 0, t)
+        masks_of(everything.tril(), pa.Softmax(), 0, t)
 
 
 def test_what_a_call_asks_for_and_a_mechanism_has_not_is_refused():

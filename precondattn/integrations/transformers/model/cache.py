@@ -15,8 +15,9 @@ from torch import Tensor
 from precondattn.cache import Cache
 from precondattn.cache.kept import without_kept, without_way_back
 from precondattn.given import Given, at_least
-from precondattn.integrations.transformers.interface import CacheLayerMixin, HFCache, HFConfig
-from precondattn.integrations.transformers.model.drafts import DraftRecording, Extend
+from precondattn.integrations.transformers.drafts import DraftRecording, Extend
+from precondattn.integrations.transformers.interface import Cache as HFCache
+from precondattn.integrations.transformers.interface import CacheLayerMixin, HFConfig
 from precondattn.integrations.transformers.rollback import undone_if_failed
 from precondattn.layers.torch import Attention
 
@@ -34,7 +35,7 @@ class LayerCache(CacheLayerMixin):
     def __init__(self, capacity: int | None = None) -> None:
         super().__init__()
         self.capacity = capacity
-        self.held: Cache | None = None
+        self.cache: Cache | None = None
         self.seen = 0
         """The number of columns, including padding."""
         self.recording: DraftRecording | None = None
@@ -45,17 +46,17 @@ class LayerCache(CacheLayerMixin):
     def room_for(self, attention: Attention, batch: int, count: int) -> Cache:
         """The layer's cache, with room for `count` more tokens of `batch` sequences."""
         needed = self.seen + count
-        if self.held is None:
+        if self.cache is None:
             return attention.init_cache(batch, self.capacity or needed + ROOM)
-        if self.held.length.shape[0] != batch:
+        if self.cache.length.shape[0] != batch:
             raise ValueError(
-                f"past_key_values has {self.held.length.shape[0]} sequences; found {batch} in the "
+                f"past_key_values has {self.cache.length.shape[0]} sequences; found {batch} in the "
                 f"batch"
             )
-        room = self.held.capacity
+        room = self.cache.capacity
         if self.capacity is None and room is not None and needed > room:
-            self.held = self.held.grow(max(needed, 2 * room))
-        return self.held
+            self.cache = self.cache.grow(max(needed, 2 * room))
+        return self.cache
 
     def keep(self, cache: Cache, extend: Extend) -> bool:
         """Whether the cache before a call is kept, so that the call must not write to it."""
@@ -71,14 +72,14 @@ class LayerCache(CacheLayerMixin):
 
     def hold(self, cache: Cache, count: int, kept: int) -> None:
         """Keep the cache after `count` more columns, with the states before the last `kept`."""
-        self.held, self.kept = cache, kept
+        self.cache, self.kept = cache, kept
         self.seen += count
         self.is_initialized = True
 
     @property
     def is_croppable(self) -> bool:
         """Whether tokens can be removed without a recording; unknown, and so False, if empty."""
-        return self.held is not None and self.held.can_crop
+        return self.cache is not None and self.cache.can_crop
 
     def activate_past_recording(self) -> None:
         if self.recording is None:
@@ -87,9 +88,9 @@ class LayerCache(CacheLayerMixin):
     def crop(self, left: int, lengths: Given) -> None:
         """Keep `left` columns, which are `lengths` valid tokens of each sequence."""
         if self.is_croppable or self.seen - left <= self.kept:
-            self.held = cast(Cache, self.held).crop(lengths)
+            self.cache = cast(Cache, self.cache).crop(lengths)
         else:
-            self.held = cast(DraftRecording, self.recording).before(left)
+            self.cache = cast(DraftRecording, self.recording).before(left)
         self.seen = left
 
     def can_go_back_to(self, left: int) -> bool:
@@ -110,19 +111,19 @@ class LayerCache(CacheLayerMixin):
 
     def reset(self) -> None:
         self.forget()
-        self.held, self.seen, self.is_initialized = None, 0, False
+        self.cache, self.seen, self.is_initialized = None, 0, False
 
     def forget(self) -> None:
         """Drop the recorded calls and the kept states."""
         if self.recording is not None:
             self.recording.clear()
         if self.kept:
-            self.held, self.kept = without_kept(cast(Cache, self.held)), 0
+            self.cache, self.kept = without_kept(cast(Cache, self.cache)), 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.forget()
-        if self.held is not None:
-            self.held = self.held.reorder(beam_idx.to(self.held.length.device))
+        if self.cache is not None:
+            self.cache = self.cache.reorder(beam_idx.to(self.cache.length.device))
 
     def lazy_initialization(self, *args: Given) -> NoReturn:
         self._refuse()
@@ -195,9 +196,9 @@ class PrecondattnCache(HFCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times."""
-        held = self.layers[0].held
-        if held is not None:
-            batch = torch.arange(held.length.shape[0], device=held.length.device)
+        cache = self.layers[0].cache
+        if cache is not None:
+            batch = torch.arange(cache.length.shape[0], device=cache.length.device)
             self.reorder_cache(batch.repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -221,7 +222,7 @@ class PrecondattnCache(HFCache):
         if fixed:
             raise ValueError(
                 f"crop: the cache of layer {fixed[0]} has the buffers "
-                f"{', '.join(self.layers[fixed[0]].held.store)}, which can not be cropped; call "
+                f"{', '.join(self.layers[fixed[0]].cache.store)}, which can not be cropped; call "
                 f"activate_past_recording() before the tokens that may be removed"
             )
         with self.undone_if_failed():
@@ -231,7 +232,7 @@ class PrecondattnCache(HFCache):
                 for layer in self.layers:
                     lengths: Given = left
                     if self.valid is not None:
-                        lengths = self.valid.sum(1, dtype=layer.held.length.dtype)
+                        lengths = self.valid.sum(1, dtype=layer.cache.length.dtype)
                     layer.crop(left, lengths)
             for layer in self.layers:
                 layer.forget()

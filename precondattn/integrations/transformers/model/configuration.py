@@ -124,8 +124,8 @@ class PrecondattnConfig(PreTrainedConfig):
 
     def to_dict(self) -> Arguments:
         """As of Transformers, but `num_key_value_heads` only if it is given: PEFT multiplies it."""
-        given: Arguments = super().to_dict()
-        return {k: v for k, v in given.items() if k != "num_key_value_heads" or v is not None}
+        config: Arguments = super().to_dict()
+        return {k: v for k, v in config.items() if k != "num_key_value_heads" or v is not None}
 
     def validate_layer_type(self) -> None:
         """Skip Transformers' check, which knows only its own layer types."""

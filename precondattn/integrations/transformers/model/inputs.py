@@ -20,17 +20,17 @@ LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
 """The arguments of Transformers' loss function."""
 
 
-def check_arguments(given: Mapping[str, Given], allowed: tuple[str, ...]) -> None:
+def check_arguments(arguments: Mapping[str, Given], allowed: tuple[str, ...]) -> None:
     """Raise an error for arguments that would have no effect."""
-    if given.get("output_attentions"):
+    if arguments.get("output_attentions"):
         raise ValueError(
             "output_attentions: the weights of attention are never computed; found True"
         )
-    if given.get("is_causal", True) is not True:
-        raise ValueError(f"is_causal: the model is causal; found {given['is_causal']!r}")
+    if arguments.get("is_causal", True) is not True:
+        raise ValueError(f"is_causal: the model is causal; found {arguments['is_causal']!r}")
     unknown = [
         name
-        for name, value in given.items()
+        for name, value in arguments.items()
         if value is not None and name not in (*RECORDED, *WITHOUT_EFFECT, *allowed)
     ]
     if unknown:

@@ -26,13 +26,7 @@ ARGUMENTS = ("heads", *SIZES, "recipes")
 
 
 def mechanism_text(mechanism: Given) -> str:
-    """The text of a mechanism that a configuration stores.
-
-    Raises
-    ------
-    TypeError, ValueError
-        for an unknown mechanism, one that is not causal, and one that its text does not name.
-    """
+    """The text of a mechanism that a configuration stores."""
     if isinstance(mechanism, str):
         parsed = parse(mechanism)
     elif isinstance(mechanism, Mechanism):
@@ -48,22 +42,20 @@ def mechanism_text(mechanism: Given) -> str:
     return str(parsed)
 
 
-def attention_arguments(given: Given, mechanisms: Sequence[str]) -> dict[str, JsonObject] | None:
-    """Arguments of `Attention` by mechanism, as plain JSON.
-
-    Raises
-    ------
-    TypeError, ValueError
-        for a mechanism that no layer has, and for names that are no arguments.
-    """
-    if given is None:
+def attention_arguments(
+    by_mechanism: Given, mechanisms: Sequence[str]
+) -> dict[str, JsonObject] | None:
+    """Arguments of `Attention` by mechanism, as plain JSON."""
+    if by_mechanism is None:
         return None
-    if not isinstance(given, Mapping) or not all(isinstance(a, Mapping) for a in given.values()):
+    if not isinstance(by_mechanism, Mapping) or not all(
+        isinstance(a, Mapping) for a in by_mechanism.values()
+    ):
         raise TypeError(
-            f"attention_arguments must be a dict of dicts, by mechanism; found {given!r}"
+            f"attention_arguments must be a dict of dicts, by mechanism; found {by_mechanism!r}"
         )
     plain = {}
-    for mechanism, arguments in given.items():
+    for mechanism, arguments in by_mechanism.items():
         text = mechanism_text(mechanism)
         if text not in mechanisms:
             raise ValueError(
@@ -81,14 +73,7 @@ def attention_arguments(given: Given, mechanisms: Sequence[str]) -> dict[str, Js
 
 
 def layer_arguments(config: HFConfig) -> list[JsonObject]:
-    """The arguments of `Attention` for each layer of a configuration.
-
-    Raises
-    ------
-    TypeError, ValueError
-        for sizes that do not fit a mechanism, recipes for inputs that it has not, and
-        `layer_types` of another length than `num_hidden_layers`.
-    """
+    """The arguments of `Attention` for each layer of a configuration."""
     count = config.num_hidden_layers
     types = config.layer_types or [config.mechanism] * count
     if len(types) != count:
@@ -96,14 +81,13 @@ def layer_arguments(config: HFConfig) -> list[JsonObject]:
             f"layer_types must have an entry for each of the num_hidden_layers={count} layers; "
             f"found {len(types)}"
         )
-    shared: JsonObject = {own: getattr(config, name) for own, name in SIZES.items()}
+    shared: JsonObject = {size: getattr(config, name) for size, name in SIZES.items()}
     shared.update(heads=config.num_attention_heads, recipes=config.recipes)
     arguments = []
     for depth, mechanism in enumerate(types):
-        own = (config.attention_arguments or {}).get(mechanism, {})
-        given = {**shared, **own, "mechanism": mechanism, "depth": depth}
-        given["recipes"] = from_json(given["recipes"])
-        arguments.append(given)
+        of_layer = {**shared, **(config.attention_arguments or {}).get(mechanism, {})}
+        of_layer["recipes"] = from_json(of_layer["recipes"])
+        arguments.append({**of_layer, "mechanism": mechanism, "depth": depth})
     return arguments
 
 
@@ -111,5 +95,5 @@ def check_layers(config: HFConfig) -> None:
     """Raise the error that constructing the layers would raise."""
     check_mlp(config.mlp)
     for arguments in layer_arguments(config):
-        options = {name: given for name, given in arguments.items() if name != "depth"}
+        options = {name: value for name, value in arguments.items() if name != "depth"}
         plan_for(config.hidden_size, options.pop("heads"), options.pop("mechanism"), **options)

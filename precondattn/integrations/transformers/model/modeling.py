@@ -67,9 +67,10 @@ class PrecondattnBlock(GradientCheckpointingLayer, Block):
 
         def extended(cache: Cache, count: int, x: Tensor = x) -> Cache:
             """The cache with the first tokens of this call. Such a cache has no masks of pairs."""
-            first = [None if each is None else each[:, :count] for each in (mask, positions)]
+            of_tokens = {"mask": mask, "positions": positions}
+            options = {n: None if x is None else x[:, :count] for n, x in of_tokens.items()}
             y = self.attention_norm(x[:, :count])
-            longer: Cache = self.attention(y, mask=first[0], positions=first[1], cache=cache)[1]
+            longer: Cache = self.attention(y, **options, cache=cache)[1]
             return longer
 
         is_kept = layer.keep(before, extended)
@@ -131,9 +132,9 @@ class PrecondattnModel(PrecondattnPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(
             PrecondattnBlock(
-                config.hidden_size, hidden=config.intermediate_size, mlp=config.mlp, **given
+                config.hidden_size, hidden=config.intermediate_size, mlp=config.mlp, **of_layer
             )
-            for given in arguments
+            for of_layer in arguments
         )
         for index, block in enumerate(self.layers):
             block.index = index
@@ -294,10 +295,10 @@ class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
         early = generation_config.assistant_early_exit
         if early is not None:
             raise ValueError(f"assistant_early_exit: this model runs all layers; found {early!r}")
-        given = model_kwargs.get("past_key_values")
-        check_cache(given, len(self.model.layers))
+        cache = model_kwargs.get("past_key_values")
+        check_cache(cache, len(self.model.layers))
         kind = generation_config.cache_implementation
-        if given is not None or generation_config.use_cache is False:
+        if cache is not None or generation_config.use_cache is False:
             super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )

@@ -20,13 +20,7 @@ RECIPES: dict[str, type[Recipe]] = {
 
 
 def to_json(recipes: Given) -> dict[str, JsonObject] | None:
-    """Recipes by input, each a `Recipe` or already JSON, as JSON.
-
-    Raises
-    ------
-    TypeError, ValueError
-        for a recipe that is none of `precondattn.layers.recipes`, and for options it has not.
-    """
+    """Recipes by input, each a `Recipe` or already JSON, as JSON."""
     if recipes is None:
         return None
     if not isinstance(recipes, Mapping):

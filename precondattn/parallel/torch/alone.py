@@ -1,4 +1,4 @@
-"""Leaves that compute each token alone and have no cache (`cached.py`)."""
+"""Leaves that compute each token alone; nothing is sent or cached."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from precondattn.parallel.torch import local
 from precondattn.parallel.torch.piece import DividedPiece
 from precondattn.parallel.torch.step import DividedStep, Shape
+
+
+def output(piece: DividedPiece) -> Tensor:
+    """The output of this process's tokens."""
+    out: Tensor = piece.processes.together(
+        lambda: piece.leaf(**piece.inputs, backend=piece.backend)
+    )
+    return out
 
 
 def prefilled(
     piece: DividedPiece, begin: Mapping[str, Tensor] | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The output of this process's tokens, and no rows."""
-    return local.output(piece), {}
+    return output(piece), {}
 
 
 def part_shape(step: DividedStep) -> Shape | None:
@@ -25,4 +32,4 @@ def part_shape(step: DividedStep) -> Shape | None:
 
 def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
     """The output of the new tokens, computed by every process."""
-    return step.leaf(**step.inputs, backend=step.backend), {}
+    return step.leaf(**step.inputs, backend=step.new.backend), {}
