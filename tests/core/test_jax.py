@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import precondattn as pa
-from precondattn.dispatch.reference import Reference
+from precondattn.dispatch.discovery import REFERENCE
 from precondattn_conformance.inputs import CallLayout, make_inputs
 
 
@@ -113,10 +113,10 @@ def test_half_precision_is_computed_in_float32_and_returned_in_the_input_dtype(d
 
 
 def without_derivatives(method):
-    """A method of a backend as a function that JAX refuses to differentiate."""
+    """A method of a runner as a function that JAX refuses to differentiate."""
 
-    def computed(self, mechanism, *arrays):
-        function = jax.custom_jvp(lambda *arrays: method(self, mechanism, *arrays))
+    def computed(self, *arrays):
+        function = jax.custom_jvp(lambda *arrays: method(self.reference, *arrays))
 
         @function.defjvp
         def refused(primals, tangents):
@@ -127,16 +127,23 @@ def without_derivatives(method):
     return computed
 
 
-class KernelsOfSteps(Reference):
+class RunnerOfSteps(pa.Runner):
     """Steps of linear attention, and their gradients."""
 
-    name = "kernels_of_steps"
-    step = without_derivatives(Reference.step)
-    step_backward = without_derivatives(Reference.step_backward)
+    def __init__(self, reference):
+        self.reference = reference
 
-    def supports(self, mechanism, request):
-        is_step = request.verb.startswith("extend") and isinstance(mechanism, pa.Linear)
-        return pa.Support.yes() if is_step else pa.Support.no("has no kernel")
+    step = without_derivatives(lambda runner, *arrays: runner.step(*arrays))
+    step_backward = without_derivatives(lambda runner, *arrays: runner.step_backward(*arrays))
+
+
+class KernelsOfSteps(pa.Backend):
+    name = "kernels_of_steps"
+    masks_pairs = wide_values = True
+
+    def prepare(self, piece, request):
+        is_step = request.verb.startswith("extend") and isinstance(piece, pa.Linear)
+        return RunnerOfSteps(REFERENCE.prepare(piece, request)) if is_step else "has no kernel"
 
 
 @pytest.fixture
