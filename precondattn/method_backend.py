@@ -38,9 +38,9 @@ METHODS = (
 
 
 class MethodRunner(Runner):
-    """A runner that calls the methods of an object with these first arguments: a piece, or none."""
+    """A runner that calls an object's methods, whose first argument is the piece if it is given."""
 
-    def __init__(self, methods: Methods, *first: Piece, differentiable: bool = False) -> None:
+    def __init__(self, methods: Methods, *piece: Piece, differentiable: bool = False) -> None:
         self.name = getattr(methods, "name", type(methods).__name__)
         self.algorithm = getattr(methods, "algorithm", "")
         self.differentiable = differentiable
@@ -48,7 +48,7 @@ class MethodRunner(Runner):
         if "forward" in defined:
             defined.setdefault("forward_with_residuals", defined["forward"])
         for name, method in defined.items():
-            setattr(self, name, self.called(name, partial(method, *first)))
+            setattr(self, name, self.called(name, partial(method, *piece)))
         if differentiable:
             self.by_autograd = DifferentiableRunner.by_autograd.difference(defined)
             for name in self.by_autograd:

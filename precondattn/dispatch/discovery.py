@@ -90,7 +90,9 @@ def _checked(backend: Backend | Methods) -> Backend:
         backend = backend()
     # A method that is inherited from `Backend` does not count as defined.
     has_prepare = getattr(type(backend), "prepare", None) not in (None, Backend.prepare)
-    has_methods = not has_prepare and hasattr(backend, "supports")
+    has_methods = hasattr(backend, "supports")
+    if has_prepare and has_methods:
+        raise TypeError(f"{backend!r} has prepare and supports, of which a backend has only one")
     missing = [] if isinstance(getattr(backend, "name", None), str) else ["name"]
     if has_methods:
         missing += [] if hasattr(backend, "runner") or hasattr(backend, "forward") else ["forward"]

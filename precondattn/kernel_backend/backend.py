@@ -139,7 +139,9 @@ class KernelBackend(Backend):
 class KernelRunner(MethodRunner):
     """A runner that calls the methods of a kernel class in the context of `launching`."""
 
-    def __init__(self, backend: KernelBackend, piece: Piece, request: Request) -> None:
+    def __init__(
+        self, backend: KernelBackend, piece: Piece, request: Request | None = None
+    ) -> None:
         kernels = backend.kernels(piece)
         self.backend, self.piece, self.request = backend, piece, request
         self.frame_of_step = getattr(kernels, "frame_of_step", None)
@@ -147,7 +149,8 @@ class KernelRunner(MethodRunner):
         self.algorithm = type(kernels).__name__
 
     def refuses_by_default(self) -> str | None:
-        return self.backend.refuses_by_default(self.piece, self.request)
+        request = self.request
+        return None if request is None else self.backend.refuses_by_default(self.piece, request)
 
     def called(self, name: str, method: Callable[..., Tree]) -> Callable[..., Tree]:
         launching, frame_of = self.backend.launching, self.frame_of_step

@@ -203,6 +203,12 @@ def test_an_incomplete_backend_is_refused_with_what_it_lacks(only_the_reference)
 
     with pytest.raises(TypeError, match="lacks libraries, accelerates, wide_values"):
         pa.register_backend(NotASubclass())
+
+    class Both(ForwardOnly, ForwardMethod):
+        pass
+
+    with pytest.raises(TypeError, match="has prepare and supports"):
+        pa.register_backend(Both)
     with pytest.raises(ValueError, match="no backend 'reference' is registered"):
         pa.unregister_backend("reference")
 

@@ -219,13 +219,13 @@ def test_conformance_checks_dynamic_shapes(expression, backend):
 
 
 def test_conformance_finds_a_plan_that_compares_a_length(monkeypatch):
-    supports = Torch.supports
+    prepare = Torch.prepare
 
-    def comparing(self, mechanism, request):
+    def comparing(self, piece, request):
         _ = bool(dict(request.shapes)["v"][1] > 10)  # Read, and without effect.
-        return supports(self, mechanism, request)
+        return prepare(self, piece, request)
 
-    monkeypatch.setattr(Torch, "supports", comparing)
+    monkeypatch.setattr(Torch, "prepare", comparing)
     case = Case("dynamic_shapes", "linear", "torch", "float32", PLAIN, "clustered")
     with pytest.raises(DisagreementError, match="took 3 graphs"):
         run(case, "torch")
