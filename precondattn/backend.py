@@ -66,7 +66,10 @@ class NotCheckedWarning(UserWarning):
 
 
 class Support(NamedTuple):
-    """The answer of a backend about a piece, as `explain` lists it."""
+    """The answer of a backend about a piece, as `explain` lists it.
+
+    `supports` of a class with methods returns it (`method_backend.py`).
+    """
 
     ok: bool
     reason: str = ""
@@ -141,9 +144,14 @@ def missing_method(whose: object, method: str) -> NotImplementedError:
 class Runner:
     """The base class of objects that run a piece. The methods that are not defined raise an error.
 
-    Inputs are arrays by the names of `piece.inputs`. They have the dtype of the call, but in half
+    A plan calls it for one signature: the shapes, dtypes and masks of its request. It may be called
+    by several threads.
+
+    Inputs are arrays by the names and in the shapes of `piece.inputs`, such as (b, t, h, d) for q,
+    (b, s, n, d) for k and (b, s, u, e) for v. They have the dtype of the call, but in half
     precision gates and the like may be in float32. They may be views, and must not be written to.
-    Results have the dtype of v, unless the backend has `wide_values`.
+    Results have the dtype of v, unless the backend has `wide_values`. The frame has the positions
+    of the tokens, and says which are valid and which queries see which keys.
     """
 
     algorithm: str = ""
@@ -165,7 +173,8 @@ class Runner:
     def forward(self, inputs: Mapping[str, Array], frame: Frame, /) -> tuple[Array, Residuals]:
         """The output, and the residuals that `backward` needs besides inputs and output.
 
-        The output has the shape of `piece.program.output`. The residuals are a tuple of arrays.
+        The output has the shape of `piece.program.output`, such as (b, t, h, e). The residuals are
+        a tuple of arrays.
         """
         raise missing_method(self, "forward")
 
@@ -206,10 +215,11 @@ class Runner:
     def step(
         self, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame, /
     ) -> tuple[Array, Updates]:
-        """The output for new tokens, and the update of every buffer in `past`.
+        """The output for t new tokens, and the update of every buffer in `past`.
 
-        The keys of `past` and of the updates are the names of `piece.program.slots`. An update is
-        an `Append`, a `Replace` or a `Rewrite` (`precondattn.cache`).
+        The keys of `past` and of the updates are the names of `piece.program.slots`. A buffer of
+        tokens has room for c of them, (b, c, …); a state has no axis of tokens. An update is an
+        `Append` or a `Rewrite` of tokens, or a `Replace` of a state (`precondattn.cache`).
         """
         raise missing_method(self, "step")
 
@@ -283,8 +293,8 @@ class Backend:
         """The runner of a piece under a request, or the reason why the backend has none.
 
         It must be cheap and pure, since it is called for each group of leaf calls of a plan. A
-        runner for the verb `"vjp"` needs `backward`, one for `"extend"` needs `step`, and one for
-        `"extend_vjp"` needs `step_backward`.
+        runner for the verb `"vjp"` needs `forward`, `backward` and, for PyTorch, `residual_shapes`.
+        One for `"extend"` needs `step`, and one for `"extend_vjp"` also `step_backward`.
         """
         raise missing_method(self, "prepare")
 

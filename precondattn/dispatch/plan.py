@@ -224,6 +224,11 @@ def query(
         if not is_described:
             raise
         return f"could not be imported: {type(error).__name__}: {error}"
+    if not isinstance(answer, str | Runner):
+        raise TypeError(
+            f"prepare of backend {backend.name!r} must return a precondattn.Runner, or the reason "
+            f"why there is none as a str; found {type(answer).__name__}"
+        )
     if isinstance(answer, str) or answer.differentiable or request.library != "torch":
         return answer
     is_differentiated = request.verb == "extend" and request.differentiated

@@ -213,6 +213,19 @@ def test_an_incomplete_backend_is_refused_with_what_it_lacks(only_the_reference)
         pa.unregister_backend("reference")
 
 
+@pytest.mark.parametrize("answer", [None, pa.Support.no("a reason"), pa.Softmax()])
+def test_an_answer_that_is_neither_a_runner_nor_a_reason_is_an_error(only_the_reference, answer):
+    class Wrong(pa.Backend):
+        name = "wrong"
+
+        def prepare(self, piece, request):
+            return answer
+
+    pa.register_backend(Wrong)
+    with pytest.raises(TypeError, match=f"'wrong' must return .* found {type(answer).__name__}"):
+        pa.Softmax()(**inputs_of("softmax"))
+
+
 class TopLeft(pa.Backend):
     """A backend that aligns the first query with the first key if there are fewer queries."""
 
