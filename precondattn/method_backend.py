@@ -79,7 +79,7 @@ class MethodBackend(Backend):
             runner = MethodRunner(made, differentiable=made.differentiable)
         else:
             runner = MethodRunner(methods, piece, differentiable=differentiable)
-        if hasattr(methods, "refuses_by_default"):
+        if hasattr(methods, "refuses_by_default") and not request.is_operator:
             refuses = partial(methods.refuses_by_default, piece, request)
             setattr(runner, "refuses_by_default", refuses)  # noqa: B010  mypy: a method.
         return runner

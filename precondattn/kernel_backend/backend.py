@@ -133,7 +133,8 @@ class KernelBackend(Backend):
     def prepare(self, piece: Piece, request: Request) -> Runner | str:
         if (reason := self.refusal(piece, request)) is not None:
             return reason
-        return KernelRunner(self, piece, request)
+        # An operator outlives the compiler, and so would the symbolic sizes of its request.
+        return KernelRunner(self, piece, None if request.is_operator else request)
 
 
 class KernelRunner(MethodRunner):
