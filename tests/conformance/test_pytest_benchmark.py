@@ -222,8 +222,8 @@ peers.PEERS = tuple(
 
 
 def test_a_backend_without_support_is_skipped_with_its_reason(tmp_path):
-    supports = "return Support.yes(differentiable=True)"
-    declining = RESCALED.replace(supports, 'return Support.no("knows nothing")')
+    supported = "return WrongRunner(piece, piece, differentiable=True)"
+    declining = RESCALED.replace(supported, 'return "knows nothing"')
     written(tmp_path, a_file(f'{NUMPY}, backends=["wrong"]', declining))
     done = pytest_run(tmp_path, "--benchmark-only")
     assert done.returncode == 0, done.stdout
