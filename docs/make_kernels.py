@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import precondattn as pa
 from precondattn.algebra.piece import Piece
-from precondattn.backend import Request, Support
+from precondattn.backend import Request
 from precondattn.dispatch.described import explain_described
 from precondattn.dispatch.discovery import discover
 from precondattn.dispatch.explanation import Explanation
@@ -146,19 +146,15 @@ class Kernels(pa.Backend):
         self.name = f"kernels of {backend.name}"
         self.ask: Callable[[Piece, Request], str | None] = backend.refusal_of_kernels
 
-    def supports(self, mechanism: Piece, request: Request) -> Support:
-        reason = self.ask(mechanism, request)
-        return Support.yes() if reason is None else Support.no(reason)
-
-    def forward(self, *_: object) -> tuple[object, tuple[object, ...]]:
-        raise NotImplementedError("these kernels are only asked")
+    def prepare(self, piece: Piece, request: Request) -> pa.Runner | str:
+        return self.ask(piece, request) or pa.Runner()  # They are only asked.
 
 
 @contextmanager
 def describing(column: Column) -> Iterator[KernelBackend]:
     """The backend of a column, which plans as if its device were present."""
     backend = _backend(column.backend)
-    with getattr(backend, "describing", nullcontext)(column.device):
+    with backend.describing(column.device):
         yield backend
 
 

@@ -33,9 +33,11 @@ from precondattn.backend import (
     NotCheckedWarning,
     PassedOverWarning,
     Request,
+    Runner,
     Support,
     UnsupportedError,
 )
+from precondattn.by_autograd import DifferentiableRunner
 from precondattn.cache import Append, Cache, Replace, Rewrite, Slot, Snapshot
 from precondattn.diagnostics.alignment import alignment, alignment_gap
 from precondattn.dispatch.discovery import register_backend, unregister_backend, use_backend
@@ -194,6 +196,7 @@ __all__ = [
     "DeltaFormer",
     "DeltaProduct",
     "Difference",
+    "DifferentiableRunner",
     "Differential",
     "Elu1",
     "EluPlusOne",
@@ -241,6 +244,7 @@ __all__ = [
     "ReversedTokens",
     "Rewrite",
     "RowNormalized",
+    "Runner",
     "ScaledDims",
     "ShapeError",
     "Slot",

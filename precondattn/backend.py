@@ -1,33 +1,32 @@
-"""The contract of a backend: methods that compute a piece, a group of pieces, or a mechanism.
+"""The contract of a backend: `prepare(piece, request)` returns a runner, or why there is none.
 
-A backend never parses options or a user's call. It is asked whether it supports a mechanism under a
-request, and then receives arrays by name and a frame. A mechanism is here a leaf (one of the
-functions that expressions are composed of) or a group of leaf calls, which a backend recognises by
-its program. Compare with `==`, so that an option that the backend does not know (another metric, a
-forget gate) is not ignored:
+A piece is a leaf (one of the functions that expressions are composed of) or a group of leaf calls,
+which a backend recognises by its program. Compare with `==`, so that an option that the backend
+does not know (another metric, a forget gate) is not ignored:
 
-    mechanism == LucidSolve(eps=mechanism.eps)      # every other option has its default
-    mechanism.program == group_of("lucid")          # from precondattn.algebra.group
-    mechanism.program.leaves                        # to match on the leaves' options
+    piece == LucidSolve(eps=piece.eps)          # every other option has its default
+    piece.program == group_of("lucid")          # from precondattn.algebra.group
+    piece.program.leaves                        # to match on the leaves' options
+
+A backend never parses options or a user's call. Its runner receives arrays by name and a frame. A
+plan keeps the runner for all calls of the same signature, which call the runner's methods directly.
 
 Backends are found through the entry-point group `precondattn.backends`, whose entries name a
 `Backend` or a subclass. The module of an entry must not import a framework at module level: it is
-loaded before any array of that framework is used.
+loaded before any array of that framework is used. `method_backend.py` turns a class with methods of
+a piece, such as `supports(piece, request)` and `forward(piece, inputs, frame)`, into a backend.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from precondattn.arrays import Array, ByName, dtype_name, library_of
-from precondattn.by_autograd import GRADIENTS, gradient_of
+from precondattn.arrays import Array, dtype_name
 from precondattn.cache import Updates
 from precondattn.frame import Frame
-from precondattn.runner import METHODS, Runner, note_names
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
@@ -67,15 +66,16 @@ class NotCheckedWarning(UserWarning):
 
 
 class Support(NamedTuple):
-    """A backend's answer to whether it supports a piece under a request."""
+    """The answer of a backend about a piece, as `explain` lists it.
+
+    `supports` of a class with methods returns it (`method_backend.py`).
+    """
 
     ok: bool
     reason: str = ""
-    """Why the backend does not support the piece."""
+    """Why the backend does not run the piece."""
     differentiable: bool = False
-    """Whether `forward` and `step` consist of the framework's own differentiable calls. Then the
-    framework's autograd differentiates them. `backward` and `step_backward` are called for the
-    explicit `vjp` and `extend_vjp` only, and autograd replaces them if they are not defined."""
+    """`Runner.differentiable`."""
     by_name: bool = False
     """Whether a backend that refuses the piece would run it if it were requested by name."""
 
@@ -115,7 +115,10 @@ class Request:
     operators. A step without gradient is traced with tensors whose entries are unknown."""
     is_symbolic: bool = False
     """Whether `torch.compile` traces the call with symbolic sizes, such as a length that varies. If
-    `supports` compares such a size, PyTorch compiles again for the other outcome."""
+    `prepare` compares such a size, PyTorch compiles again for the other outcome."""
+    is_operator: bool = False
+    """Whether an operator of PyTorch runs the piece, in a graph whose sizes and masks may change
+    from call to call: the runner must compute all that its backend supports, not only these."""
 
 
 class ArraySpec(NamedTuple):
@@ -130,27 +133,124 @@ class ArraySpec(NamedTuple):
         return cls(tuple(array.shape), dtype_name(array))
 
 
-def missing_method(backend: Backend, method: str) -> NotImplementedError:
+def missing_method(whose: object, method: str) -> NotImplementedError:
+    name = getattr(whose, "name", type(whose).__name__)
     return NotImplementedError(
-        f"backend {backend.name!r} claimed a call that needs the method {method!r}, which it does "
-        f"not define; its `supports` must decline such requests"
+        f"{name!r} claimed a call that needs the method {method!r}, which it does not define; its "
+        f"backend must decline such requests"
     )
 
 
-def _own_runner(backend: Backend, method: str, piece: Piece, inputs: Mapping[str, Array]) -> Runner:
-    """The runner of a piece on a backend that defines `runner` instead of this method."""
-    if getattr(type(backend), "runner", Backend.runner) is Backend.runner:
-        raise missing_method(backend, method)
-    return backend.runner(piece, library_of(next(iter(inputs.values()))) or "")
+class Runner:
+    """The base class of objects that run a piece. The methods that are not defined raise an error.
 
+    A plan calls it for one signature: the shapes, dtypes and masks of its request. It may be called
+    by several threads.
 
-class Backend(Protocol):
-    """The base class of backends.
-
-    A subclass must define `name`, `supports` and `forward`. If another method is not defined,
-    `supports` must answer the requests that need it with `Support.no`. A backend that makes an
-    object for each piece defines `runner` in place of `forward` and the methods after it.
+    Inputs are arrays by the names and in the shapes of `piece.inputs`, such as (b, t, h, d) for q,
+    (b, s, n, d) for k and (b, s, u, e) for v. They have the dtype of the call, but in half
+    precision gates and the like may be in float32. They may be views, and must not be written to.
+    Results have the dtype of v, unless the backend has `wide_values`. The frame has the positions
+    of the tokens, and says which are valid and which queries see which keys.
     """
+
+    algorithm: str = ""
+    """The algorithm's name, which `explain` shows; empty if the backend has only one."""
+    differentiable: bool = False
+    """Whether `forward` and `step` consist of the framework's own differentiable calls. Then the
+    framework's autograd differentiates them, and `backward` and `step_backward` are called for the
+    explicit `vjp` and `extend_vjp` only (`by_autograd.py` has a base class that computes them)."""
+    by_autograd: frozenset[str] = frozenset()
+    """Which of `backward` and `step_backward` the framework's autograd computes."""
+
+    def refuses_by_default(self) -> str | None:
+        """Why the piece is run only if the backend is requested by name; None if it always is.
+
+        It is called once for a plan, and only for calls that name no backend.
+        """
+        return None
+
+    def forward(self, inputs: Mapping[str, Array], frame: Frame, /) -> tuple[Array, Residuals]:
+        """The output, and the residuals that `backward` needs besides inputs and output.
+
+        The output has the shape of `piece.program.output`, such as (b, t, h, e). The residuals are
+        a tuple of arrays.
+        """
+        raise missing_method(self, "forward")
+
+    def forward_with_residuals(
+        self, inputs: Mapping[str, Array], frame: Frame, /
+    ) -> tuple[Array, Residuals]:
+        """`forward` with the residuals that `residual_shapes` declares.
+
+        Define it if `forward` returns no residuals for calls whose gradient it leaves to the
+        framework.
+        """
+        return self.forward(inputs, frame)
+
+    def backward(
+        self,
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+        /,
+    ) -> Arrays:
+        """The gradient of every input, by name and in its shape.
+
+        `out` and `residuals` are the results of `forward`; `cotangent` is the gradient of `out`.
+        """
+        raise missing_method(self, "backward")
+
+    def residuals_from_lse(self, lse: Array, /) -> Residuals | None:
+        """The residuals of softmax attention, from the log-sum-exp (b, t, h) of its scores.
+
+        It is for runners whose `backward` reads nothing else of the forward pass but the output.
+        The gradient of attention to some of the keys can then be computed from the output and the
+        log-sum-exp over all keys. None if the forward pass is needed.
+        """
+        return None
+
+    def step(
+        self, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame, /
+    ) -> tuple[Array, Updates]:
+        """The output for t new tokens, and the update of every buffer in `past`.
+
+        The keys of `past` and of the updates are the names of `piece.program.slots`. A buffer of
+        tokens has room for c of them, (b, c, …); a state has no axis of tokens. An update is an
+        `Append` or a `Rewrite` of tokens, or a `Replace` of a state (`precondattn.cache`).
+        """
+        raise missing_method(self, "step")
+
+    def step_backward(
+        self,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_buffers: Mapping[str, Array],
+        /,
+    ) -> tuple[Arrays, Arrays]:
+        """The gradients of the inputs and of `past`, each by name.
+
+        `cotangent` is the gradient of the output of `step`, and `d_buffers` has the gradients of
+        the new buffers. It serves the verb `"extend_vjp"`, for pieces whose buffers are states.
+        """
+        raise missing_method(self, "step_backward")
+
+    def residual_shapes(
+        self, inputs: Mapping[str, ArraySpec], frame: Frame, /
+    ) -> tuple[ArraySpec, ...]:
+        """The shapes and dtypes of the residuals of `forward`, computed without running it.
+
+        PyTorch uses them to trace `forward` with tensors whose entries are unknown.
+        """
+        raise missing_method(self, "residual_shapes")
+
+
+class Backend:
+    """The base class of backends. A subclass defines `name` and `prepare`."""
 
     name: str
     libraries: frozenset[str] = frozenset()
@@ -189,219 +289,18 @@ class Backend(Protocol):
     """How its peak memory grows with the number of tokens, `"linear"` or `"quadratic"`, which the
     conformance suite checks. Empty for no promise."""
 
-    def supports(self, mechanism: Piece, request: Request) -> Support:
-        """`Support.yes()` if the backend can run the request, otherwise `Support.no(reason)`.
+    def prepare(self, piece: Piece, request: Request) -> Runner | str:
+        """The runner of a piece under a request, or the reason why the backend has none.
 
-        It must be cheap and pure.
+        It must be cheap and pure, since it is called for each group of leaf calls of a plan. A
+        runner for the verb `"vjp"` needs `forward`, `backward` and, for PyTorch, `residual_shapes`.
+        One for `"extend"` needs `step`, and one for `"extend_vjp"` also `step_backward`.
         """
-        raise missing_method(self, "supports")
-
-    def refuses_by_default(self, mechanism: Piece, request: Request) -> str | None:
-        """Why a supported piece is run only if the backend is requested by name; None if it is not.
-
-        It is called only for calls that name no backend, and must be cheap and pure.
-        """
-        return None
+        raise missing_method(self, "prepare")
 
     def describing(self, device: str) -> AbstractContextManager[object]:
-        """A context in which `supports` answers for a kind of device that may be absent here.
+        """A context in which `prepare` answers for a kind of device that may be absent here.
 
         Only a backend whose answers depend on the machine needs to define it.
         """
         return nullcontext()
-
-    def prepare(self, mechanism: Piece, request: Request) -> Runner | Support:
-        """The runner of a piece under a request, or why the backend does not support it.
-
-        It is called once for a plan, which keeps the answer for all calls of the same signature.
-        """
-        support = self.supports(mechanism, request)
-        if not support.ok:
-            return support
-        return runner_of(self, mechanism, request.library, differentiable=support.differentiable)
-
-    def runner(self, mechanism: Piece, library: str, *, differentiable: bool = False) -> Runner:
-        """The runner of a piece that the backend supports, for arrays of a library and of any size.
-
-        PyTorch's operators use it, because a graph with operators may be run with other sizes.
-        """
-        return MethodsOf(self, mechanism, differentiable=differentiable)
-
-    def forward(
-        self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        """The output, and the residuals that `backward` needs besides inputs and output.
-
-        `inputs` has the arrays by the names of `mechanism.inputs`. The residuals are a tuple of
-        arrays.
-        """
-        return _own_runner(self, "forward", mechanism, inputs).forward(inputs, frame)
-
-    def forward_with_residuals(
-        self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        """`forward` with the residuals that `residual_shapes` declares.
-
-        Define it if `forward` returns no residuals for calls whose gradient it leaves to the
-        framework.
-        """
-        return self.forward(mechanism, inputs, frame)
-
-    def backward(
-        self,
-        mechanism: Piece,
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
-    ) -> Arrays:
-        """The gradient of every input, by name.
-
-        `out` and `residuals` are the results of `forward`; `cotangent` is the gradient of `out`.
-        """
-        runner = _own_runner(self, "backward", mechanism, inputs)
-        return runner.backward(inputs, frame, out, residuals, cotangent)
-
-    def residuals_from_lse(self, mechanism: Piece, lse: Array) -> Residuals | None:
-        """The residuals of softmax attention, from the log-sum-exp (b, t, h) of its scores.
-
-        It is for backends whose `backward` reads nothing else of the forward pass but the output.
-        The gradient of attention to some of the keys can then be computed from the output and the
-        log-sum-exp over all keys. None if the forward pass is needed.
-        """
-        if type(self).runner is Backend.runner:
-            return None
-        return self.runner(mechanism, library_of(lse) or "").residuals_from_lse(lse)
-
-    def step(
-        self,
-        mechanism: Piece,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
-        """The output for new tokens, and the update of every buffer in `past`.
-
-        The keys of `past` and of the updates are the names of `mechanism.program.slots`. An update
-        is an `Append`, a `Replace` or a `Rewrite` (`precondattn.cache`).
-        """
-        return _own_runner(self, "step", mechanism, inputs).step(past, inputs, frame)
-
-    def step_backward(
-        self,
-        mechanism: Piece,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
-    ) -> tuple[Arrays, Arrays]:
-        """The gradients of the inputs and of `past`, each by name.
-
-        `cotangent` is the gradient of the output of `step`, and `d_buffers` has the gradients of
-        the new buffers. It serves the verb `"extend_vjp"`, for mechanisms whose buffers are states.
-        """
-        runner = _own_runner(self, "step_backward", mechanism, inputs)
-        return runner.step_backward(past, inputs, frame, cotangent, d_buffers)
-
-    def residual_shapes(
-        self, mechanism: Piece, inputs: Mapping[str, ArraySpec], frame: Frame
-    ) -> tuple[ArraySpec, ...]:
-        """The shapes and dtypes of the residuals of `forward`, computed without running it.
-
-        PyTorch uses them to trace `forward` with tensors whose entries are unknown.
-        """
-        runner = _own_runner(self, "residual_shapes", mechanism, inputs)
-        return runner.residual_shapes(inputs, frame)
-
-
-OF_PAST = ("step", "step_backward")
-"""The names of the methods that get the buffers of a cache."""
-
-
-def _of_past(method: Callable[..., Any], past: ByName, inputs: ByName, *rest: object) -> Any:
-    try:
-        return method(past, inputs, *rest)
-    except KeyError as error:
-        note_names(error, past, inputs)
-        raise
-
-
-class MethodsOf:
-    """A runner that calls the methods of a backend, or of another object, with one piece."""
-
-    algorithm = ""
-    forward: Callable[..., tuple[Array, Residuals]]
-    forward_with_residuals: Callable[..., tuple[Array, Residuals]]
-    backward: Callable[..., Arrays]
-    residuals_from_lse: Callable[..., Residuals | None]
-    step: Callable[..., tuple[Array, Updates]]
-    step_backward: Callable[..., tuple[Arrays, Arrays]]
-    residual_shapes: Callable[..., tuple[ArraySpec, ...]]
-
-    def __init__(
-        self,
-        backend: Backend,
-        piece: Piece,
-        methods: object = None,
-        *,
-        differentiable: bool = False,
-    ) -> None:
-        self.differentiable = differentiable
-        self.by_autograd: frozenset[str] = frozenset()
-        """Which of `backward` and `step_backward` the framework's autograd computes."""
-        methods = backend if methods is None else methods
-        for name in METHODS:
-            method = getattr(methods, name, None)
-            known = partial(_missing, backend, name) if method is None else partial(method, piece)
-            setattr(self, name, partial(_of_past, known) if name in OF_PAST else known)
-        if not hasattr(methods, "forward_with_residuals"):
-            self.forward_with_residuals = self.forward
-        if not hasattr(methods, "residuals_from_lse"):
-            self.residuals_from_lse = lambda lse: None
-        if differentiable:
-            self.by_autograd = frozenset(name for name in GRADIENTS if _lacks(backend, name))
-            for name in self.by_autograd:
-                setattr(self, name, gradient_of(self, name))
-
-
-def _lacks(backend: Backend, method: str) -> bool:
-    """Whether a backend does not define a method, nor a `runner` that may have it."""
-    cls, inherited = type(backend), getattr(Backend, method)
-    inherits_runner = getattr(cls, "runner", Backend.runner) is Backend.runner
-    return inherits_runner and getattr(cls, method, inherited) is inherited
-
-
-def _missing(backend: Backend, method: str, *_: object) -> NoReturn:
-    raise missing_method(backend, method)
-
-
-def prepare(backend: Backend, piece: Piece, request: Request) -> Runner | Support:
-    """`backend.prepare`, also for an object whose class does not inherit from `Backend`."""
-    if Backend not in type(backend).__mro__:
-        return Backend.prepare(backend, piece, request)
-    return backend.prepare(piece, request)
-
-
-def runner_of(
-    backend: Backend, piece: Piece, library: str, *, differentiable: bool = False
-) -> Runner:
-    """`backend.runner(…)`, or a runner of the methods that the backend's class defines.
-
-    The class need not inherit from `Backend`, and may override methods of a class with a `runner`.
-    """
-    if _defines_methods(type(backend)):
-        return MethodsOf(backend, piece, differentiable=differentiable)
-    runner: Runner = backend.runner(piece, library, differentiable=differentiable)
-    return runner
-
-
-def _defines_methods(cls: type) -> bool:
-    """Whether a class defines or overrides methods of `Backend` after the last `runner`."""
-    for each in cls.__mro__:
-        if not vars(each).keys().isdisjoint(METHODS):
-            return True
-        if "runner" in vars(each):
-            return False
-    return False

@@ -1,95 +1,34 @@
-"""Runners: the objects with which a backend runs a piece.
-
-A plan is made for the first call of a signature. It keeps a runner for each of its pieces, so that
-later calls need no lookup.
-"""
+"""The runner of an object with the methods of a leaf, such as the leaf itself or an algorithm."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from precondattn.arrays import Array, upcast, upcast_all
+from precondattn.backend import ArraySpec, Runner
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
     from precondattn.arrays import Arrays, Residuals
-    from precondattn.backend import ArraySpec
-
-METHODS = (
-    "forward",
-    "forward_with_residuals",
-    "backward",
-    "residuals_from_lse",
-    "step",
-    "step_backward",
-    "residual_shapes",
-)
-
-
-class Runner(Protocol):
-    """The methods of `Backend` for one piece; `Backend` documents them."""
-
-    @property
-    def algorithm(self) -> str:
-        """The algorithm's name, which `explain` shows; empty if the backend has only one."""
-
-    @property
-    def differentiable(self) -> bool:
-        """`Support.differentiable`."""
-
-    def forward(self, inputs: Mapping[str, Array], frame: Frame, /) -> tuple[Array, Residuals]: ...
-
-    def forward_with_residuals(
-        self, inputs: Mapping[str, Array], frame: Frame, /
-    ) -> tuple[Array, Residuals]: ...
-
-    def backward(
-        self,
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
-        /,
-    ) -> Arrays: ...
-
-    def residuals_from_lse(self, lse: Array, /) -> Residuals | None: ...
-
-    def step(
-        self, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame, /
-    ) -> tuple[Array, Updates]: ...
-
-    def step_backward(
-        self,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
-        /,
-    ) -> tuple[Arrays, Arrays]: ...
-
-    def residual_shapes(
-        self, inputs: Mapping[str, ArraySpec], frame: Frame, /
-    ) -> tuple[ArraySpec, ...]: ...
 
 
 def note_names(error: KeyError, past: Mapping[str, Array], inputs: Mapping[str, Array]) -> None:
     """Add the existing names to the KeyError of a step that reads a name which does not exist."""
     (name, *_) = error.args or ("",)
-    if name not in past and name not in inputs:
-        held, given = (", ".join(map(repr, names)) or "nothing" for names in (past, inputs))
-        error.add_note(f"no {name!r} in past, which has {held}, nor in the inputs: {given}")
+    if name in past or name in inputs or hasattr(error, "__notes__"):
+        return
+    buffers, arrays = (", ".join(map(repr, names)) or "nothing" for names in (past, inputs))
+    error.add_note(f"no {name!r} in past, which has {buffers}, nor in the inputs: {arrays}")
 
 
 LeafMethods = Any
 """An object with the methods of a leaf."""
 
 
-class LeafRunner:
+class LeafRunner(Runner):
     """The runner of a piece in float32 or float64, by an object with the methods of a leaf.
 
     These methods get the buffers by the leaf's names for its slots, or by the group's for a group.
@@ -113,11 +52,6 @@ class LeafRunner:
         out, residuals = self.methods.forward(upcast_all(inputs), frame)
         return out, residuals
 
-    def forward_with_residuals(
-        self, inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        return self.forward(inputs, frame)
-
     def backward(
         self,
         inputs: Mapping[str, Array],
@@ -129,9 +63,6 @@ class LeafRunner:
         arrays = (upcast_all(inputs), frame, upcast(out), residuals, upcast(cotangent))
         gradients: Arrays = self.methods.backward(*arrays)
         return gradients
-
-    def residuals_from_lse(self, lse: Array) -> Residuals | None:
-        return None
 
     def step(
         self, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame
@@ -154,11 +85,11 @@ class LeafRunner:
         """
         if not hasattr(self.methods, "states_between"):
             return None
-        given = self.by_slot(past), upcast_all(inputs), frame, columns
-        found = self.methods.states_between(*given)
-        if found is None:
+        arguments = self.by_slot(past), upcast_all(inputs), frame, columns
+        out_and_states = self.methods.states_between(*arguments)
+        if out_and_states is None:
             return None
-        out, states = found
+        out, states = out_and_states
         return out, {self.keys[slot]: state for slot, state in states.items()}
 
     def step_backward(

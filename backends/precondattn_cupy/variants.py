@@ -17,6 +17,7 @@ from precondattn.algebra.group import Group, group_of
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array
 from precondattn.frame import Frame
+from precondattn.kernel_backend.backend import KernelRunner
 from precondattn.kernel_backend.limits import LEAST_EPS
 from precondattn_cupy.backend import Cupy
 from precondattn_cupy.launch import CudaLaunch, recorded
@@ -95,7 +96,7 @@ def launches(
     sizes |= {"d": d, "e": e, "m": SLOTS}
     sizes |= {"t": 1, "s": 1} if is_step else {"t": TOKENS, "s": TOKENS}
     x = {name: _zeros(pattern.shape(sizes), dtype) for name, pattern in inputs.items()}
-    backend = Cupy()
+    runner = KernelRunner(Cupy(), piece)
     # Launches are only recorded, so outputs are uninitialised memory.
     with recorded() as recorded_launches, np.errstate(all="ignore"):
         if is_step:
@@ -105,12 +106,12 @@ def launches(
             }
             new = np.full((BATCH, 1), TOKENS)
             slots = np.arange(TOKENS + 1)[None]
-            backend.step(piece, past, x, Frame(new, slots, None, slots <= TOKENS))
+            runner.step(past, x, Frame(new, slots, None, slots <= TOKENS))
         else:
             position = np.arange(TOKENS)[None]
             frame = Frame(position, position)
-            out, residuals = backend.forward(piece, x, frame)
-            backend.backward(piece, x, frame, out, residuals, np.zeros_like(out))
+            out, residuals = runner.forward(x, frame)
+            runner.backward(x, frame, out, residuals, np.zeros_like(out))
     return recorded_launches
 
 

@@ -13,7 +13,7 @@ from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.recurrences import Recurrences, entry_of
 from precondattn.arrays import Tree
-from precondattn.backend import Request, Support
+from precondattn.backend import Request
 from precondattn.execution.jax.backend import JaxBackend, JaxRunner, Output, StepOutput
 from precondattn_portable.algorithm import AnyAlgorithm
 from precondattn_portable.arithmetic import Arithmetic
@@ -55,12 +55,12 @@ class Jax(JaxBackend, Portable):
     def differentiable_step(self, mechanism: Piece) -> StepOutput | None:
         if not self._computes(mechanism):
             return None
-        return Portable.runner(self, mechanism, "jax").step
+        return self.runner(mechanism, "jax").step
 
-    def supports(self, mechanism: Piece, request: Request) -> Support:
-        if len(mechanism.program.calls) > 1:
-            return Support.no("runs the leaves of this group one by one")
-        return super().supports(mechanism, request)
+    def refusal(self, piece: Piece, request: Request) -> str | None:
+        if len(piece.program.calls) > 1:
+            return "runs the leaves of this group one by one"
+        return super().refusal(piece, request)
 
     def run(self, verb: str, runner: JaxRunner, *arrays: Tree) -> Tree:
         from precondattn_jax.compiled import compiled

@@ -19,10 +19,10 @@ from precondattn.algebra.piece import Piece
 from precondattn.algebra.program import Program
 from precondattn.algebra.recurrences import Recurrences, entry_of, lack_of
 from precondattn.arrays import Array, Residuals
-from precondattn.backend import ArraySpec, Backend, Request, Support
+from precondattn.backend import ArraySpec, Backend, Request, Runner
 from precondattn.dispatch.recognition import is_lucid
 from precondattn.frame import Frame
-from precondattn.runner import LeafRunner, Runner
+from precondattn.runner import LeafRunner
 from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import TOKEN_WISE, AnyAlgorithm
 from precondattn_portable.arithmetic import Arithmetic, arithmetic_of
@@ -105,7 +105,7 @@ class Portable(Backend):
         return None if place is None else algorithm_at(place)
 
     def algorithm(self, leaf: Piece | LeafProtocol, library: str) -> AnyAlgorithm:
-        """The algorithm of a leaf or group that `supports` has not declined."""
+        """The algorithm of a leaf or group that `refusal` has not declined."""
         algorithm_class = self.algorithm_class(leaf)
         assert algorithm_class is not None
         return algorithm_class(self.arithmetic(library), leaf)
@@ -113,29 +113,31 @@ class Portable(Backend):
     def arithmetic(self, library: str) -> Arithmetic:
         return arithmetic_of(library)
 
-    def supports(self, mechanism: Piece, request: Request) -> Support:
-        if len(mechanism.program.calls) > 1:
-            if _computes_together(mechanism.program, request):
-                return Support.yes()
-            return Support.no("runs the leaves of this group one by one")
-        if self.algorithm_class(mechanism) is None:
-            (leaf,) = mechanism.program.leaves
-            reason = lack_of(self.algorithms, leaf)
-            return Support.no(f"has no algorithm for {leaf.name}{reason}")
-        return Support.yes()
+    def prepare(self, piece: Piece, request: Request) -> Runner | str:
+        reason = self.refusal(piece, request)
+        return self.runner(piece, request.library) if reason is None else reason
 
-    def runner(self, mechanism: Piece, library: str, *, differentiable: bool = False) -> Runner:
-        if is_lucid(mechanism.program):
+    def refusal(self, piece: Piece, request: Request) -> str | None:
+        """The reason why the backend does not support a request; None if it does."""
+        if len(piece.program.calls) > 1:
+            is_together = _computes_together(piece.program, request)
+            return None if is_together else "runs the leaves of this group one by one"
+        if self.algorithm_class(piece) is None:
+            (leaf,) = piece.program.leaves
+            return f"has no algorithm for {leaf.name}{lack_of(self.algorithms, leaf)}"
+        return None
+
+    def runner(self, piece: Piece, library: str) -> AlgorithmRunner:
+        """The runner of a leaf or group that `refusal` has not declined."""
+        if is_lucid(piece.program):
             from precondattn_portable.fused import LucidStep
 
-            attention = self.algorithm(mechanism.program.leaves[1], library)
-            ops, group = self.arithmetic(library), cast("Group", mechanism)
+            attention = self.algorithm(piece.program.leaves[1], library)
+            ops, group = self.arithmetic(library), cast("Group", piece)
             algorithm: AnyAlgorithm = LucidStep(ops, group, attention)
         else:
-            algorithm = self.algorithm(mechanism, library)
-        return self.runner_class(mechanism)(
-            mechanism, algorithm, algorithm=algorithm.name, differentiable=differentiable
-        )
+            algorithm = self.algorithm(piece, library)
+        return self.runner_class(piece)(piece, algorithm, algorithm=algorithm.name)
 
     def runner_class(self, piece: Piece) -> type[AlgorithmRunner]:
         """The kind of runner of a piece."""

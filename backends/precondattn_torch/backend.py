@@ -12,8 +12,7 @@ import precondattn as pa
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.recurrences import Recurrences, key_of
-from precondattn.backend import Request, Support
-from precondattn.runner import Runner
+from precondattn.backend import Request, Runner
 from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import TOKEN_WISE, AnyAlgorithm
 from precondattn_portable.arithmetic import Arithmetic
@@ -49,11 +48,6 @@ class Torch(Portable):
 
         return TORCH
 
-    def supports(self, mechanism: Piece, request: Request) -> Support:
-        support = super().supports(mechanism, request)
-        is_differentiable = support.ok and self._is_differentiable(mechanism, request)
-        return support._replace(differentiable=is_differentiable)
-
     algorithms: Algorithms = {  # noqa: RUF012  No one writes to it.
         UNGATED: ALGORITHMS[RECURRENCES[0]],
         GATED_BY_HEAD: IN_PLACE,
@@ -85,13 +79,16 @@ class Torch(Portable):
         is_full = request.verb in ("forward", "vjp") and not needs_sums(leaf)
         return is_full and fits(leaf, dict(request.shapes), request.masks, request.device)
 
-    def prepare(self, mechanism: Piece, request: Request) -> Runner | Support:
-        answer = super().prepare(mechanism, request)
-        if isinstance(answer, Support) or not answer.differentiable:
+    def prepare(self, piece: Piece, request: Request) -> Runner | str:
+        answer = super().prepare(piece, request)
+        if isinstance(answer, str) or not self._is_differentiable(piece, request):
             return answer
         from precondattn_torch.runners import AttentionRunner, FusedRunner
 
-        return FusedRunner(answer, request) if isinstance(answer, AttentionRunner) else answer
+        answer.differentiable = True
+        if isinstance(answer, AttentionRunner) and not request.is_operator:
+            return FusedRunner(answer, request)
+        return answer
 
     def runner_class(self, piece: Piece) -> type[AlgorithmRunner]:
         from precondattn_torch import runners

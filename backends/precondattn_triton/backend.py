@@ -188,17 +188,17 @@ def _on_device(inputs: Mapping[str, Array]) -> AbstractContextManager[None]:
     """A context that launches kernels on the inputs' device, without recording for autograd."""
     import torch
 
-    first = next(iter(inputs.values()))
+    tensor = next(iter(inputs.values()))
     if is_interpreting():
         return _interpreted()
-    is_elsewhere = first.is_cuda and first.device.index != torch.cuda.current_device()
-    if first.is_cuda:
+    is_elsewhere = tensor.is_cuda and tensor.device.index != torch.cuda.current_device()
+    if tensor.is_cuda:
         from precondattn_triton.assembler import warn_of_old_assembler
 
-        warn_of_old_assembler(first.device)
+        warn_of_old_assembler(tensor.device)
     # Most calls need neither, and each takes as long as a third of a launch.
     if torch.is_grad_enabled() or is_elsewhere:
-        return _switched(first if is_elsewhere else None)
+        return _switched(tensor if is_elsewhere else None)
     return NOTHING
 
 

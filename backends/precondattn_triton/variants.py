@@ -16,6 +16,7 @@ import precondattn as pa
 from precondattn.algebra.group import Group, group_of
 from precondattn.algebra.piece import Piece
 from precondattn.frame import Frame
+from precondattn.kernel_backend.backend import KernelRunner
 from precondattn.kernel_backend.kernel_table import recurrences_in
 from precondattn.spec.stateful import Stateful
 from precondattn_kernel_tools.triton_compiler import Variant
@@ -330,7 +331,7 @@ def launches(
     sizes |= {"d": d, "e": e, "m": SLOTS}
     sizes |= {"t": new, "s": new} if new else {"t": TOKENS, "s": TOKENS}
     x = {name: _empty(pattern.shape(sizes), dtype) for name, pattern in inputs.items()}
-    backend = Triton()
+    runner = KernelRunner(Triton(), piece)
     states = {
         key: _empty(pattern.shape(sizes), torch.float32 if slot.wide else dtype)
         for key, (slot, pattern) in piece.program.slots.items()
@@ -339,24 +340,24 @@ def launches(
         if new:
             positions = _empty((BATCH, new), torch.int64)
             slots = _empty((BATCH, TOKENS + new), torch.int64)
-            backend.step(piece, states, x, Frame(positions, slots, None, slots.bool()))
+            runner.step(states, x, Frame(positions, slots, None, slots.bool()))
             return recorded_launches
         if is_prompt:
-            out, _ = backend.step(piece, states, x, Frame(None, None))
-            backend.step_backward(piece, states, x, Frame(None, None), out, states)
+            out, _ = runner.step(states, x, Frame(None, None))
+            runner.step_backward(states, x, Frame(None, None), out, states)
             return recorded_launches
         position = _empty((1, TOKENS), torch.int64)
         ids = _empty((BATCH, TOKENS), torch.int64) if is_packed else None
         frame = Frame(position, position, None, None, ids, ids)
-        out, residuals = backend.forward(piece, x, frame)
-        backend.backward(piece, x, frame, out, residuals, torch.empty_like(out))
+        out, residuals = runner.forward(x, frame)
+        runner.backward(x, frame, out, residuals, torch.empty_like(out))
         if "bias" in x:  # A bias of all sequences has its gradient from another kernel.
             x["bias"] = x["bias"][:1]
-            backend.backward(piece, x, frame, out, residuals, torch.empty_like(out))
+            runner.backward(x, frame, out, residuals, torch.empty_like(out))
         if isinstance(piece, Stateful):
             by_tokens = {name for name, pattern in inputs.items() if set("ts") & {*pattern.letters}}
             last = {n: array[:, -1:] if n in by_tokens else array for n, array in x.items()}
-            backend.step(piece, states, last, Frame(None, None))
+            runner.step(states, last, Frame(None, None))
     return recorded_launches
 
 

@@ -63,7 +63,7 @@ class Source:
         if ":" not in self.text:
             return peer_named(self.text).backend()
         found = self._imported()
-        if hasattr(found, "supports"):
+        if hasattr(found, "prepare") or hasattr(found, "supports"):
             backend: pa.Backend = found() if isinstance(found, type) else found
             return backend
         if not callable(found):

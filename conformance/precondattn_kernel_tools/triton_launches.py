@@ -1,7 +1,7 @@
 """Records the launches of a package without a GPU: its launching code runs on meta tensors.
 
     with recorded() as launches:
-        backend.forward(mechanism, inputs_on_the_meta_device, frame)
+        runner.forward(inputs_on_the_meta_device, frame)
     variants = [launch.variant("lucid d128") for launch in launches]
 
 So the variants that are compiled ahead of time (`triton_compiler.py`) are exactly those that are

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from precondattn.algebra.declaration import FIXED, LETTERS
@@ -69,35 +69,35 @@ def explain_described(
     discovered = discover()
     with ExitStack() as stack:
         for each in discovered.backends:
-            stack.enter_context(getattr(each, "describing", nullcontext)(kind))
+            stack.enter_context(each.describing(kind))
         plan = uncached_plan(mechanism, request, complete["c"] if keeps_tokens else None, backend)
     return Explanation(str(mechanism), mechanism.program, request, plan, discovered)
 
 
-def _check(what: str, given: str, known: tuple[str, ...]) -> None:
-    if given not in known:
-        raise ValueError(f"{what} must be one of {', '.join(known)}; found {given!r}")
+def _check(what: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{what} must be one of {', '.join(choices)}; found {value!r}")
 
 
 def _kind_of_device(library: str, device: str | None) -> str:
-    known = DEVICES[library]
+    kinds = DEVICES[library]
     if device is None:
-        return known[0]
+        return kinds[0]
     kind, _, number = device.partition(":")
     kind = "cuda" if kind in ("gpu", "rocm") else kind
-    if kind not in known or (number and not number.isdecimal()):
-        raise ValueError(f"device of {library} must be {' or '.join(known)}; found {device!r}")
+    if kind not in kinds or (number and not number.isdecimal()):
+        raise ValueError(f"device of {library} must be {' or '.join(kinds)}; found {device!r}")
     return kind
 
 
-def _complete(given: Mapping[str, int]) -> dict[str, int]:
+def _complete(described: Mapping[str, int]) -> dict[str, int]:
     """The sizes of all letters."""
-    for letter, size in given.items():
+    for letter, size in described.items():
         if letter not in LETTERS or size < 1:
             raise ValueError(
                 f"sizes are 1 or above, by the letters {', '.join(LETTERS)}; found {letter}={size}"
             )
-    sizes = {"b": 1, "t": 128, "h": 4, "d": 64, "m": 64, **given}
+    sizes = {"b": 1, "t": 128, "h": 4, "d": 64, "m": 64, **described}
     for letter, same in (("s", "t"), ("n", "h"), ("u", "h"), ("e", "d"), ("c", "s")):
         sizes.setdefault(letter, sizes[same])
     return {FIXED: 1, **sizes}

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from precondattn.backend import CONVENTIONS, Backend
 from precondattn.dispatch.reference import Reference
 from precondattn.limits import KEPT
+from precondattn.method_backend import DECLARED, MethodBackend, Methods
 from precondattn.plug_ins import PlugIns
 
 GROUP = "precondattn.backends"
@@ -33,8 +34,8 @@ class Discovered(NamedTuple):
         for broken, error in self.broken:
             if broken == name:
                 raise ImportError(f"backend {name!r} could not be imported: {error}")
-        known = ", ".join(backend.name for backend in self.backends)
-        raise ValueError(f"unknown backend {name!r}; known are {known}")
+        names = ", ".join(backend.name for backend in self.backends)
+        raise ValueError(f"unknown backend {name!r}; known are {names}")
 
 
 _plug_ins = PlugIns(GROUP)
@@ -53,28 +54,29 @@ _chosen: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar
 def discover() -> Discovered:
     """All backends; entry points are loaded once per process."""
     global _discovered
-    known = _discovered
-    if known is not None:
-        return known
+    discovered = _discovered
+    if discovered is not None:
+        return discovered
     _plug_ins.load(_checked, _add)
     with _lock:
         ordered = sorted(_registered.values(), key=lambda b: (-b.preference, b.name))
         broken = tuple(sorted(_plug_ins.broken.items()))
-        found = Discovered((*ordered, REFERENCE), broken)
+        discovered = Discovered((*ordered, REFERENCE), broken)
         if _plug_ins.complete:
-            _discovered = found
-        return found
+            _discovered = discovered
+        return discovered
 
 
-def register_backend(backend: Backend | type[Backend]) -> None:
+def register_backend(backend: Backend | Methods) -> None:
     """Register a backend, or an instance of a backend class, in this process.
 
-    The effect is that of an entry point in the group `precondattn.backends`.
+    The effect is that of an entry point in the group `precondattn.backends`. An object with
+    `supports` and `forward` in place of `prepare` is registered through `MethodBackend`.
 
     Raises
     ------
     TypeError
-        if it lacks a required attribute or method of `Backend`.
+        if it lacks a name, a required method, or data that `Backend` declares.
     ValueError
         if its name is taken, if it promises an unknown convention, or if it lacks a convention and
         is not `only_by_name`.
@@ -82,26 +84,30 @@ def register_backend(backend: Backend | type[Backend]) -> None:
     _add(_checked(backend))
 
 
-def _checked(backend: Backend | type[Backend]) -> Backend:
+def _checked(backend: Backend | Methods) -> Backend:
     """The backend, or an instance of the class; raises a TypeError if it is not a backend."""
     if isinstance(backend, type):
         backend = backend()
-    cls, inherited = type(backend), vars(Backend)
     # A method that is inherited from `Backend` does not count as defined.
-    has_runner = getattr(cls, "runner", None) not in (None, inherited["runner"])
-    methods = ("supports",) if has_runner else ("supports", "forward")
-    missing = [name for name in methods if getattr(cls, name, None) in (None, inherited[name])]
-    missing += [name for name in _ATTRIBUTES if not hasattr(backend, name)]
-    if not isinstance(getattr(backend, "name", None), str):
-        missing.insert(0, "name")
+    has_prepare = getattr(type(backend), "prepare", None) not in (None, Backend.prepare)
+    has_methods = hasattr(backend, "supports")
+    if has_prepare and has_methods:
+        raise TypeError(f"{backend!r} has prepare and supports, of which a backend has only one")
+    missing = [] if isinstance(getattr(backend, "name", None), str) else ["name"]
+    if has_methods:
+        missing += [] if hasattr(backend, "runner") or hasattr(backend, "forward") else ["forward"]
+    else:
+        missing += [] if has_prepare else ["prepare"]
+        missing += [name for name in DECLARED if not hasattr(backend, name)]
     if missing:
         raise TypeError(f"{backend!r} is not a backend: it lacks {', '.join(missing)}")
-    _check_promises(backend)
-    return backend
+    checked: Backend = MethodBackend(backend) if has_methods else backend
+    _check_promises(checked)
+    return checked
 
 
 def _check_promises(backend: Backend) -> None:
-    promises = getattr(backend, "promises", CONVENTIONS)
+    promises = backend.promises
     is_set = isinstance(promises, set | frozenset)
     if not is_set or not promises <= CONVENTIONS:
         raise ValueError(
@@ -109,7 +115,7 @@ def _check_promises(backend: Backend) -> None:
             f"{', '.join(sorted(CONVENTIONS))}; found {promises!r}"
         )
     lacking = ", ".join(sorted(CONVENTIONS - promises))
-    if lacking and not getattr(backend, "only_by_name", False):
+    if lacking and not backend.only_by_name:
         raise ValueError(
             f"backend {backend.name!r} does not promise {lacking}, on which calls that name no "
             f"backend rely: it must set only_by_name = True"
@@ -139,10 +145,6 @@ def unregister_backend(name: str) -> None:
             raise ValueError(f"no backend {name!r} is registered; there are {[*_registered]}")
         del _registered[name]
         _discovered, _changes = None, _changes + 1
-
-
-_ATTRIBUTES = ("libraries", "accelerates", "preference", "wide_values")
-"""Attributes that a subclass of `Backend` inherits, and any other class must define."""
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from precondattn.arrays import Array, Shape, fresh, library_of, namespace, placement, wants_gradient
-from precondattn.backend import Backend, Request, Support
+from precondattn.backend import Backend, Request, Runner
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
 from precondattn.spec.read import MEAN_AND_LOG_SUM
@@ -28,23 +28,18 @@ def is_empty(shapes: Iterable[Shape]) -> bool:
     return any([0 in shape for shape in shapes])  # noqa: C419  Sooner than a generator.
 
 
-class Empty(Backend):
-    """The backend that runs any mechanism on empty arrays of any library."""
+class EmptyRunner(Runner):
+    """The runner of a piece on empty arrays."""
 
-    name = "none (the arrays are empty)"
-    masks_pairs = True
+    differentiable = True
 
-    def supports(self, mechanism: Piece, request: Request) -> Support:
-        if not is_empty(shape for _, shape in request.shapes):
-            return Support.no("no array is empty")
-        return Support.yes(differentiable=True)
+    def __init__(self, piece: Piece) -> None:
+        self.piece = piece
 
-    def forward(
-        self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        sizes = mechanism.inputs.sizes(str(mechanism), _shapes(inputs))
-        out = _zeros(mechanism.program.output.shape(sizes), inputs)
-        if _returns_log_sum(mechanism) and sizes["s"] == 0:
+    def forward(self, inputs: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+        sizes = self.piece.inputs.sizes(str(self.piece), _shapes(inputs))
+        out = _zeros(self.piece.program.output.shape(sizes), inputs)
+        if _returns_log_sum(self.piece) and sizes["s"] == 0:
             xp, last = namespace(out), out[..., -1:] - math.inf
             if "sink" in inputs:
                 sink = xp.astype(inputs["sink"], out.dtype)
@@ -54,7 +49,6 @@ class Empty(Backend):
 
     def backward(
         self,
-        mechanism: Piece,
         inputs: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -62,20 +56,16 @@ class Empty(Backend):
         cotangent: Array,
     ) -> Arrays:
         gradients = _zeros_like(inputs)
-        if _returns_log_sum(mechanism) and "sink" in inputs:
+        if _returns_log_sum(self.piece) and "sink" in inputs:
             d_sink = namespace(cotangent).sum(cotangent[..., -1], axis=(0, 1))
             gradients["sink"] = gradients["sink"] + d_sink
         return gradients
 
     def step(
-        self,
-        mechanism: Piece,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
+        self, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
-        sizes = mechanism.inputs.extending().sizes(str(mechanism), _shapes(inputs))
-        out = _zeros(mechanism.program.output.renamed({"s": "t"}).shape(sizes), inputs)
+        sizes = self.piece.inputs.extending().sizes(str(self.piece), _shapes(inputs))
+        out = _zeros(self.piece.program.output.renamed({"s": "t"}).shape(sizes), inputs)
         return out, {
             name: Replace(buffer if frame.may_overwrite else fresh(buffer))
             for name, buffer in past.items()
@@ -83,7 +73,6 @@ class Empty(Backend):
 
     def step_backward(
         self,
-        mechanism: Piece,
         past: Mapping[str, Array],
         inputs: Mapping[str, Array],
         frame: Frame,
@@ -91,6 +80,16 @@ class Empty(Backend):
         d_buffers: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
         return _zeros_like(inputs), {name: fresh(d) for name, d in d_buffers.items()}
+
+
+class Empty(Backend):
+    """The backend that runs any mechanism on empty arrays of any library."""
+
+    name = "none (the arrays are empty)"
+    masks_pairs = True
+
+    def prepare(self, piece: Piece, request: Request) -> Runner:
+        return EmptyRunner(piece)
 
 
 EMPTY = Empty()

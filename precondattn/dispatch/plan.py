@@ -24,15 +24,13 @@ from precondattn.backend import (
     Backend,
     PassedOverWarning,
     Request,
+    Runner,
     Support,
     UnsupportedError,
-    prepare,
-    runner_of,
 )
 from precondattn.dispatch.discovery import REFERENCE, Discovered, discover
 from precondattn.dispatch.empty import EMPTY, is_empty
 from precondattn.limits import KEPT, KEPT_PLANS
-from precondattn.runner import Runner
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
@@ -151,12 +149,12 @@ def _plan(
     if is_empty([shape for _, shape in request.shapes]):
         every = frozenset(range(len(program.calls)))
         piece, arguments, names = _piece(program, every)
-        runner = runner_of(EMPTY, piece, request.library, differentiable=True)
+        runner = EMPTY.prepare(piece, request)
         call = _planned(program, every, piece, arguments, names, EMPTY, runner)
         return CallPlan((call._replace(owned=call.buffers),), program.out, ()), None
     shapes = _value_shapes(program, request, capacity)
     if allowed is None:
-        backends = [b for b in discovered.backends if not getattr(b, "only_by_name", False)]
+        backends = [b for b in discovered.backends if not b.only_by_name]
     else:
         backends = [discovered.named(name) for name in allowed]
     considered: list[Considered] = []
@@ -169,16 +167,17 @@ def _plan(
         piece_request = _request_for(arguments, request, shapes)
         for backend in backends:
             answer = query(backend, piece, piece_request, is_described)
-            if allowed is None and not isinstance(answer, Support):
-                answer = _by_default(backend, piece, piece_request, answer)
-            if isinstance(answer, Support):
-                considered.append(Considered(calls, backend.name, answer))
+            if isinstance(answer, str):
+                support = Support.no(answer)
+            elif allowed is None and (reason := answer.refuses_by_default()) is not None:
+                support = Support(False, reason, by_name=True)
             else:
                 support = Support.yes(differentiable=answer.differentiable)
-                considered.append(Considered(calls, backend.name, support))
                 has_gradient = _has_gradient_of_jax(backend, piece, piece_request)
                 claimed[calls] = piece, arguments, names, backend, answer, has_gradient
                 taken |= calls
+            considered.append(Considered(calls, backend.name, support))
+            if support.ok:
                 break
     unclaimed = set(range(len(program.calls))) - taken
     if unclaimed:
@@ -192,54 +191,50 @@ def _plan(
         planned = [call._replace(is_symbolic=True) for call in planned]
     inputs = [name for name, _ in request.shapes]
     whole = tuple(zip(inputs, inputs, strict=True))
-    known, shares_buffers = set[str](), False
+    updated, shares_buffers = set[str](), False
     for i, call in enumerate(planned):
         owned = call.buffers
-        if not known.isdisjoint(dict(call.buffers).values()):
-            owned = tuple((name, key) for name, key in call.buffers if key not in known)
+        if not updated.isdisjoint(dict(call.buffers).values()):
+            owned = tuple((name, key) for name, key in call.buffers if key not in updated)
             shares_buffers = True
         planned[i] = call._replace(is_whole=call.arguments == whole, owned=owned)
-        known.update(dict(owned).values())
+        updated.update(dict(owned).values())
     plan = CallPlan(tuple(planned), program.out, tuple(considered), shares_buffers)
     return plan, _passed_over(mechanism, request, plan, backends)
 
 
 def query(
     backend: Backend, piece: Piece, request: Request, is_described: bool = False
-) -> Runner | Support:
+) -> Runner | str:
     """A backend's answer, without asking it about requests that it can not support in general.
 
     If `is_described`, a backend whose code can not be imported declines.
     """
     if backend.libraries and request.library not in backend.libraries:
         supported = " and ".join(sorted(backend.libraries))
-        return Support.no(f"supports arrays of {supported}, not of {request.library}")
+        return f"supports arrays of {supported}, not of {request.library}"
     masks_of_pairs = sorted(request.masks & {"attn_mask", "prefix"})
-    if masks_of_pairs and not getattr(backend, "masks_pairs", False):
-        return Support.no(f"has no masks of pairs: {', '.join(masks_of_pairs)}")
+    if masks_of_pairs and not backend.masks_pairs:
+        return f"has no masks of pairs: {', '.join(masks_of_pairs)}"
     if request.transformed and backend is not REFERENCE:
-        return Support.no("only the reference supports differentiation by torch.func")
+        return "only the reference supports differentiation by torch.func"
     try:
-        answer = prepare(backend, piece, request)
+        answer = backend.prepare(piece, request)
     except ImportError as error:
         if not is_described:
             raise
-        return Support.no(f"could not be imported: {type(error).__name__}: {error}")
-    if isinstance(answer, Support) or answer.differentiable or request.library != "torch":
+        return f"could not be imported: {type(error).__name__}: {error}"
+    if not isinstance(answer, str | Runner):
+        raise TypeError(
+            f"prepare of backend {backend.name!r} must return a precondattn.Runner, or the reason "
+            f"why there is none as a str; found {type(answer).__name__}"
+        )
+    if isinstance(answer, str) or answer.differentiable or request.library != "torch":
         return answer
     is_differentiated = request.verb == "extend" and request.differentiated
     if is_differentiated and not _has_step_backward(backend, piece, request):
-        return Support.no("its extend has no gradient, which these inputs require")
+        return "its extend has no gradient, which these inputs require"
     return answer
-
-
-def _by_default(
-    backend: Backend, piece: Piece, request: Request, runner: Runner
-) -> Runner | Support:
-    """The answer for calls that name no backend, from the answer for calls that name this one."""
-    refuses = getattr(backend, "refuses_by_default", None)
-    reason = None if refuses is None else refuses(piece, request)
-    return runner if reason is None else Support(False, reason, by_name=True)
 
 
 def _has_gradient_of_jax(backend: Backend, piece: Piece, request: Request) -> bool:
@@ -254,7 +249,7 @@ def _has_step_backward(backend: Backend, piece: Piece, request: Request) -> bool
     if not slots or any("c" in pattern.letters for _, pattern in slots):
         return False
     asked = dataclasses.replace(request, verb="extend_vjp")
-    return not isinstance(prepare(backend, piece, asked), Support)
+    return not isinstance(backend.prepare(piece, asked), str)
 
 
 def _request_for(arguments: Names, request: Request, shapes: Mapping[str, Shape]) -> Request:
@@ -372,9 +367,9 @@ def _value_shapes(program: Program, request: Request, capacity: int | None) -> d
         output = Pattern.read(call.leaf.output)
         if extending:
             output = output.renamed({"s": "t"})
-        known = {} if capacity is None else {"c": capacity}
+        sizes = {} if capacity is None else {"c": capacity}
         leaf_shapes = {formal: shapes[value] for formal, value in call.arguments}
-        shapes[call.out] = output.shape(inputs.sizes(str(call.leaf), leaf_shapes, known))
+        shapes[call.out] = output.shape(inputs.sizes(str(call.leaf), leaf_shapes, sizes))
     return shapes
 
 
@@ -389,9 +384,9 @@ def _refusal(
     lines = [f"{mechanism}: the requested backend {names} does not support all of it"]
     answers = [(c.calls, f"    {c.backend}: {c.support.reason}") for c in considered]
     of_leaves = {i: [line for calls, line in answers if calls == {i}] for i in sorted(unclaimed)}
-    known = set(chain.from_iterable(of_leaves.values()))
+    shown = set(chain.from_iterable(of_leaves.values()))
     every = frozenset(range(len(program.calls)))
-    of_whole = [line for calls, line in answers if calls == every and line not in known]
+    of_whole = [line for calls, line in answers if calls == every and line not in shown]
     if of_whole:
         lines += ["  as a whole", *of_whole]
     for i, of_leaf in of_leaves.items():

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from precondattn.arrays import Array, upcast_all
-from precondattn.backend import Backend, Request, Support
+from precondattn.backend import Backend, Request, Runner
 from precondattn.cache import Updates
 from precondattn.cache.held import held_part
 from precondattn.frame import Frame
-from precondattn.runner import LeafRunner, Runner, note_names
+from precondattn.runner import LeafRunner, note_names
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
@@ -28,15 +28,12 @@ class Reference(Backend):
     wide_values = True
     masks_pairs = True
 
-    def supports(self, mechanism: Piece, request: Request) -> Support:
-        if len(mechanism.program.calls) > 1:
-            return Support.no("runs one leaf at a time")
+    def prepare(self, piece: Piece, request: Request) -> Runner | str:
+        if len(piece.program.calls) > 1:
+            return "runs one leaf at a time"
         # Otherwise a compiler unrolls loops over tokens, and compiles again for every length.
         is_operator = request.is_symbolic and not request.verb.startswith("extend")
-        return Support.yes(differentiable=not is_operator)
-
-    def runner(self, mechanism: Piece, library: str, *, differentiable: bool = False) -> Runner:
-        return _Definition(mechanism, mechanism, differentiable=differentiable)
+        return _Definition(piece, piece, differentiable=not is_operator)
 
 
 class _Definition(LeafRunner):

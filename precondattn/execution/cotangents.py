@@ -16,8 +16,8 @@ the gradients are multiplied by c in float32. Values are not scaled: beyond 6550
 from __future__ import annotations
 
 from precondattn.arrays import Array, Arrays, Residuals, cast, dtype_name, namespace, upcast
+from precondattn.backend import Runner
 from precondattn.frame import Frame
-from precondattn.runner import Runner
 
 LARGEST = 8192.0
 """The largest scaled cotangent. Seven times it is finite in float16, and 1e-11 of it is not 0."""

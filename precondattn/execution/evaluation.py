@@ -29,7 +29,6 @@ from precondattn.arrays import (
     wants_gradient,
     zero_where_not,
 )
-from precondattn.backend import MethodsOf
 from precondattn.cache import KEY_MASK, Append, Cache, Replace, Updates, updated
 from precondattn.cache.kinds import STATE, holding
 from precondattn.cache.known_lengths import remembered
@@ -46,7 +45,7 @@ from precondattn.execution.parts import Parts
 from precondattn.frame import Frame
 from precondattn.native.ordinary import is_ordinary
 from precondattn.reversed_order import reversed_keys
-from precondattn.runner import LeafRunner
+from precondattn.runner import LeafRunner, note_names
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -166,7 +165,11 @@ def _steps(
         if not call.prepared.is_direct:
             bridge = bridge_of(planned, *past.values(), *inputs.values())
         step = planned.runner.step if bridge is None else partial(bridge, planned)
-        out, step_updates = step(past, inputs, frame)
+        try:
+            out, step_updates = step(past, inputs, frame)
+        except KeyError as error:
+            note_names(error, past, inputs)
+            raise
         values[planned.out] = out
         for name, key in planned.owned:
             updates[key] = step_updates[name]
@@ -450,4 +453,4 @@ def _operators_of_vmap(planned: PlannedCall, gradient: str, *arrays: Array) -> M
 
 def _is_by_autograd(planned: PlannedCall, gradient: str) -> bool:
     """Whether autograd computes this gradient, which is a method of other backends."""
-    return isinstance(planned.runner, MethodsOf) and gradient in planned.runner.by_autograd
+    return gradient in planned.runner.by_autograd

@@ -77,7 +77,7 @@ def _wants_batches(planned: PlannedCall) -> bool:
     program = planned.piece.program
     keeps = any(pattern.keeps_tokens for _, pattern in program.slots.values())
     relates_pairs = keeps or any(not leaf.offers.causal for leaf in program.leaves)
-    return relates_pairs and getattr(planned.backend, "segments_as_batch", False)
+    return relates_pairs and planned.backend.segments_as_batch
 
 
 @lru_cache(maxsize=KEPT)

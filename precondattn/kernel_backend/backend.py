@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import ByName, Tree
-from precondattn.backend import Backend, MethodsOf, Request, Support
+from precondattn.backend import Backend, Request, Runner
 from precondattn.frame import Frame
 from precondattn.kernel_backend.code_hash import code_of
 from precondattn.kernel_backend.kernel_table import (
@@ -27,7 +27,7 @@ from precondattn.kernel_backend.ledger import (
     is_trusting,
     width_of,
 )
-from precondattn.runner import Runner
+from precondattn.method_backend import MethodRunner
 
 VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
 """The method of a kernel class that serves each verb."""
@@ -36,7 +36,8 @@ VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp"
 class KernelBackend(Backend):
     """The base class of kernel backends. A subclass defines `table` and `refuses_request`.
 
-    A class in the table has a method `refuses`, and the methods of `Backend` that it supports.
+    A class in the table has a method `refuses`, and the methods of `Runner` that it supports, with
+    the piece as their first argument.
     """
 
     table: ClassVar[KernelTable] = {}
@@ -102,17 +103,18 @@ class KernelBackend(Backend):
         )
 
     def refuses_by_default(self, mechanism: Piece, request: Request) -> str | None:
+        """Why kernels run a piece only if the backend is requested by name; None if they do not."""
         if not self.has_ledger or request.device not in self.accelerates or is_trusting():
             return None
-        known = entries(type(self).__module__.partition(".")[0])
-        if known and all(
-            self.ledger_entry(mechanism, replace(request, verb=verb)) in known
+        ledger = entries(type(self).__module__.partition(".")[0])
+        if ledger and all(
+            self.ledger_entry(mechanism, replace(request, verb=verb)) in ledger
             for verb in self._verbs(mechanism, request)
         ):
             return None
-        here = f"compute capability {self.capability()}" if self.capability() else "this device"
+        device = f"compute capability {self.capability()}" if self.capability() else "this device"
         return (
-            f"its kernels have not yet run and agreed with the oracle on {here} in "
+            f"its kernels have not yet run and agreed with the oracle on {device} in "
             f"{request.dtype} at width {width_of(request)}; it runs if it is requested by name "
             f"(backend={self.name!r}), or with {TRUST}=1 in the environment"
         )
@@ -128,49 +130,41 @@ class KernelBackend(Backend):
         """The context in which kernels are launched on these inputs."""
         return nullcontext()
 
-    def supports(self, mechanism: Piece, request: Request) -> Support:
-        reason = self.refusal(mechanism, request)
-        return Support.yes() if reason is None else Support.no(reason)
-
-    def runner(self, mechanism: Piece, library: str, *, differentiable: bool = False) -> Runner:
-        kernels = self.kernels(mechanism)
-        if kernels is None:
-            raise ValueError(f"{self.name} has no kernels for {mechanism}{self.on_device()}")
-        return KernelRunner(self, mechanism, kernels)
+    def prepare(self, piece: Piece, request: Request) -> Runner | str:
+        if (reason := self.refusal(piece, request)) is not None:
+            return reason
+        # An operator outlives the compiler, and so would the symbolic sizes of its request.
+        return KernelRunner(self, piece, None if request.is_operator else request)
 
 
-class KernelRunner(MethodsOf):
+class KernelRunner(MethodRunner):
     """A runner that calls the methods of a kernel class in the context of `launching`."""
 
-    def __init__(self, backend: KernelBackend, piece: Piece, kernels: Kernels) -> None:
-        super().__init__(backend, piece, methods=kernels)
-        self.algorithm, self._kernels, self._launching = (
-            type(kernels).__name__,
-            kernels,
-            backend.launching,
-        )
-        self.residual_shapes = lambda inputs, frame: kernels.residual_shapes(piece, inputs)
-        for name in ("forward", "forward_with_residuals", "backward", "step", "step_backward"):
-            # The first argument of a step has the buffers.
-            at = 1 if name.startswith("step") else 0
-            setattr(self, name, self._launched(getattr(self, name), at))
-        if hasattr(kernels, "frame_of_step"):
-            self.step, self.step_backward = map(self._in_own_frame, (self.step, self.step_backward))
+    def __init__(
+        self, backend: KernelBackend, piece: Piece, request: Request | None = None
+    ) -> None:
+        kernels = backend.kernels(piece)
+        self.backend, self.piece, self.request = backend, piece, request
+        self.frame_of_step = getattr(kernels, "frame_of_step", None)
+        super().__init__(kernels, piece)
+        self.algorithm = type(kernels).__name__
 
-    def _launched(self, method: Callable[..., Tree], at: int) -> Callable[..., Tree]:
-        """The method in the context of `launching`. Argument `at` has the inputs."""
+    def refuses_by_default(self) -> str | None:
+        request = self.request
+        return None if request is None else self.backend.refuses_by_default(self.piece, request)
 
-        def launched(*arrays: Tree) -> Tree:
-            with self._launching(arrays[at]):
-                return method(*arrays)
+    def called(self, name: str, method: Callable[..., Tree]) -> Callable[..., Tree]:
+        launching, frame_of = self.backend.launching, self.frame_of_step
+        if name.startswith("residual"):
+            return lambda *arguments: method(arguments[0])  # Kernels need no frame for shapes.
 
-        return launched
-
-    def _in_own_frame(self, method: Callable[..., Tree]) -> Callable[..., Tree]:
-        """A step with the frame that its kernels read."""
-        frame_of: Callable[[Frame], Frame] = self._kernels.frame_of_step
+        def full(inputs: ByName, *others: Tree) -> Tree:
+            with launching(inputs):
+                return method(inputs, *others)
 
         def step(past: ByName, inputs: ByName, frame: Frame, *others: Tree) -> Tree:
-            return method(past, inputs, frame_of(frame), *others)
+            frame = frame if frame_of is None else frame_of(frame)
+            with launching(inputs):
+                return method(past, inputs, frame, *others)
 
-        return step
+        return step if name.startswith("step") else full

@@ -14,9 +14,10 @@ import pytest
 from rich.console import Console
 
 import precondattn as pa
-from precondattn.backend import Backend, Support
+from precondattn.backend import Backend
 from precondattn.dispatch.discovery import register_backend
 from precondattn.installed import is_installed
+from precondattn.method_backend import MethodRunner
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import (
     command,
@@ -78,13 +79,14 @@ class Rescaled(Backend):
     def __init__(self, name, factor):
         self.name, self.factor = name, factor
 
-    def supports(self, mechanism, request):
-        if mechanism != pa.Softmax():
-            return Support.no("knows softmax only")
-        return Support.yes(differentiable=True)
+    def prepare(self, piece, request):
+        is_softmax = piece == pa.Softmax()
+        return (
+            MethodRunner(self, piece, differentiable=True) if is_softmax else "knows softmax only"
+        )
 
-    def forward(self, mechanism, inputs, frame):
-        out, residuals = mechanism.forward(inputs, frame)
+    def forward(self, piece, inputs, frame):
+        out, residuals = piece.forward(inputs, frame)
         return self.factor * out, residuals
 
 

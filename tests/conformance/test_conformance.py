@@ -9,6 +9,7 @@ import precondattn as pa
 from precondattn.cache.capacity import _padded as padded
 from precondattn.cache.kept import states_at
 from precondattn.cache.sequences import reorder
+from precondattn.method_backend import MethodRunner
 from precondattn.spec.linear_family import LinearFamily
 from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
@@ -64,10 +65,9 @@ def faulty(only_the_reference):
         name = "faulty"
         fault = None
 
-        def supports(self, mechanism, request):
-            if len(mechanism.program.calls) > 1:
-                return pa.Support.no("leaves only")
-            return pa.Support.yes(differentiable=True)
+        def prepare(self, piece, request):
+            is_leaf = len(piece.program.calls) == 1
+            return MethodRunner(self, piece, differentiable=True) if is_leaf else "leaves only"
 
         def run(self, method, *args):
             if self.fault is None:
@@ -224,9 +224,7 @@ def test_a_backend_that_raises_after_claiming_support_fails(faulty, monkeypatch)
 
 
 def test_a_backend_that_refuses_is_unsupported_with_its_own_reason(faulty, monkeypatch):
-    monkeypatch.setattr(
-        type(faulty), "supports", lambda self, mechanism, request: pa.Support.no("on Sundays")
-    )
+    monkeypatch.setattr(type(faulty), "prepare", lambda self, piece, request: "on Sundays")
     result = outcome("softmax")
     assert result.status == UNSUPPORTED
     assert "on Sundays" in result.reason

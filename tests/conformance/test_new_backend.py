@@ -130,8 +130,8 @@ FAULTS = {
     ),
     "claims windows that it does not implement": (
         "backend.py",
-        "LucidSolve(scale=mechanism.scale, eps=mechanism.eps)",
-        "LucidSolve(scale=mechanism.scale, eps=mechanism.eps, window=mechanism.window)",
+        "LucidSolve(scale=piece.scale, eps=piece.eps)",
+        "LucidSolve(scale=piece.scale, eps=piece.eps, window=piece.window)",
         "lucid_solve[window=3]",
     ),
     "a gate's gradient without the rest": (
@@ -142,8 +142,8 @@ FAULTS = {
     ),
     "a step that forgets the state": (
         "backend.py",
-        "gated_delta.forward(*_arguments(mechanism, inputs), state)",
-        "gated_delta.forward(*_arguments(mechanism, inputs), None)",
+        "self.kernels.forward(*self.arguments(inputs), state)",
+        "self.kernels.forward(*self.arguments(inputs), None)",
         "gated_delta",
     ),
     "a block's own first position": (

@@ -166,7 +166,7 @@ def test_a_kernel_of_fla_is_not_compared_without_its_device(monkeypatch):
     backend = KERNELS.adapter(pa.KDA()).backend()
     shapes = {name: a.shape for name, a in make_inputs(pa.KDA(), GROUPED, "random", seed=0).items()}
     on_a_cpu = pa.Request("forward", "torch", "cpu", "float32", tuple(shapes.items()), frozenset())
-    assert backend.supports(pa.KDA(), on_a_cpu).reason == "needs arrays on cuda; found cpu"
+    assert backend.refusal(pa.KDA(), on_a_cpu) == "needs arrays on cuda; found cpu"
     on_a_gpu = replace(on_a_cpu, device="cuda")
     assert not backend.lacks(pa.KDA(), on_a_gpu)
 

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 import precondattn as pa
+from precondattn.method_backend import MethodRunner
 from precondattn_conformance import backend_from_function, check
 from precondattn_conformance.case import Case
 from precondattn_conformance.command import conformance
@@ -252,11 +253,11 @@ def test_an_exception_breaks_no_convention(run):
     class Claims(pa.Backend):
         name, only_by_name, libraries = "claims", True, frozenset({"torch"})
 
-        def supports(self, mechanism, request):
-            is_plain = mechanism == pa.Softmax() and not request.masks
-            return pa.Support.yes() if is_plain else pa.Support.no("is for plain calls")
+        def prepare(self, piece, request):
+            is_plain = piece == pa.Softmax() and not request.masks
+            return MethodRunner(self) if is_plain else "is for plain calls"
 
-        def forward(self, mechanism, inputs, frame):
+        def forward(self, inputs, frame):
             return raises(**inputs), ()
 
     code, record, printed, _ = run(Claims, checks=("outputs",))

@@ -173,19 +173,21 @@ def test_each_group_has_a_histogram(tmp_path):
 
 RESCALED = """
 import precondattn as pa
-from precondattn.backend import Backend, Support
+from precondattn.backend import Backend
 from precondattn.dispatch.discovery import register_backend
+from precondattn.runner import LeafRunner
+
+class WrongRunner(LeafRunner):
+    def forward(self, inputs, frame):
+        out, residuals = super().forward(inputs, frame)
+        return 1.01 * out, residuals
 
 class Wrong(Backend):
     name = "wrong"
     libraries = frozenset({"numpy"})
 
-    def supports(self, mechanism, request):
-        return Support.yes(differentiable=True)
-
-    def forward(self, mechanism, inputs, frame):
-        out, residuals = mechanism.forward(inputs, frame)
-        return 1.01 * out, residuals
+    def prepare(self, piece, request):
+        return WrongRunner(piece, piece, differentiable=True)
 
 register_backend(Wrong())
 """
@@ -220,8 +222,8 @@ peers.PEERS = tuple(
 
 
 def test_a_backend_without_support_is_skipped_with_its_reason(tmp_path):
-    supports = "return Support.yes(differentiable=True)"
-    declining = RESCALED.replace(supports, 'return Support.no("knows nothing")')
+    supported = "return WrongRunner(piece, piece, differentiable=True)"
+    declining = RESCALED.replace(supported, 'return "knows nothing"')
     written(tmp_path, a_file(f'{NUMPY}, backends=["wrong"]', declining))
     done = pytest_run(tmp_path, "--benchmark-only")
     assert done.returncode == 0, done.stdout

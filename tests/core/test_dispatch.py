@@ -32,11 +32,8 @@ def test_a_described_plan_has_a_backend_whose_code_can_not_be_imported_with_the_
     class Importing(pa.Backend):
         name, preference = "importing", 100
 
-        def supports(self, mechanism, request):
+        def prepare(self, piece, request):
             raise ModuleNotFoundError("No module named 'some_compiler'")
-
-        def forward(self, mechanism, inputs, frame):
-            raise NotImplementedError
 
     pa.register_backend(Importing())
     try:
@@ -152,11 +149,8 @@ def test_passing_over_an_accelerator_backend_warns_once_with_the_reason(only_the
         name = "fast_here"
         accelerates = frozenset({"cpu"})
 
-        def supports(self, mechanism, request):
-            return pa.Support.no("wants d a multiple of 16")
-
-        def forward(self, mechanism, inputs, frame):
-            raise AssertionError
+        def prepare(self, piece, request):
+            return "wants d a multiple of 16"
 
     pa.register_backend(Fast())
     x = inputs_of("softmax")
@@ -176,11 +170,8 @@ def test_a_backend_of_another_library_is_not_queried(only_the_reference):
         name = "for_torch"
         libraries = frozenset({"torch"})
 
-        def supports(self, mechanism, request):
+        def prepare(self, piece, request):
             raise AssertionError("queried about NumPy arrays")
-
-        def forward(self, mechanism, inputs, frame):
-            raise AssertionError
 
     pa.register_backend(ForTorch())
     explained = pa.Softmax().explain(**inputs_of("softmax"))
@@ -203,17 +194,36 @@ def test_an_incomplete_backend_is_refused_with_what_it_lacks(only_the_reference)
     class Nameless(pa.Backend):
         pass
 
-    with pytest.raises(TypeError, match="lacks name, supports, forward"):
+    with pytest.raises(TypeError, match="lacks name, prepare"):
         pa.register_backend(Nameless())
 
     class NotASubclass:
         name = "not_a_subclass"
-        supports = forward = Nameless.backward
+        prepare = Half.supports
 
-    with pytest.raises(TypeError, match="lacks libraries, accelerates, preference"):
+    with pytest.raises(TypeError, match="lacks libraries, accelerates, wide_values"):
         pa.register_backend(NotASubclass())
+
+    class Both(ForwardOnly, ForwardMethod):
+        pass
+
+    with pytest.raises(TypeError, match="has prepare and supports"):
+        pa.register_backend(Both)
     with pytest.raises(ValueError, match="no backend 'reference' is registered"):
         pa.unregister_backend("reference")
+
+
+@pytest.mark.parametrize("answer", [None, pa.Support.no("a reason"), pa.Softmax()])
+def test_an_answer_that_is_neither_a_runner_nor_a_reason_is_an_error(only_the_reference, answer):
+    class Wrong(pa.Backend):
+        name = "wrong"
+
+        def prepare(self, piece, request):
+            return answer
+
+    pa.register_backend(Wrong)
+    with pytest.raises(TypeError, match=f"'wrong' must return .* found {type(answer).__name__}"):
+        pa.Softmax()(**inputs_of("softmax"))
 
 
 class TopLeft(pa.Backend):
@@ -222,11 +232,8 @@ class TopLeft(pa.Backend):
     name = "top_left"
     promises = pa.CONVENTIONS - {"bottom_right"}
 
-    def supports(self, mechanism, request):
-        return pa.Support.no("never runs")
-
-    def forward(self, mechanism, inputs, frame):
-        raise AssertionError
+    def prepare(self, piece, request):
+        return "never runs"
 
 
 def test_a_backend_that_lacks_a_convention_has_to_be_named(only_the_reference):
@@ -256,47 +263,56 @@ def test_every_backend_of_ours_promises_every_convention():
         assert backend.promises == pa.CONVENTIONS, backend.name
 
 
-def test_a_backend_that_claims_a_gradient_that_it_lacks_is_named_in_the_error(only_the_reference):
-    class ForwardOnly(pa.Backend):
-        name = "forward_only"
+class ForwardRunner(pa.Runner):
+    """The definition of a leaf, without a gradient."""
 
-        def supports(self, mechanism, request):
-            return pa.Support(len(mechanism.program.calls) == 1, "one leaf at a time")
+    def __init__(self, leaf):
+        self.forward = leaf.forward
 
-        def forward(self, mechanism, inputs, frame):
-            return mechanism.forward(inputs, frame)
 
-    pa.register_backend(ForwardOnly)
+class ForwardOnly(pa.Backend):
+    name, wide_values, asked = "forward_only", True, 0
+
+    def prepare(self, piece, request):
+        self.asked += 1
+        return ForwardRunner(piece) if len(piece.program.calls) == 1 else "one leaf at a time"
+
+
+class ForwardMethod:
+    """The same with methods of a piece; the class does not inherit from `Backend`."""
+
+    name, wide_values, asked = "forward_only", True, 0
+
+    def supports(self, mechanism, request):
+        self.asked += 1
+        return pa.Support(len(mechanism.program.calls) == 1, "one leaf at a time")
+
+    def forward(self, mechanism, inputs, frame):
+        return mechanism.forward(inputs, frame)
+
+
+@pytest.mark.parametrize(
+    ("backend", "claimant"), [(ForwardOnly, "ForwardRunner"), (ForwardMethod, "forward_only")]
+)
+def test_a_claimed_gradient_that_is_lacking_is_an_error(only_the_reference, backend, claimant):
+    pa.register_backend(backend)
     out, pullback = pa.Softmax().vjp(**inputs_of("softmax"))
-    with pytest.raises(NotImplementedError, match=r"'forward_only' claimed .* method 'backward'"):
+    with pytest.raises(NotImplementedError, match=f"'{claimant}' claimed .* method 'backward'"):
         pullback(out)
 
 
-def test_a_warm_call_asks_no_backend_again(only_the_reference):
-    """The plan keeps what runs, also of a class that does not inherit from `Backend`."""
-
-    class Plain:
-        name, libraries, accelerates, preference = "plain", frozenset(), frozenset(), 1
-        wide_values = True
-        asked = 0
-
-        def supports(self, mechanism, request):
-            self.asked += 1
-            return pa.Support(len(mechanism.program.calls) == 1, "one leaf at a time")
-
-        def forward(self, mechanism, inputs, frame):
-            return mechanism.forward(inputs, frame)
-
-    plain, x = Plain(), inputs_of("lucid")
-    pa.register_backend(plain)
+@pytest.mark.parametrize("backend", [ForwardOnly, ForwardMethod])
+def test_a_warm_call_asks_no_backend_again(only_the_reference, backend):
+    registered, x = backend(), inputs_of("lucid")
+    pa.register_backend(registered)
     first = pa.Lucid()(**x)
-    asked = plain.asked
+    asked = registered.asked
     np.testing.assert_array_equal(pa.Lucid()(**x), first)
-    assert asked == plain.asked > 0
-    assert pa.Lucid().explain(**x).backends == ("plain", "plain")
+    assert asked == registered.asked > 0
+    assert pa.Lucid().explain(**x).backends == ("forward_only", "forward_only")
 
 
-def test_a_backend_may_have_an_object_for_each_piece(only_the_reference):
+def test_a_class_with_supports_may_make_an_object_for_each_piece(only_the_reference):
     class Doubled:
         algorithm, differentiable = "twice the definition", False
 

@@ -8,33 +8,54 @@ from precondattn_conformance import replay
 from precondattn_conformance.inputs import CallLayout, make_inputs
 
 
-class Loop(pa.Backend):
+class LoopRunner(pa.DifferentiableRunner):
     """Gated linear attention, token by token."""
 
-    name = "loop"
-    differentiable = True
-
-    def supports(self, mechanism, request):
-        if mechanism != pa.GLA() or request.masks:
-            return pa.Support.no("does gla with its default options, without masks")
-        return pa.Support.yes(differentiable=self.differentiable)
-
-    def forward(self, mechanism, inputs, frame):
+    def forward(self, inputs, frame):
         k, v = inputs["k"], inputs["v"]
         shape = (k.shape[0], k.shape[2], k.shape[3], v.shape[3])
         return run(upcast(namespace(k).zeros(shape, dtype=k.dtype)), inputs)[0], ()
 
-    def step(self, mechanism, past, inputs, frame):
+    def step(self, past, inputs, frame):
         ((name, state),) = past.items()
         out, last = run(state, inputs)
         return out, {name: pa.Replace(last)}
 
 
-class Kernel(Loop):
-    """A backend whose calls autograd does not see through, and without a gradient."""
+class RunnerWithoutGradient(pa.Runner):
+    """The same in calls that autograd does not see through, and without a gradient."""
 
-    name = "kernel"
-    differentiable = False
+    forward, step = LoopRunner.forward, LoopRunner.step
+
+
+class Loop(pa.Backend):
+    name, runner = "loop", LoopRunner
+
+    def prepare(self, piece, request):
+        if piece != pa.GLA() or request.masks:
+            return "does gla with its default options, without masks"
+        return self.runner()
+
+
+class Kernel(Loop):
+    name, runner = "kernel", RunnerWithoutGradient
+
+
+class LoopWithMethods(pa.Backend):
+    """The same as a class whose methods get the piece."""
+
+    name = "loop_with_methods"
+
+    def supports(self, mechanism, request):
+        reason = Loop().prepare(mechanism, request)
+        no = pa.Support.no(reason)
+        return no if isinstance(reason, str) else pa.Support.yes(differentiable=True)
+
+    def forward(self, mechanism, inputs, frame):
+        return LoopRunner().forward(inputs, frame)
+
+    def step(self, mechanism, past, inputs, frame):
+        return LoopRunner().step(past, inputs, frame)
 
 
 def run(state, x):
@@ -52,12 +73,14 @@ def run(state, x):
 def registered(only_the_reference):
     pa.register_backend(Loop)
     pa.register_backend(Kernel)
+    pa.register_backend(LoopWithMethods)
 
 
 def arrays():
     return make_inputs(pa.GLA(), CallLayout("test", t=5, s=5), "random")
 
 
+@pytest.mark.parametrize("backend", ["loop", "loop_with_methods"])
 @pytest.mark.parametrize(
     ("library", "check", "dtype"),
     [
@@ -68,10 +91,10 @@ def arrays():
         ("jax", "states", "float16"),
     ],
 )
-def test_its_gradients_are_the_definitions(library, check, dtype):
+def test_its_gradients_are_the_definitions(backend, library, check, dtype):
     pytest.importorskip(library)
     kind = "random" if check == "states" else "clustered"
-    outcome = replay(f"{check}-{library}-{dtype}-plain-{kind}-gla", backend="loop")
+    outcome = replay(f"{check}-{library}-{dtype}-plain-{kind}-gla", backend=backend)
     assert outcome.startswith("passed"), outcome
 
 
@@ -117,11 +140,12 @@ def test_the_flops_of_its_gradient_are_counted():
 def test_what_autograd_has_not_recorded_is_an_error():
     torch = pytest.importorskip("torch")
 
-    class Detached(Loop):
-        name = "detached"
+    class DetachedRunner(LoopRunner):
+        def forward(self, inputs, frame):
+            return super().forward(inputs, frame)[0].detach(), ()
 
-        def forward(self, mechanism, inputs, frame):
-            return super().forward(mechanism, inputs, frame)[0].detach(), ()
+    class Detached(Loop):
+        name, runner = "detached", DetachedRunner
 
     pa.register_backend(Detached)
     out, pullback = pa.GLA().vjp(

@@ -5,51 +5,51 @@ import pytest
 
 import precondattn as pa
 from precondattn.arrays import cast, dtype_name
-from precondattn.dispatch.reference import Reference
+from precondattn.dispatch.discovery import REFERENCE
 from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_conformance.libraries import named
 
 
-class HalfKernels(pa.Backend):
-    """Two leaves as kernels for half precision compute them: all arrays are in the call's dtype."""
+class HalfRunner(pa.Runner):
+    """A leaf as kernels for half precision compute it: all arrays are in the call's dtype."""
 
-    name = "kernels"
+    def __init__(self, reference):
+        self.reference = reference
 
-    def __init__(self):
-        self.reference = Reference()
-
-    def supports(self, mechanism, request):
-        is_step = request.verb.startswith("extend")
-        is_supported = isinstance(mechanism, pa.Linear if is_step else pa.Softmax)
-        return pa.Support.yes() if is_supported else pa.Support.no("has no kernel")
-
-    def forward(self, mechanism, inputs, frame):
+    def forward(self, inputs, frame):
         dtype = inputs["v"].dtype
         assert {array.dtype for array in inputs.values()} == {dtype}
-        return cast(self.reference.forward(mechanism, inputs, frame)[0], dtype), ()
+        return cast(self.reference.forward(inputs, frame)[0], dtype), ()
 
-    def backward(self, mechanism, inputs, frame, out, residuals, cotangent):
+    def backward(self, inputs, frame, out, residuals, cotangent):
         dtype = inputs["v"].dtype
         assert {array.dtype for array in (*inputs.values(), out, cotangent)} == {dtype}
-        gradients = self.reference.backward(mechanism, inputs, frame, out, (), cotangent)
+        gradients = self.reference.backward(inputs, frame, out, (), cotangent)
         return {name: cast(gradient, dtype) for name, gradient in gradients.items()}
 
-    def step(self, mechanism, past, inputs, frame):
+    def step(self, past, inputs, frame):
         dtype = inputs["v"].dtype
         assert {array.dtype for array in inputs.values()} == {dtype}
-        out, updates = self.reference.step(mechanism, past, inputs, frame)
+        out, updates = self.reference.step(past, inputs, frame)
         return cast(out, dtype), updates
 
-    def step_backward(self, mechanism, past, inputs, frame, cotangent, d_buffers):
+    def step_backward(self, past, inputs, frame, cotangent, d_buffers):
         dtype = inputs["v"].dtype
         assert {array.dtype for array in (*inputs.values(), cotangent)} == {dtype}
-        gradients, d_past = self.reference.step_backward(
-            mechanism, past, inputs, frame, cotangent, d_buffers
-        )
+        gradients, d_past = self.reference.step_backward(past, inputs, frame, cotangent, d_buffers)
         return {name: cast(gradient, dtype) for name, gradient in gradients.items()}, d_past
 
-    def residual_shapes(self, mechanism, inputs, frame):
+    def residual_shapes(self, inputs, frame):
         return ()
+
+
+class HalfKernels(pa.Backend):
+    name = "kernels"
+
+    def prepare(self, piece, request):
+        is_step = request.verb.startswith("extend")
+        is_supported = isinstance(piece, pa.Linear if is_step else pa.Softmax)
+        return HalfRunner(REFERENCE.prepare(piece, request)) if is_supported else "has no kernel"
 
 
 @pytest.fixture

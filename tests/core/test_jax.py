@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import precondattn as pa
-from precondattn.dispatch.reference import Reference
+from precondattn.dispatch.discovery import REFERENCE
 from precondattn_conformance.inputs import CallLayout, make_inputs
 
 
@@ -113,30 +113,31 @@ def test_half_precision_is_computed_in_float32_and_returned_in_the_input_dtype(d
 
 
 def without_derivatives(method):
-    """A method of a backend as a function that JAX refuses to differentiate."""
+    """A method as a function that JAX refuses to differentiate."""
+    function = jax.custom_jvp(lambda *arrays: method(*arrays))
 
-    def computed(self, mechanism, *arrays):
-        function = jax.custom_jvp(lambda *arrays: method(self, mechanism, *arrays))
+    @function.defjvp
+    def refused(primals, tangents):
+        raise AssertionError("the derivative of a kernel was asked for")
 
-        @function.defjvp
-        def refused(primals, tangents):
-            raise AssertionError("the derivative of a kernel was asked for")
-
-        return function(*arrays)
-
-    return computed
+    return function
 
 
-class KernelsOfSteps(Reference):
+class RunnerOfSteps(pa.Runner):
     """Steps of linear attention, and their gradients."""
 
-    name = "kernels_of_steps"
-    step = without_derivatives(Reference.step)
-    step_backward = without_derivatives(Reference.step_backward)
+    def __init__(self, reference):
+        self.step = without_derivatives(reference.step)
+        self.step_backward = without_derivatives(reference.step_backward)
 
-    def supports(self, mechanism, request):
-        is_step = request.verb.startswith("extend") and isinstance(mechanism, pa.Linear)
-        return pa.Support.yes() if is_step else pa.Support.no("has no kernel")
+
+class KernelsOfSteps(pa.Backend):
+    name = "kernels_of_steps"
+    masks_pairs = wide_values = True
+
+    def prepare(self, piece, request):
+        is_step = request.verb.startswith("extend") and isinstance(piece, pa.Linear)
+        return RunnerOfSteps(REFERENCE.prepare(piece, request)) if is_step else "has no kernel"
 
 
 @pytest.fixture
@@ -175,7 +176,11 @@ class TestAnotherBackendInJax:
         x = arrays_of("lucid_solve", b=1, t=3, s=3)
         for name in ("forward", "backward"):
             method = getattr(third_party.ThirdParty, name)
-            monkeypatch.setattr(third_party.ThirdParty, name, without_derivatives(method))
+
+            def computed(*arguments, method=method):
+                return without_derivatives(partial(method, *arguments[:2]))(*arguments[2:])
+
+            monkeypatch.setattr(third_party.ThirdParty, name, computed)
 
         def products(k, backend=None):
             def loss(k):

@@ -94,5 +94,7 @@ def test_widths_are_padded_and_limited():
 
 
 def test_a_backend_without_kernels_for_a_piece_says_so():
-    with pytest.raises(ValueError, match="triton has no kernels for deltaformer"):
-        Triton().runner(pa.DeltaFormer(), "torch")
+    request = pa.Request("forward", "torch", "cpu", "float32", (), frozenset())
+    assert (
+        Triton().refusal_of_kernels(pa.DeltaFormer(), request) == "has no kernels for deltaformer"
+    )

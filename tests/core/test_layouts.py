@@ -25,36 +25,41 @@ FULL_MASKS = [
 ]
 
 
-class RecordingLayouts(pa.Backend):
+class RecordingRunner(pa.Runner):
     """Computes as the reference does, and keeps the layouts that its methods get."""
 
+    def __init__(self, seen, reference):
+        self.seen, self.reference = seen, reference
+
+    def forward(self, inputs, frame):
+        self.seen.add(("forward", frame.layout))
+        return self.reference.forward(inputs, frame)[0], ()
+
+    def backward(self, inputs, frame, out, residuals, cotangent):
+        self.seen.add(("backward", frame.layout))
+        out, residuals = self.reference.forward(inputs, frame)
+        return self.reference.backward(inputs, frame, out, residuals, cotangent)
+
+    def residual_shapes(self, inputs, frame):
+        return ()
+
+    def step(self, past, inputs, frame):
+        self.seen.add(("step", frame.layout))
+        return self.reference.step(past, inputs, frame)
+
+    def step_backward(self, past, inputs, frame, cotangent, d_buffers):
+        self.seen.add(("step_backward", frame.layout))
+        return self.reference.step_backward(past, inputs, frame, cotangent, d_buffers)
+
+
+class RecordingLayouts(pa.Backend):
     name = "recording"
 
     def __init__(self):
         self.seen = set()
 
-    def supports(self, mechanism, request):
-        return pa.Support.yes()
-
-    def forward(self, mechanism, inputs, frame):
-        self.seen.add(("forward", frame.layout))
-        return REFERENCE.forward(mechanism, inputs, frame)[0], ()
-
-    def backward(self, mechanism, inputs, frame, out, residuals, cotangent):
-        self.seen.add(("backward", frame.layout))
-        out, residuals = REFERENCE.forward(mechanism, inputs, frame)
-        return REFERENCE.backward(mechanism, inputs, frame, out, residuals, cotangent)
-
-    def residual_shapes(self, mechanism, inputs, frame):
-        return ()
-
-    def step(self, mechanism, past, inputs, frame):
-        self.seen.add(("step", frame.layout))
-        return REFERENCE.step(mechanism, past, inputs, frame)
-
-    def step_backward(self, mechanism, past, inputs, frame, cotangent, d_buffers):
-        self.seen.add(("step_backward", frame.layout))
-        return REFERENCE.step_backward(mechanism, past, inputs, frame, cotangent, d_buffers)
+    def prepare(self, piece, request):
+        return RecordingRunner(self.seen, REFERENCE.prepare(piece, request))
 
 
 @pytest.fixture

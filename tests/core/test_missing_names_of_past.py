@@ -8,19 +8,18 @@ import pytest
 import precondattn as pa
 
 
-class Misspelt(pa.Backend):
-    """A backend that takes the leaf's names of slots for those of the cache's buffers."""
+class MisspeltRunner(pa.Runner):
+    """A runner that takes the leaf's names of slots for those of the cache's buffers."""
 
+    def step(self, past, inputs, frame):
+        return past["key"], {}
+
+
+class Misspelt(pa.Backend):
     name = "misspelt"
 
-    def supports(self, mechanism, request):
-        return pa.Support.yes() if mechanism == pa.LucidSolve() else pa.Support.no("solves only")
-
-    def forward(self, mechanism, inputs, frame):
-        raise AssertionError("only steps are called")
-
-    def step(self, mechanism, past, inputs, frame):
-        return past["key"], {}
+    def prepare(self, piece, request):
+        return MisspeltRunner()
 
 
 @pytest.fixture

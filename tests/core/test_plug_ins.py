@@ -39,10 +39,8 @@ import precondattn as pa
 
 class Mine(pa.Backend):
     name = "mine"
-    def supports(self, mechanism, request):
-        return pa.Support.no("supports nothing")
-    def forward(self, mechanism, inputs, frame):
-        raise NotImplementedError
+    def prepare(self, piece, request):
+        return "supports nothing"
 """
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn.dispatch.reference import Reference
+from precondattn.runner import LeafRunner
 from tests.core import cupy_stand_in
 from tests.core.test_cupy_stand_in import CACHED, EXPRESSIONS, LENGTHS, make_inputs
 
@@ -46,12 +46,16 @@ def assert_equal(found, expected):
 def test_a_backend_that_writes_to_the_output_in_its_gradient_is_an_error():
     """The caller's output is another array, so that nobody would see it."""
 
-    class Writes(Reference):
+    class WritingRunner(LeafRunner):
+        def backward(self, inputs, frame, out, residuals, cotangent):
+            out *= 0.5
+            return super().backward(inputs, frame, out, residuals, cotangent)
+
+    class Writes(pa.Backend):
         name = "writes"
 
-        def backward(self, mechanism, inputs, frame, out, residuals, cotangent):
-            out *= 0.5
-            return super().backward(mechanism, inputs, frame, out, residuals, cotangent)
+        def prepare(self, piece, request):
+            return WritingRunner(piece, piece)
 
     pa.register_backend(Writes())
     try:

@@ -278,10 +278,10 @@ def test_parts_of_ragged_lengths_are_planned_for_a_backend_that_has_them():
     class Unmasked(Portable):
         name = "unmasked"
 
-        def supports(self, mechanism, request):
+        def prepare(self, piece, request):
             if "lengths" in request.masks:
-                return pa.Support.no("has no lengths")
-            return super().supports(mechanism, request)
+                return "has no lengths"
+            return super().prepare(piece, request)
 
     m = pa.parse("gla")
     x = inputs_of(m)

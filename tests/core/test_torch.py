@@ -229,18 +229,20 @@ def test_gates_of_half_precision_calls_may_be_float32():
     assert np.isfinite(out.float().numpy()).all()
 
 
-class Subtraction(pa.Backend):
+class SubtractionRunner(pa.Runner):
     """o₁ − λ o₂ by a backend that PyTorch's autograd can not differentiate."""
 
+    def forward(self, inputs, frame):
+        return inputs["o1"] - inputs["lam"] * inputs["o2"], ()
+
+
+class Subtraction(pa.Backend):
     name = "subtraction"
     preference = 10
 
-    def supports(self, mechanism, request):
-        good = mechanism == pa.Difference() and request.verb != "extend"
-        return pa.Support.yes() if good else pa.Support.no("does o1 - lam o2")
-
-    def forward(self, mechanism, inputs, frame):
-        return inputs["o1"] - inputs["lam"] * inputs["o2"], ()
+    def prepare(self, piece, request):
+        is_full = piece == pa.Difference() and request.verb != "extend"
+        return SubtractionRunner() if is_full else "does o1 - lam o2"
 
 
 def test_vmap_of_a_backend_whose_piece_reads_a_single_number(only_the_reference):

@@ -15,6 +15,7 @@ import precondattn as pa
 from precondattn.algebra.names import name_of
 from precondattn.execution.torch.autograd import operators
 from precondattn.frame import full_frame
+from precondattn.runner import LeafRunner
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks import run
 from precondattn_conformance.disagreement import DisagreementError
@@ -219,13 +220,48 @@ def test_conformance_checks_dynamic_shapes(expression, backend):
 
 
 def test_conformance_finds_a_plan_that_compares_a_length(monkeypatch):
-    supports = Torch.supports
+    prepare = Torch.prepare
 
-    def comparing(self, mechanism, request):
+    def comparing(self, piece, request):
         _ = bool(dict(request.shapes)["v"][1] > 10)  # Read, and without effect.
-        return supports(self, mechanism, request)
+        return prepare(self, piece, request)
 
-    monkeypatch.setattr(Torch, "supports", comparing)
+    monkeypatch.setattr(Torch, "prepare", comparing)
     case = Case("dynamic_shapes", "linear", "torch", "float32", PLAIN, "clustered")
     with pytest.raises(DisagreementError, match="took 3 graphs"):
         run(case, "torch")
+
+
+class ForOperators(pa.Backend):
+    """Leaves by their definitions, which keeps what it is asked about operators."""
+
+    name = "for_operators"
+
+    def __init__(self, refusal=None):
+        self.asked, self.refusal = [], refusal
+
+    def prepare(self, piece, request):
+        if not request.is_operator:
+            return LeafRunner(piece, piece)
+        self.asked.append((request.verb, request.device, request.dtype))
+        return self.refusal or LeafRunner(piece, piece)
+
+
+def compiled_for_any_length(backend):
+    pa.register_backend(backend)
+    torch.compiler.reset()
+    call = torch.compile(pa.Softmax(), backend="aot_eager", dynamic=True, fullgraph=True)
+    return lambda t: call(*torch.ones(3, 1, t, 2, 4), backend=backend.name)
+
+
+def test_an_operator_asks_once_for_all_sizes(only_the_reference):
+    backend = ForOperators()
+    call = compiled_for_any_length(backend)
+    assert [call(t).shape[1] for t in (5, 7, 9)] == [5, 7, 9]
+    assert backend.asked == [("forward", "cpu", "float32")]
+
+
+def test_an_operator_that_is_declined_is_an_error_with_the_reason(only_the_reference):
+    call = compiled_for_any_length(ForOperators("is not for graphs"))
+    with pytest.raises(pa.UnsupportedError, match="softmax: for_operators is not for graphs"):
+        call(5)

@@ -11,6 +11,7 @@ import torch
 
 import precondattn as pa
 from precondattn.algebra import names
+from precondattn.runner import LeafRunner
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,9 @@ class AnyClass(pa.Backend):
     name = "any_class"
     preference = 1000
 
-    def supports(self, mechanism, request):
-        is_leaf = len(mechanism.program.calls) == 1 and request.verb != "extend"
-        return pa.Support.yes() if is_leaf else pa.Support.no("runs one leaf of a full call")
-
-    def forward(self, mechanism, inputs, frame):
-        return mechanism.forward(inputs, frame)
-
-    def backward(self, mechanism, inputs, frame, out, residuals, cotangent):
-        return mechanism.backward(inputs, frame, out, residuals, cotangent)
+    def prepare(self, piece, request):
+        is_leaf = len(piece.program.calls) == 1 and request.verb != "extend"
+        return LeafRunner(piece, piece) if is_leaf else "runs one leaf of a full call"
 
 
 @pytest.fixture

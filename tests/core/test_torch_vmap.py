@@ -230,22 +230,27 @@ def test_no_calls_have_the_shape_of_one():
     assert none.shape == (0, *pa.lucid(**x).shape)
 
 
-class WithoutShapes(pa.Backend):
+class RunnerWithoutShapes(pa.Runner):
     """LUCID's solve with a residual whose shape it does not declare."""
 
+    def __init__(self, leaf):
+        self.leaf = leaf
+
+    def forward(self, inputs, frame):
+        out, residuals = self.leaf.forward(inputs, frame)
+        return out, (*residuals, out.sum() * 0)
+
+    def backward(self, inputs, frame, out, residuals, cotangent):
+        return self.leaf.backward(inputs, frame, out, residuals[:-1], cotangent)
+
+
+class WithoutShapes(pa.Backend):
     name = "without_shapes"
     preference = 20
 
-    def supports(self, mechanism, request):
-        fits = isinstance(mechanism, pa.LucidSolve) and not request.verb.startswith("extend")
-        return pa.Support.yes() if fits else pa.Support.no("solves")
-
-    def forward(self, mechanism, inputs, frame):
-        out, residuals = mechanism.forward(inputs, frame)
-        return out, (*residuals, out.sum() * 0)
-
-    def backward(self, mechanism, inputs, frame, out, residuals, cotangent):
-        return mechanism.backward(inputs, frame, out, residuals[:-1], cotangent)
+    def prepare(self, piece, request):
+        fits = isinstance(piece, pa.LucidSolve) and not request.verb.startswith("extend")
+        return RunnerWithoutShapes(piece) if fits else "solves"
 
 
 def test_a_backend_that_declares_no_shapes_is_called_for_each_cotangent(only_the_reference, folded):

@@ -95,8 +95,8 @@ def _described(derived: pa.Mechanism) -> str:
 def _require_reason(name: str, support: Support) -> None:
     if not support.ok and not support.reason.strip():
         raise DisagreementError(
-            f"{name} declines without a reason; return Support.no(reason), with one that tells "
-            "the user what to change"
+            f"{name} declines without a reason; `prepare` must return one that tells the user what "
+            "to change"
         )
 
 

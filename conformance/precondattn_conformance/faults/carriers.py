@@ -14,16 +14,16 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import cast
 
 import numpy as np
 
 import precondattn as pa
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Arrays, dtype_name, library_of, upcast, upcast_all
-from precondattn.backend import Request, Support
+from precondattn.backend import Request, Runner
 from precondattn.cache import Update
 from precondattn.frame import Frame
+from precondattn.method_backend import MethodRunner
 from precondattn.runner import LeafRunner
 from precondattn_conformance.faults.fault import (
     BACKWARD,
@@ -45,6 +45,7 @@ class Carrier(pa.Backend):
     only_by_name = True
     wide_values = True
     masks_pairs = True
+    differentiable = False
     fault: Fault | None = None
     reached = 0
     """The number of calls in which the fault was planted."""
@@ -53,6 +54,14 @@ class Carrier(pa.Backend):
     watched = False
     broken = ""
     """The traceback of a planted call that raised an error, which is not the intended fault."""
+
+    def prepare(self, piece: Piece, request: Request) -> Runner | str:
+        reason = self.refusal(piece, request)
+        return reason or MethodRunner(self, piece, differentiable=self.differentiable)
+
+    def refusal(self, piece: Piece, request: Request) -> str | None:
+        """The reason why the carrier does not run a piece; None if it does."""
+        raise NotImplementedError
 
     def carry(self, fault: Fault | None) -> None:
         """Plant this fault from now on; None plants no fault."""
@@ -179,10 +188,8 @@ class Leaves(Carrier):
 
     name = "faulty-leaves"
 
-    def supports(self, mechanism: Piece, request: Request) -> Support:
-        if len(mechanism.program.calls) > 1:
-            return Support.no("runs one leaf at a time")
-        return Support.yes()
+    def refusal(self, piece: Piece, request: Request) -> str | None:
+        return "runs one leaf at a time" if len(piece.program.calls) > 1 else None
 
     def truth(self, call: MethodCall) -> MethodResult:
         return _result(LeafRunner(call.mechanism, call.mechanism), call)
@@ -192,10 +199,7 @@ class Autograd(Leaves):
     """A carrier whose leaves are differentiated by the framework."""
 
     name = "faulty-autograd"
-
-    def supports(self, mechanism: Piece, request: Request) -> Support:
-        support = super().supports(mechanism, request)
-        return support._replace(differentiable=support.ok)
+    differentiable = True
 
 
 class WholeCarrier(Carrier):
@@ -203,10 +207,8 @@ class WholeCarrier(Carrier):
 
     name = "faulty-whole"
 
-    def supports(self, mechanism: Piece, request: Request) -> Support:
-        if len(mechanism.program.calls) == 1:
-            return Support.no("runs compositions only")
-        return Support.yes()
+    def refusal(self, piece: Piece, request: Request) -> str | None:
+        return "runs compositions only" if len(piece.program.calls) == 1 else None
 
     def truth(self, call: MethodCall) -> MethodResult:
         return whole(call)
@@ -221,15 +223,14 @@ class BlockedCarrier(Carrier):
     def __init__(self) -> None:
         self.portable = Portable()
 
-    def supports(self, mechanism: Piece, request: Request) -> Support:
-        support: Support = self.portable.supports(mechanism, request)
-        return support
+    def refusal(self, piece: Piece, request: Request) -> str | None:
+        return self.portable.refusal(piece, request)
 
     def truth(self, call: MethodCall) -> MethodResult:
         library = library_of(next(iter(call.inputs.values())))
         runner = self.portable.runner(call.mechanism, library or "")
         with small_blocks():
-            return _result(cast("LeafRunner", runner), call)
+            return _result(runner, call)
 
     def _run(self, call: MethodCall) -> MethodResult:
         with small_blocks():  # A fault's change may also read the block sizes.

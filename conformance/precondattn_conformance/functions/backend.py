@@ -22,6 +22,7 @@ from precondattn.cache import Updates
 from precondattn.dispatch.discovery import discover
 from precondattn.frame import Frame
 from precondattn.installed import is_installed
+from precondattn.method_backend import MethodRunner
 from precondattn.native.autograd import DIFFERENTIATING
 from precondattn_conformance.functions.arrangement import Arrangement, width
 from precondattn_conformance.functions.declined import declined
@@ -222,12 +223,16 @@ class FunctionBackend(pa.Backend):
             f"fails:{lines}"
         )
 
-    def supports(self, mechanism: Piece, request: pa.Request) -> pa.Support:
-        why = self.lacks(mechanism, request)
-        if not why:
-            own, shapes = self._by_own_names(mechanism, dict(request.shapes))
-            why = self.tried(own, replace(request, shapes=tuple(shapes.items())))
-        return pa.Support.no(why) if why else pa.Support.yes(differentiable=self.gradient)
+    def prepare(self, piece: Piece, request: pa.Request) -> pa.Runner | str:
+        reason = self.refusal(piece, request)
+        return reason or MethodRunner(self, piece, differentiable=self.gradient)
+
+    def refusal(self, piece: Piece, request: pa.Request) -> str:
+        """The reason why the function does not support such a call; empty if it does."""
+        if reason := self.lacks(piece, request):
+            return reason
+        own, shapes = self._by_own_names(piece, dict(request.shapes))
+        return self.tried(own, replace(request, shapes=tuple(shapes.items())))
 
     def lacks(self, piece: Piece, request: pa.Request) -> str:
         """The reason why the function has no parameters for such a call; empty if it has them."""

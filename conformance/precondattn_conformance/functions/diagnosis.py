@@ -97,7 +97,7 @@ class _Call:
                 if dtype not in named(library).dtypes or needed(case) & unpromised:
                     continue
                 request = Request("forward", library, "cpu", dtype, shapes, frozenset())
-                if backend.supports(backend.mechanism, request).ok:
+                if not backend.refusal(backend.mechanism, request):
                     return cls(backend, layout, library, dtype)
         return None
 

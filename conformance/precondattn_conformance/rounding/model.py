@@ -23,6 +23,7 @@ from precondattn.algebra.recurrences import Recurrences, is_in
 from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.backend import Request
 from precondattn.frame import Frame
+from precondattn.method_backend import MethodRunner
 from precondattn.spec.read import MEAN_AND_LOG_SUM
 from precondattn_conformance.cancellation import Sizes
 from precondattn_conformance.declared import mechanism_of
@@ -57,17 +58,15 @@ class RoundingModel(pa.Backend):
         to_call, to_float16 = (partial(rounded, dtype=name) for name in (dtype, "float16"))
         self.to = lucid.Roundings(to_call, to_float16, tf32)
 
-    def supports(self, mechanism: Piece, request: Request) -> pa.Support:
-        if len(mechanism.program.calls) > 1:
-            return pa.Support.no("rounds leaves only")
-        is_attention = type(mechanism) in (pa.Softmax, pa.Path)
-        if is_attention and getattr(mechanism, "read", None) != MEAN_AND_LOG_SUM:
-            return pa.Support.yes()
-        if type(mechanism) is pa.LucidSolve and lucid.has_model(mechanism):
-            return pa.Support.yes()
-        if _is_delta(mechanism):
-            return pa.Support.yes()
-        return pa.Support.no("rounds softmax attention, LUCID and the delta rule only")
+    def prepare(self, piece: Piece, request: Request) -> pa.Runner | str:
+        if len(piece.program.calls) > 1:
+            return "rounds leaves only"
+        is_attention = type(piece) in (pa.Softmax, pa.Path)
+        is_attention = is_attention and getattr(piece, "read", None) != MEAN_AND_LOG_SUM
+        is_lucid = type(piece) is pa.LucidSolve and lucid.has_model(piece)
+        if is_attention or is_lucid or _is_delta(piece):
+            return MethodRunner(self, piece)
+        return "rounds softmax attention, LUCID and the delta rule only"
 
     def forward(
         self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame

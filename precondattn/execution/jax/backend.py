@@ -11,11 +11,10 @@ from collections.abc import Callable
 from functools import partial
 
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import Array, ByName, Tree
-from precondattn.backend import Backend
+from precondattn.arrays import Array, ByName, Residuals, Tree
+from precondattn.backend import Backend, Request, Runner
 from precondattn.cache import Updates
 from precondattn.frame import Frame
-from precondattn.runner import Runner
 
 Output = Callable[[ByName, Frame], Array]
 """A function from inputs and frame to the output."""
@@ -48,24 +47,25 @@ class JaxBackend(Backend):
         """
         return None
 
-    def runner(self, mechanism: Piece, library: str, *, differentiable: bool = False) -> Runner:
-        return JaxRunner(self, mechanism, super().runner(mechanism, library))
+    def prepare(self, piece: Piece, request: Request) -> Runner | str:
+        answer = super().prepare(piece, request)
+        return answer if isinstance(answer, str) else JaxRunner(self, piece, answer)
 
 
-class JaxRunner:
+class JaxRunner(Runner):
     """The runner of a piece by `JaxBackend.run`. Runners of one piece are equal, compiled once."""
-
-    differentiable = False
 
     def __init__(self, backend: JaxBackend, piece: Piece, plain: Runner) -> None:
         self.backend, self.piece, self.plain = backend, piece, plain
         self._key, self.algorithm = (backend, piece), plain.algorithm
-        verbs = ("forward", "backward", "step", "step_backward")
-        methods = [partial(backend.run, verb, self) for verb in verbs]
-        self.forward, self.backward, self.step, self.step_backward = methods
-        self.forward_with_residuals = self.forward
-        self.residuals_from_lse = plain.residuals_from_lse
-        self.residual_shapes = plain.residual_shapes
+        for verb in ("forward", "backward", "step", "step_backward"):
+            setattr(self, verb, partial(backend.run, verb, self))
+
+    def refuses_by_default(self) -> str | None:
+        return self.plain.refuses_by_default()
+
+    def residuals_from_lse(self, lse: Array) -> Residuals | None:
+        return self.plain.residuals_from_lse(lse)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, JaxRunner) and self._key == other._key

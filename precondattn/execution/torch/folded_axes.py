@@ -21,9 +21,9 @@ from torch import Tensor
 from precondattn.algebra.declaration import HEADS, Pattern, Sizes
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import Tree, dtype_name
-from precondattn.backend import ArraySpec, runner_of
-from precondattn.dispatch.discovery import discover
+from precondattn.backend import ArraySpec
 from precondattn.execution.torch.frames import frame_of
+from precondattn.execution.torch.operators import named
 from precondattn.frame import OF_TOKENS
 
 BATCH = "b"
@@ -163,7 +163,8 @@ class OneCall:
         tensors = self.tensors.tensors
         described = zip(self.piece.inputs, shapes, tensors, strict=True)
         specs = {name: ArraySpec(shape, dtype_name(t)) for name, shape, t in described}
-        runner = runner_of(discover().named(self.backend), self.piece, "torch")
+        inputs = dict(zip(self.piece.inputs, self.tensors.of_call(0), strict=True))
+        runner = named(self.piece._name, self.backend).runner("vjp", inputs)
         frame = frame_of(self.layout, self.frame.of_call(0), tensors[0])
         try:
             residuals = runner.residual_shapes(specs, frame)

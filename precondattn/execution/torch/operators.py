@@ -30,18 +30,17 @@ from torch import Tensor
 
 from precondattn.algebra.names import piece_named
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import Arrays, Tree, cast
-from precondattn.backend import ArraySpec, runner_of
+from precondattn.arrays import Arrays, Tree, cast, device_of
+from precondattn.backend import ArraySpec, Backend, Request, Runner, UnsupportedError
 from precondattn.cache import updated
 from precondattn.dispatch.discovery import REFERENCE, Discovered, discover
-from precondattn.execution.array_checks import values_of
+from precondattn.execution.array_checks import call_dtype, values_of
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.input_names import shapes_of
 from precondattn.execution.torch.autocast import off
 from precondattn.execution.torch.frames import frame_of
 from precondattn.execution.torch.outputs import output_dtype, unaliased
 from precondattn.limits import KEPT
-from precondattn.runner import Runner
 
 Tensors = list[Tensor]
 Masks = list[Tensor | None]
@@ -52,10 +51,25 @@ class Named(NamedTuple):
     """The objects that the texts of an operator name."""
 
     piece: Piece
-    runner: Runner
+    backend: Backend
     is_wide: bool
     """Whether the backend has `wide_values`."""
     is_reference: bool
+    runners: dict[tuple[str, str, str], Runner]
+    """The runner of a verb, for each kind of device and dtype."""
+
+    def runner(self, verb: str, inputs: dict[str, Tensor]) -> Runner:
+        """The runner of a verb, prepared for the inputs of its first call."""
+        key = verb, device_of(values_of(inputs)), call_dtype(inputs)
+        if key not in self.runners:
+            verb, device, dtype = key
+            shapes = tuple(shapes_of(inputs).items())
+            request = Request(verb, "torch", device, dtype, shapes, frozenset(), is_operator=True)
+            answer = self.backend.prepare(self.piece, request)
+            if isinstance(answer, str):
+                raise UnsupportedError(f"{self.piece}: {self.backend.name} {answer}")
+            self.runners[key] = answer
+        return self.runners[key]
 
     def inputs(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.piece.inputs, tensors, strict=True))
@@ -71,8 +85,8 @@ def named(piece: str, backend: str) -> Named:
 
 @functools.lru_cache(KEPT)
 def _named(piece: str, backend: str, discovered: Discovered) -> Named:
-    found, runs = piece_named(piece), discovered.named(backend)
-    return Named(found, runner_of(runs, found, "torch"), runs.wide_values, runs is REFERENCE)
+    runs = discovered.named(backend)
+    return Named(piece_named(piece), runs, runs.wide_values, runs is REFERENCE, {})
 
 
 def _operator(function: Callable[..., Tree]) -> Tree:
@@ -93,7 +107,7 @@ def forward(piece: str, backend: str, tensors: Tensors, frame: Masks, layout: st
     """The output, followed by the residuals."""
     found, masks = named(piece, backend), frame_of(layout, frame, tensors[0])
     inputs = found.inputs(tensors)
-    out, residuals = found.runner.forward_with_residuals(inputs, masks)
+    out, residuals = found.runner("vjp", inputs).forward_with_residuals(inputs, masks)
     out = cast(out, output_dtype(inputs, is_wide=found.is_wide, has_gradient=True))
     kept = () if found.is_reference else residuals
     return unaliased([out, *kept], [*tensors, *frame])
@@ -104,7 +118,8 @@ def inference(piece: str, backend: str, tensors: Tensors, frame: Masks, layout: 
     """The output without residuals."""
     found, masks = named(piece, backend), frame_of(layout, frame, tensors[0])
     inputs = found.inputs(tensors)
-    out = cast(found.runner.forward(inputs, masks)[0], output_dtype(inputs, is_wide=found.is_wide))
+    out, _ = found.runner("forward", inputs).forward(inputs, masks)
+    out = cast(out, output_dtype(inputs, is_wide=found.is_wide))
     return unaliased([out], [*tensors, *frame])[0]
 
 
@@ -121,12 +136,12 @@ def backward(
     """The gradient of every input."""
     found, masks = named(piece, backend), frame_of(layout, frame, tensors[0])
     inputs = found.inputs(tensors)
-    out, residuals = outputs[0], tuple(outputs[1:])
+    runner, out, residuals = found.runner("vjp", inputs), outputs[0], tuple(outputs[1:])
     if found.is_reference:
-        out, residuals = found.runner.forward(inputs, masks)
+        out, residuals = runner.forward(inputs, masks)
     if not found.is_wide:
         out = cast(out, values_of(inputs).dtype)
-    gradients = gradients_at(cotangent, found.runner, inputs, masks, out, residuals)
+    gradients = gradients_at(cotangent, runner, inputs, masks, out, residuals)
     in_order = [cast(gradients[name], tensor.dtype) for name, tensor in inputs.items()]
     return unaliased(in_order, [*tensors, *frame, *outputs, cotangent])
 
@@ -138,7 +153,7 @@ def step(
     """The output, followed by the new states."""
     found, masks = named(piece, backend), frame_of(layout, frame, tensors[0])
     states, inputs = found.buffers(past), found.inputs(tensors)
-    out, updates = found.runner.step(states, inputs, masks)
+    out, updates = found.runner("extend", inputs).step(states, inputs, masks)
     out = cast(out, output_dtype(inputs, is_wide=found.is_wide, has_gradient=True))
     replaced: Arrays = dict(updates)
     new = [cast(replaced[name].value, old.dtype) for name, old in states.items()]
@@ -160,7 +175,8 @@ def step_backward(
     states, inputs = found.buffers(past), found.inputs(tensors)
     d_out, d_new = cotangents[0], found.buffers(cotangents[1:])
     like = d_out if found.is_wide else values_of(inputs)
-    gradients, d_past = step_gradients_at(d_out, d_new, found.runner, states, inputs, masks, like)
+    runner = found.runner("extend_vjp", inputs)
+    gradients, d_past = step_gradients_at(d_out, d_new, runner, states, inputs, masks, like)
     in_order = [cast(d_past[name], old.dtype) for name, old in states.items()]
     in_order += [cast(gradients[name], tensor.dtype) for name, tensor in inputs.items()]
     return unaliased(in_order, [*past, *tensors, *frame, *cotangents])
@@ -180,7 +196,7 @@ def extension(
     """The output, followed by the updated buffers, in the memory layout of the old ones."""
     found, masks = named(piece, backend), frame_of(layout, frame, tensors[0])
     buffers, inputs = found.buffers(past), found.inputs(tensors)
-    out, updates = found.runner.step(buffers, inputs, masks)
+    out, updates = found.runner("extend", inputs).step(buffers, inputs, masks)
     out = cast(out, output_dtype(inputs, is_wide=found.is_wide))
     results = unaliased([out], [*past, *tensors, *frame])
     for name, old in buffers.items():
@@ -211,10 +227,11 @@ def _like(tensors: Tensors) -> Tensors:
 @forward.register_fake
 def _(piece: str, backend: str, tensors: Tensors, frame: Masks, layout: str = "") -> Tensors:
     found, masks = named(piece, backend), frame_of(layout, frame, tensors[0])
-    specs = {name: ArraySpec.of(t) for name, t in found.inputs(tensors).items()}
+    inputs = found.inputs(tensors)
+    specs = {name: ArraySpec.of(t) for name, t in inputs.items()}
     residuals = [
         tensors[0].new_empty(spec.shape, dtype=getattr(torch, spec.dtype))
-        for spec in found.runner.residual_shapes(specs, masks)
+        for spec in found.runner("vjp", inputs).residual_shapes(specs, masks)
     ]
     return [_output_like(piece, backend, tensors, has_gradient=True), *residuals]
 

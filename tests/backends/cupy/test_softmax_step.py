@@ -63,7 +63,7 @@ def check(name, x, held, **options):
 @pytest.fixture(autouse=True)
 def only_ours(monkeypatch):
     """A step by the portable backend is an error."""
-    monkeypatch.setattr("precondattn_portable.backend.Portable.step", None)
+    monkeypatch.setattr("precondattn_portable.backend.AlgorithmRunner.step", None)
 
 
 @needs_simulator

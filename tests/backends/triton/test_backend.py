@@ -135,29 +135,25 @@ KV = {"k": (2, 20, 2, 8), "v": (2, 20, 2, 8)}
     ],
 )
 def test_unsupported_calls_are_declined_with_the_reason(mechanism, changes, reason):
-    support = Triton().supports(
+    refusal = Triton().refusal(
         pa.parse(mechanism).program.leaves[0], request(mechanism, **{**KV, **changes})
     )
-    assert not support.ok
-    assert reason in support.reason
+    assert reason in refusal
 
 
 def test_an_older_triton_is_declined_with_its_version(monkeypatch):
     solve = pa.LucidSolve()
-    assert Triton().supports(solve, request(solve, **KV)).ok
+    assert Triton().refusal(solve, request(solve, **KV)) is None
     monkeypatch.setattr(backend, "_version", lambda: (3, 5))
-    assert (
-        Triton().supports(solve, request(solve, **KV)).reason
-        == "needs Triton 3.6 or newer; found 3.5"
-    )
+    assert Triton().refusal(solve, request(solve, **KV)) == "needs Triton 3.6 or newer; found 3.5"
 
 
 def test_on_amd_calls_that_fit_are_supported():
     solve = pa.LucidSolve()
     with compiling_for("gfx942"):
-        assert Triton().supports(solve, request(solve, **KV)).ok
+        assert Triton().refusal(solve, request(solve, **KV)) is None
         wide = request(solve, **{**KV, "v": (2, 20, 2, 128)})
-        assert "found 128" in Triton().supports(solve, wide).reason
+        assert "found 128" in Triton().refusal(solve, wide)
 
 
 @pytest.mark.parametrize(
@@ -175,9 +171,9 @@ def test_on_amd_calls_that_fit_are_supported():
 def test_a_step_supports_as_many_query_heads_as_fit(dtype, h, d, fits):
     group = Group(group_of("lucid"))
     shapes = {"q": (2, 1, h, d), "k": (2, 1, 1, d), "v": (2, 1, 1, d)}
-    support = Triton().supports(group, request(group, dtype=dtype, verb="extend", **shapes))
-    assert support.ok == fits
-    assert fits or f"d={d}" in support.reason
+    refusal = Triton().refusal(group, request(group, dtype=dtype, verb="extend", **shapes))
+    assert (refusal is None) == fits
+    assert fits or f"d={d}" in refusal
 
 
 @pytest.mark.parametrize(
@@ -194,9 +190,9 @@ def test_a_step_supports_as_many_query_heads_as_fit(dtype, h, d, fits):
 def test_a_step_by_a_few_tokens_supports_as_many_rows_as_fit(dtype, t, h, d, fits):
     group = Group(group_of("lucid"))
     shapes = {"q": (2, t, h, d), "k": (2, t, 1, d), "v": (2, t, 1, d)}
-    support = Triton().supports(group, request(group, dtype=dtype, verb="extend", **shapes))
-    assert support.ok == fits
-    assert fits or "fit a tile" in support.reason
+    refusal = Triton().refusal(group, request(group, dtype=dtype, verb="extend", **shapes))
+    assert (refusal is None) == fits
+    assert fits or "fit a tile" in refusal
 
 
 def test_a_traced_step_runs_on_another_backend():

@@ -125,4 +125,4 @@ def test_a_query_of_nan_is_nan_and_stops():
 def test_wide_keys_are_declined():
     shapes = (("q", (1, 4, 1, 160)), ("k", (1, 4, 1, 160)))
     request = Request("vjp", "torch", "cpu", "float32", shapes, frozenset())
-    assert "d <= 128; found d=160" in Triton().supports(LEAF, request).reason
+    assert "d <= 128; found d=160" in Triton().refusal(LEAF, request)

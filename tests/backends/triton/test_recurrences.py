@@ -389,6 +389,5 @@ def test_unsupported_calls_are_declined_with_the_reason(layer, changes, reason):
     shapes = {"q": shape, "k": shape, "v": shape} | changes
     leaf = pa.parse(layer) if layer != "conditioned_query" else pa.ConditionedQuery()
     request = Request("vjp", "torch", "cpu", "float32", tuple(shapes.items()), frozenset())
-    support = Triton().supports(leaf, request)
-    assert not support.ok
-    assert reason in support.reason
+    refusal = Triton().refusal(leaf, request)
+    assert reason in refusal

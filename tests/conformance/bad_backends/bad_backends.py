@@ -11,6 +11,7 @@ import time
 import numpy as np
 
 import precondattn as pa
+from precondattn.method_backend import MethodRunner
 
 
 class Definition(pa.Backend):
@@ -19,12 +20,12 @@ class Definition(pa.Backend):
     libraries = frozenset({"numpy", "torch"})
     declines = ("extend: does full calls only",)
 
-    def supports(self, mechanism, request):
-        if len(mechanism.program.calls) > 1:
-            return pa.Support.no("does leaves only")
+    def prepare(self, piece, request):
+        if len(piece.program.calls) > 1:
+            return "does leaves only"
         if request.verb not in ("forward", "vjp"):
-            return pa.Support.no("does full calls only")
-        return pa.Support.yes()
+            return "does full calls only"
+        return MethodRunner(self, piece)
 
     def forward(self, mechanism, inputs, frame):
         return mechanism.forward(inputs, frame)
@@ -73,8 +74,8 @@ class Pretends(Definition):
 class Refuses(Definition):
     name = "refuses"
 
-    def supports(self, mechanism, request):
-        return pa.Support.no("not today")
+    def prepare(self, piece, request):
+        return "not today"
 
 
 class Raises(Definition):
@@ -136,10 +137,10 @@ class Narrow(Definition):
 
     name = "narrow"
 
-    def supports(self, mechanism, request):
+    def prepare(self, piece, request):
         if request.dtype == "float64":
-            return pa.Support.no("has no float64")
-        return super().supports(mechanism, request)
+            return "has no float64"
+        return super().prepare(piece, request)
 
 
 class Choosy(Narrow):
@@ -147,11 +148,11 @@ class Choosy(Narrow):
 
     name = "choosy"
 
-    def supports(self, mechanism, request):
+    def prepare(self, piece, request):
         shapes = dict(request.shapes)
         if shapes["q"][2] != shapes["k"][2]:
-            return pa.Support.no("takes a key head for each query head")
-        return super().supports(mechanism, request)
+            return "takes a key head for each query head"
+        return super().prepare(piece, request)
 
 
 class Overflows(Narrow):
@@ -191,10 +192,10 @@ class Late(Definition):
     name = "late"
     covers = frozenset({"softmax", "lucid_solve"})
 
-    def supports(self, mechanism, request):
-        if mechanism.name == "lucid_solve":
-            return pa.Support.no("not yet")
-        return super().supports(mechanism, request)
+    def prepare(self, piece, request):
+        if piece.name == "lucid_solve":
+            return "not yet"
+        return super().prepare(piece, request)
 
 
 class Keyed(Definition):

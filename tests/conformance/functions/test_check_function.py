@@ -172,8 +172,8 @@ def test_a_default_is_left_to_a_jitted_function_which_would_trace_it():
     backend = backend_from_function(jitted, "softmax", heads="equal")
     shapes = tuple((name, (1, 3, 2, 8)) for name in "qkv")
     request = pa.Request("forward", "jax", "cpu", "float32", shapes, frozenset())
-    assert backend.supports(pa.Softmax(), request).ok
-    assert "TracerBool" in backend.supports(pa.Softmax(causal=False), request).reason
+    assert not backend.refusal(pa.Softmax(), request)
+    assert "TracerBool" in backend.refusal(pa.Softmax(causal=False), request)
 
 
 def test_a_function_without_a_parameter_for_an_input_is_refused():

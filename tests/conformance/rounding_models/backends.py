@@ -10,6 +10,7 @@ import torch
 
 import precondattn as pa
 from precondattn.arrays import upcast, upcast_all
+from precondattn.method_backend import MethodRunner
 from precondattn.spec.read import MEAN_AND_LOG_SUM
 from precondattn_conformance.rounding import lucid
 from precondattn_conformance.rounding.attention import rounded_attention
@@ -26,13 +27,12 @@ class HalfPrecisionModel(pa.Backend):
     libraries = frozenset({"torch"})
     only_by_name = True
 
-    def supports(self, mechanism, request):
-        if len(mechanism.program.calls) > 1:
-            return pa.Support.no("leaves only")
+    def prepare(self, piece, request):
+        if len(piece.program.calls) > 1:
+            return "leaves only"
         if request.dtype not in HALF:
-            return pa.Support.no("half precision only")
-        reason = self.refuses(mechanism, request)
-        return pa.Support.yes() if reason is None else pa.Support.no(reason)
+            return "half precision only"
+        return self.refuses(piece, request) or MethodRunner(self, piece)
 
     def residual_shapes(self, mechanism, inputs, frame):
         return ()

@@ -4,14 +4,15 @@ import precondattn as pa
 from blocked_kernel.blocked import attention
 
 
+class AttentionByBlocks(pa.Runner):
+    def forward(self, inputs, frame):
+        return attention(*(inputs[name] for name in "qkv")), ()
+
+
 class BlockedKernel(pa.Backend):
     name = "blocked_kernel"
     libraries = frozenset({"numpy"})
 
-    def supports(self, mechanism, request):
-        if mechanism != pa.Softmax() or request.verb != "forward" or request.masks:
-            return pa.Support.no("runs plain softmax forward")
-        return pa.Support.yes()
-
-    def forward(self, mechanism, inputs, frame):
-        return attention(*(inputs[name] for name in "qkv")), ()
+    def prepare(self, piece, request):
+        is_plain = piece == pa.Softmax() and request.verb == "forward" and not request.masks
+        return AttentionByBlocks() if is_plain else "runs plain softmax forward"
