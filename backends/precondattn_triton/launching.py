@@ -7,6 +7,7 @@ host. The first keeps what Triton has compiled by all that Triton specialises a 
 
 * a tensor's dtype, and whether its address is a multiple of 16;
 * an integer's size, 32 or 64 bits, and whether it is 1 or a multiple of 16;
+* each entry of a tuple in these ways;
 * the values of constants, and the numbers of warps and stages;
 * the current device, and Triton's settings for debugging and instrumentation.
 
@@ -93,17 +94,7 @@ def _signature(
     if type(kernel) is not JITFunction or kernel.pre_run_hooks or is_observed():
         return None
     try:
-        # The most frequent types come first, and no function is called for each argument.
-        described = [
-            (16 if a % 16 == 0 else a == 1)
-            if type(a) is int and -0x80000000 <= a <= 0x7FFFFFFF
-            else (a.dtype if a.data_ptr() % 16 == 0 else (a.dtype,))
-            if type(a) is Tensor
-            else None
-            if a is None
-            else _other(a)
-            for a in arguments
-        ]
+        described = _described(arguments)
     except TypeError:
         return None
     device = driver.active.get_current_device()
@@ -111,8 +102,25 @@ def _signature(
     return (kernel.fn, device, settings(), *described, *constants, *constants.values())
 
 
+def _described(arguments: tuple[Argument, ...]) -> list[Hashable]:
+    """What Triton specialises a kernel on, for each argument."""
+    # The most frequent types come first, and no function is called for each of these.
+    return [
+        (16 if a % 16 == 0 else a == 1)
+        if type(a) is int and -0x80000000 <= a <= 0x7FFFFFFF
+        else (a.dtype if a.data_ptr() % 16 == 0 else (a.dtype,))
+        if type(a) is Tensor
+        else None
+        if a is None
+        else _other(a)
+        for a in arguments
+    ]
+
+
 def _other(argument: Argument) -> Hashable:
-    """What Triton specialises a kernel on, for a rarer argument than those of `_signature`."""
+    """What Triton specialises a kernel on, for a rarer argument than those of `_described`."""
+    if isinstance(argument, tuple):
+        return type(argument), *_described(argument)
     if isinstance(argument, Tensor):
         return argument.dtype if argument.data_ptr() % 16 == 0 else (argument.dtype,)
     if type(argument) is int:

@@ -211,7 +211,7 @@ def variants(target: str) -> Iterator[Variant]:
                 with compiling_for(target):
                     launched = launches(mechanism, dtype, d, e, **options)
                 for launch in launched:
-                    constants = tuple(launch.arguments.get(name) for name in DISTINGUISHING)
+                    constants = tuple(launch.values.get(name) for name in DISTINGUISHING)
                     tuned = tuple(sorted(launch.options.items()))
                     is_wide = max(d, e) > 128
                     function = launch.function.module, launch.function.__name__
@@ -238,7 +238,7 @@ def _variant(launch: TritonLaunch, mechanism: str, dtype: torch.dtype, d: int, e
         limit = BORDER_SPILLS
     if dtype == torch.float16 and launch.function.__name__ in SPILLING_IN_FLOAT16:
         limit = max(limit, FLOAT16_SPILLS)
-    if launch.arguments.get("IS_STEP") and dtype == torch.float32:
+    if launch.values.get("IS_STEP") and dtype == torch.float32:
         limit = max(limit, PATH_STEP_SPILLS)
     if launch.function.__name__ == "_chunk_gradient":
         limit = max(limit, CHUNK_SPILLS)
@@ -257,17 +257,17 @@ def _variant(launch: TritonLaunch, mechanism: str, dtype: torch.dtype, d: int, e
 
 def _first_dtype(launch: TritonLaunch) -> torch.dtype:
     """The dtype of the first array: operands may be in the call's dtype or in another."""
-    arrays = (a for a in launch.arguments.values() if isinstance(a, torch.Tensor))
+    arrays = (a for a in launch.values.values() if isinstance(a, torch.Tensor))
     return next(arrays).dtype
 
 
 def _dtype_of(launch: TritonLaunch, name: str) -> torch.dtype | None:
-    array = launch.arguments.get(name)
+    array = launch.values.get(name)
     return array.dtype if isinstance(array, torch.Tensor) else None
 
 
 def _has(launch: TritonLaunch, name: str) -> bool:
-    return launch.arguments.get(name) is not None
+    return launch.values.get(name) is not None
 
 
 def _is_packed(launch: TritonLaunch) -> bool:
@@ -276,17 +276,17 @@ def _is_packed(launch: TritonLaunch) -> bool:
 
 def _is_of_blocks(launch: TritonLaunch) -> bool:
     """Whether a kernel of PaTH's backward pass is launched for blocks, not for their chunks."""
-    length = launch.arguments.get("length", 0)
+    length = launch.values.get("length", 0)
     return isinstance(length, int) and length >= SMALLEST
 
 
 def _way(launch: TritonLaunch) -> str:
     """The part of a variant's name that distinguishes a kernel's launches within one call."""
-    is_backward = launch.arguments.get("BACKWARD", launch.arguments.get("BY_ROW"))
+    is_backward = launch.values.get("BACKWARD", launch.values.get("BY_ROW"))
     is_backward = is_backward or (_has(launch, "z") and _has(launch, "y"))
-    decay, gated = launch.arguments.get("DECAY"), launch.arguments.get("GATE_STEP")
+    decay, gated = launch.values.get("DECAY"), launch.values.get("GATE_STEP")
     of_blocks = " of blocks" if _is_of_blocks(launch) else ""
-    sizes = [(name, launch.arguments.get(name.upper())) for name in ("tile", "part")]
+    sizes = [(name, launch.values.get(name.upper())) for name in ("tile", "part")]
     name = (
         (" backward" if is_backward else "")
         + of_blocks
@@ -294,17 +294,17 @@ def _way(launch: TritonLaunch) -> str:
     )
     if decay is not None:
         name += f" decay of {decay}"
-    if "x" in launch.arguments and launch.arguments["x"] is None:
+    if "x" in launch.values and launch.values["x"] is None:
         name += " of values alone"
-    if "among" in launch.arguments and launch.arguments.get("reading") is not None:
+    if "among" in launch.values and launch.values.get("reading") is not None:
         name += " with factors"
-    if launch.arguments.get("WITH_KEYS") is False:
+    if launch.values.get("WITH_KEYS") is False:
         name += " of values"
     if any(_has(launch, each) for each in ("initial", "d_final")):
         name += " after states"
-    if launch.arguments.get("COLUMNS") and _has(launch, "moments"):
+    if launch.values.get("COLUMNS") and _has(launch, "moments"):
         name += " with moments"
-    if launch.arguments.get("d") == 1:
+    if launch.values.get("d") == 1:
         name += " of one channel"
     return name + (f" width {gated}" if gated else "")
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from precondattn_kernel_tools.ahead_of_time import (
@@ -31,6 +31,12 @@ from precondattn_kernel_tools.resources import SHARED_LIMITS, Resources, measure
 from precondattn_kernel_tools.triton_code import code_of
 
 
+Place = tuple[int, ...]
+"""The place of an entry of a tuple: the number of the argument, and the entry's number in it."""
+ArgumentType = str | tuple["ArgumentType", ...]
+"""Triton's name of a type; a tuple of these for a tuple of arguments."""
+
+
 class Variant(NamedTuple):
     """One variant in which a kernel is shipped."""
 
@@ -38,16 +44,17 @@ class Variant(NamedTuple):
     """A name that is unique in the module."""
     function: KernelFunction
     """The result of `triton.jit`."""
-    signature: Mapping[str, str]
-    """The type of each argument by name: "*bf16" (a pointer), "i32", "fp32" …"""
-    constants: Mapping[str, object]
-    """The other arguments, which are compile-time constants."""
+    signature: Mapping[str, ArgumentType]
+    """The type of each argument by name: "*bf16" (a pointer), "i32", "fp32" …; or a tuple of the
+    types of its entries, of which constants are "constexpr"."""
+    constants: Mapping[str | Place, object]
+    """The other arguments and entries, which are compile-time constants."""
     options: Mapping[str, int]
     """The options num_warps and num_stages."""
     spill_limit: int = 0
     """The number of bytes that a thread may spill."""
-    divisible: Sequence[str] = ()
-    """Arguments that are multiples of 16, for which Triton specialises a kernel."""
+    divisible: Sequence[str | Place] = ()
+    """Arguments and entries that are multiples of 16, for which Triton specialises a kernel."""
 
 
 def compile_variant(variant: Variant, target: str) -> Resources:
@@ -71,11 +78,13 @@ def compiled(variant: Variant, target: str) -> CompiledKernel:
     from triton.compiler import ASTSource
 
     names = variant.function.arg_names
-    given = {**variant.signature, **variant.constants}
-    if missing := [name for name in names if name not in given]:
+    described = [*variant.signature, *variant.constants]
+    if missing := [name for name in names if name not in described]:
         raise ValueError(f"neither a type nor a value is given for {', '.join(missing)}")
-    if unknown := [name for name in (*given, *variant.divisible) if name not in names]:
+    arguments = [name for name in (*described, *variant.divisible) if isinstance(name, str)]
+    if unknown := [name for name in arguments if name not in names]:
         raise ValueError(f"the kernel has no argument {', '.join(unknown)}")
+    divisible = {(names.index(at),) if isinstance(at, str) else at for at in variant.divisible}
     source = ASTSource(
         fn=variant.function,
         signature={
@@ -85,9 +94,10 @@ def compiled(variant: Variant, target: str) -> CompiledKernel:
         constexprs=dict(variant.constants),
         # As at run time, where the address of a new tensor is a multiple of 16.
         attrs={
-            (i,): [["tt.divisibility", 16]]
+            place: [["tt.divisibility", 16]]
             for i, name in enumerate(names)
-            if name in variant.divisible or variant.signature.get(name, "").startswith("*")
+            for place, kind in _entries((i,), variant.signature.get(name, "constexpr"))
+            if place in divisible or kind.startswith("*")
         },
     )
     if target.startswith("gfx"):
@@ -99,6 +109,15 @@ def compiled(variant: Variant, target: str) -> CompiledKernel:
         return triton.compile(source, target=machine, options=dict(variant.options))
 
 
+def _entries(place: Place, kind: ArgumentType) -> Iterator[tuple[Place, str]]:
+    """The place and type of an argument, or of each entry of a tuple."""
+    if isinstance(kind, str):
+        yield place, kind
+    else:
+        for number, entry in enumerate(kind):
+            yield from _entries((*place, number), entry)
+
+
 def key_of_variant(variant: Variant, target: str) -> str:
     """The key of a variant (`ahead_of_time.py`); empty if its code can not be read."""
     import triton
@@ -107,15 +126,22 @@ def key_of_variant(variant: Variant, target: str) -> str:
         code = code_of(variant.function)
     except (AttributeError, OSError, TypeError, ValueError):
         return ""
-    numbers = {name: number for number, name in enumerate(variant.function.arg_names)}
-    numbered = [
-        sorted((numbers[name], value) for name, value in mapping.items())
-        for mapping in (variant.signature, variant.constants)
-    ]
-    divisible = sorted(numbers[name] for name in variant.divisible)
+    names = variant.function.arg_names
+
+    def numbered(at: str | Place) -> int | Place:
+        return names.index(at) if isinstance(at, str) else at
+
+    def order(number: int | Place) -> Place:
+        return (number,) if isinstance(number, int) else number
+
+    signature, constants = (
+        sorted(((numbered(at), value) for at, value in of.items()), key=lambda pair: order(pair[0]))
+        for of in (variant.signature, variant.constants)
+    )
+    divisible = sorted(map(numbered, variant.divisible), key=order)
     options = sorted(variant.options.items())
     limits = (variant.spill_limit, target, triton.__version__)
-    return key_of(code, *numbered, divisible, options, *limits)
+    return key_of(code, signature, constants, divisible, options, *limits)
 
 
 @functools.cache

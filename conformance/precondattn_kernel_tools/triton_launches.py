@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from precondattn_kernel_tools.foreign import Argument, KernelFunction
-from precondattn_kernel_tools.triton_compiler import Variant
+from precondattn_kernel_tools.triton_compiler import ArgumentType, Place, Variant
 
 TYPES = {
     "torch.float16": "fp16",
@@ -44,26 +44,40 @@ class TritonLaunch(NamedTuple):
     arguments: dict[str, Argument]
     options: dict[str, int]
 
+    @property
+    def values(self) -> dict[str, Argument]:
+        """The arguments by name; the entries of a named tuple have the names of its fields."""
+        values: dict[str, Argument] = {}
+        for name, value in self.arguments.items():
+            values |= value._asdict() if hasattr(value, "_fields") else {name: value}
+        return values
+
     def variant(self, name: str) -> Variant:
         """The variant that Triton would compile, named by `name` and the kernel's name."""
-        signature: dict[str, str] = {}
-        constants: dict[str, object] = {}
-        divisible = []
+        signature: dict[str, ArgumentType] = {}
+        constants: dict[str | Place, object] = {}
+        divisible: list[str | Place] = []
+
+        def typed(value: Argument, place: str | Place, is_constant: bool) -> ArgumentType:
+            if isinstance(value, tuple) and not is_constant:
+                base = self.function.arg_names.index(place) if isinstance(place, str) else place
+                base = (base,) if isinstance(base, int) else base
+                types = [typed(entry, (*base, i), False) for i, entry in enumerate(value)]
+                return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
+            if is_constant or value is None or isinstance(value, bool) or _is_one(value):
+                constants[place] = value
+                return "constexpr"
+            if isinstance(value, int):
+                if value % 16 == 0:
+                    divisible.append(place)
+                return "i32" if -(2**31) <= value < 2**31 else "i64"
+            return "fp32" if isinstance(value, float) else "*" + TYPES[str(value.dtype)]
+
         for parameter in self.function.params:
             value = self.arguments[parameter.name]
-            if parameter.is_constexpr or value is None or value is True or value is False:
-                constants[parameter.name] = value
-            elif isinstance(value, int):
-                if value == 1:
-                    constants[parameter.name] = 1
-                    continue
-                signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-                if value % 16 == 0:
-                    divisible.append(parameter.name)
-            elif isinstance(value, float):
-                signature[parameter.name] = "fp32"
-            else:
-                signature[parameter.name] = "*" + TYPES[str(value.dtype)]
+            kind = typed(value, parameter.name, parameter.is_constexpr)
+            if kind != "constexpr":
+                signature[parameter.name] = kind
         return Variant(
             f"{name} {self.function.__name__}",
             self.function,
@@ -72,6 +86,10 @@ class TritonLaunch(NamedTuple):
             self.options,
             divisible=tuple(divisible),
         )
+
+
+def _is_one(value: Argument) -> bool:
+    return isinstance(value, int) and value == 1
 
 
 @contextmanager
