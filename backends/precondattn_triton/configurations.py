@@ -162,23 +162,28 @@ declare(
     },
 )
 declare(
-    "laser_wide_bias_gradient",
+    "laser_exact_bias_gradient",
     half={1024: Configuration(16, 32, 8, 1)},
     full={1024: Configuration(16, 32, 8, 1)},
 )
 # The widths of these are those of a part of the channels.
 declare(
-    "laser_wide_forward",
+    "wide_forward",
     half={256: Configuration(64, 32, 8, 2)},
     full={128: Configuration(32, 32, 8, 1)},
 )
 declare(
-    "laser_wide_query_gradient",
+    "wide_query_gradient",
     half={256: Configuration(64, 32, 8, 2)},
     full={128: Configuration(32, 16, 8, 1)},
 )
 declare(
-    "laser_wide_key_gradient",
+    "wide_bias_gradient",
+    half={256: Configuration(16, 32, 8, 1)},
+    full={128: Configuration(16, 32, 8, 1)},
+)
+declare(
+    "wide_key_gradient",
     half={256: Configuration(32, 32, 8, 2)},
     full={128: Configuration(32, 16, 8, 1)},
 )
@@ -260,30 +265,10 @@ declare(
     half={256: Configuration(0, 32, 4, 2)},
     full={128: Configuration(0, 32, 4, 2), 256: Configuration(0, 32, 8, 1)},
 )
-# Wider values of differential attention are computed in parts of 256 channels.
-declare(
-    "differential_forward",
-    half={128: Configuration(64, 32, 8, 2), 256: Configuration(32, 32, 8, 1)},
-    full={
-        64: Configuration(32, 32, 8, 1),
-        128: Configuration(16, 32, 8, 1),
-        256: Configuration(16, 16, 8, 1),
-    },
-)
 declare(
     "differential_decode",
     half={128: Configuration(0, 64, 8, 2), 256: Configuration(0, 32, 8, 2)},
     full={128: Configuration(0, 32, 8, 2), 256: Configuration(0, 16, 8, 2)},
-)
-declare(
-    "differential_query_gradient",
-    half={128: Configuration(64, 32, 8, 2), 256: Configuration(32, 32, 8, 1)},
-    full={64: Configuration(16, 32, 8, 1), 256: Configuration(16, 16, 8, 1)},
-)
-declare(
-    "differential_key_gradient",
-    half={128: Configuration(32, 32, 8, 1), 256: Configuration(32, 16, 8, 1)},
-    full={64: Configuration(16, 32, 8, 1), 256: Configuration(16, 16, 8, 1)},
 )
 declare(
     "softmax_forward",
@@ -464,12 +449,6 @@ declare(
     architecture="sm_90",
 )
 declare("softmax_forward", half={128: Configuration(128, 64, 8, 3)}, full={}, architecture="sm_90")
-declare(
-    "differential_forward",
-    half={128: Configuration(64, 64, 8, 2)},
-    full={},
-    architecture="sm_90",
-)
 declare(
     "softmax_query_gradient",
     half={128: Configuration(128, 64, 8, 2)},

@@ -153,7 +153,7 @@ DISTINGUISHING = (
 """The constants of a kernel that depend on its configuration or select a code path."""
 OPTIONAL = (
     *("erase", "right", "gates", "z", "d_u", "x", "reading", "erased_pairs"),
-    *("softcap", "window", "bias", "slopes", "sink", "initial", "d_final"),
+    *("softcap", "window", "bias", "slopes", "sink", "initial", "d_final", "is_close"),
 )
 """Arguments that select a code path by being None or not."""
 WIDE_SPILLS = 10400
@@ -257,12 +257,13 @@ def _variant(launch: TritonLaunch, mechanism: str, dtype: torch.dtype, d: int, e
 
 def _first_dtype(launch: TritonLaunch) -> torch.dtype:
     """The dtype of the first array: operands may be in the call's dtype or in another."""
-    arrays = (a for a in launch.values.values() if isinstance(a, torch.Tensor))
-    return next(arrays).dtype
+    arguments = (a if isinstance(a, tuple) else (a,) for a in launch.arguments.values())
+    return next(a.dtype for entries in arguments for a in entries if isinstance(a, torch.Tensor))
 
 
 def _dtype_of(launch: TritonLaunch, name: str) -> torch.dtype | None:
-    array = launch.values.get(name)
+    array = launch.arguments.get(name)
+    array = array[0] if isinstance(array, tuple) else array
     return array.dtype if isinstance(array, torch.Tensor) else None
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from precondattn.backend import Request
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
-from precondattn.kernel_backend.attention_options import declined_option
+from precondattn.kernel_backend.attention_options import BIAS, SLOPES, SOFTCAP, declined_option
 from precondattn.kernel_backend.limits import padded_width
 from precondattn.spec.laser import RANGE
 from precondattn.spec.metric import DOT
@@ -40,7 +40,6 @@ from precondattn_triton.configurations import configuration
 from precondattn_triton.decoding import splits_of
 from precondattn_triton.launching import launch
 from precondattn_triton.precision import exact, is_half, product_precision
-from precondattn_triton.softmax.laser_call import SUPPORTED
 from precondattn_triton.softmax.score_options import options_of
 from precondattn_triton.softmax.step_rows import (
     cached_length,
@@ -59,6 +58,9 @@ from precondattn_triton.softmax.step_rows import (
 )
 from precondattn_triton.tiles import LOG2_E
 
+SUPPORTED = BIAS, SOFTCAP, SLOPES
+"""The options of LASER's kernels, besides a window. It has no sink: its weights sum to one."""
+
 CLOSE = tl.constexpr(RANGE["float32"])
 
 
@@ -75,7 +77,7 @@ def with_sums(exponent, total, more_exponent, more):
 def read_past(
     q, keys, values, valid, lengths, maxima, sums, logs,
     count, heads, group, t, d, e, scale,
-    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column, per_split,
+    options, per_split,
     q_b, q_t, q_h, q_d, key_b, key_c, key_n, key_d, value_b, value_c, value_n, value_e, valid_b,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -85,10 +87,10 @@ def read_past(
     b, n = head // heads, head % heads
     row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     rows = query_tile(q, 0, head, heads, group, t, d, q_b, q_t, q_h, q_d, ROWS, KEY_WIDTH)
-    length, begin, end = cached_tokens(lengths, split, per_split, count, b, window, TOKENS)
+    length, begin, end = cached_tokens(lengths, split, per_split, count, b, options.window, TOKENS)
     oldest = 0
-    if window is not None:
-        oldest = length + 1 - window
+    if options.window is not None:
+        oldest = length + 1 - options.window
     keys += b * key_b + n * key_n
     values += b * value_b + n * value_n
 
@@ -104,9 +106,9 @@ def read_past(
             tl.dot(rows, tl.trans(key_tile), input_precision=PRECISION),
             (row // group)[:, None], slot[None, :], (row < group * t)[:, None] & is_read[None, :],
             b, (n * group + row % group)[:, None], length, scale,
-            softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+            options,
         )  # fmt: skip
-        scores = masked(scores, is_read, slot, length + row // group, window)
+        scores = masked(scores, is_read, slot, length + row // group, options.window)
         of_tile = tl.max(scores, 1)
         higher = tl.maximum(largest, of_tile)
         base = finite(higher)
@@ -144,7 +146,7 @@ def read_past(
 def finish(
     q, k, v, new_valid, is_token, lengths, maxima, sums, logs, out,
     splits, count, heads, group, t, d, e, scale,
-    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+    options,
     q_b, q_t, q_h, q_d, k_b, k_t, k_n, k_d, v_b, v_t, v_n, v_e, new_b, token_b,
     ROWS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -176,11 +178,11 @@ def finish(
             is_valid = tl.load(new_valid + b * new_b + token) != 0
         key = channels_of(k + b * k_b + token * k_t + n * k_n, d, k_d, is_valid, KEY_WIDTH)
         value = channels_of(v + b * v_b + token * v_t + n * v_n, e, v_e, is_valid, WIDTH) * LOG2_E
-        is_visible = sees_new(is_valid, token, row // group, window)
+        is_visible = sees_new(is_valid, token, row // group, options.window)
         score = step_scores(
             tl.sum(rows * key[None, :], 1), row // group, length + token + tl.arange(0, 1),
             (row < group * t) & is_visible, b, n * group + row % group, length, scale,
-            softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+            options,
         )  # fmt: skip
         score = tl.where(is_visible, score, float("-inf"))
         higher = tl.maximum(largest, score)
@@ -226,8 +228,8 @@ def laser_step(
     splits, per_split = splits_of(q, masks.slots, b * n, tuned.columns)
     logs = q.new_empty((b * n, splits, rows, width), dtype=torch.float32)
     maxima, sums = (logs.new_empty((b * n, splits, rows)) for _ in range(2))
-    options = options_of(leaf, x, b, h).arguments
-    sizes = n, h // n, t, d, e, leaf.scale_for(d) * LOG2_E.value, *options
+    options = options_of(leaf, x, b, h)
+    sizes = n, h // n, t, d, e, leaf.scale_for(d) * LOG2_E.value, options
     fixed = {"ROWS": rows, "KEY_WIDTH": key_width, "WIDTH": width}
     precision = product_precision(q.dtype)
     launch(

@@ -106,20 +106,26 @@ def sees_new(is_valid, token, row_token, window):
 
 
 @triton.jit
-def step_scores(
-    products, row_token, position, is_pair, b, head, length, scale,
-    softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
-):  # fmt: skip
+def step_scores(products, row_token, position, is_pair, b, head, length, scale, options):
     """S in units of log 2 from ⟨q, k⟩ of rows and of tokens at a position, which is a column of a
     bias; `scale` is in these units. Rows, positions and heads broadcast to the products."""
-    if (softcap is None and bias is None) and slopes is None:
+    if (options.softcap is None and options.bias is None) and options.slopes is None:
         scores = products * scale
     else:
         # The new token i is at position i + length.
         scores, _slope = scores_and_slopes(
-            products, row_token, position, is_pair, b, head, 0, length, scale / LOG2_E,
-            softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, True,
-        )  # fmt: skip
+            products,
+            row_token,
+            position,
+            is_pair,
+            b,
+            head,
+            0,
+            length,
+            scale / LOG2_E,
+            options,
+            True,
+        )
     return scores
 
 
