@@ -84,12 +84,9 @@ def _query_gradient(
     )
     has_first: tl.constexpr = options.window is not None or masks.segment is not None
     first_keys, last_keys = keys_of(rows[:, None], batch, masks, options, sizes, CAUSAL)
-    # Two loops with options over wide rows in float32 spill more registers than one.
-    IS_PLAIN: tl.constexpr = (
-        options.softcap is None and options.bias is None and options.slopes is None
-    )
-    IS_WIDE: tl.constexpr = EXACT and not IS_PLAIN and PADDED_D + PADDED_E > 256
-    IS_ONE_LOOP: tl.constexpr = CHUNK > 0 or IS_WIDE or masks.k_valid is not None
+    # Two loops over wide rows in float32 spill more registers than one.
+    IS_WIDE: tl.constexpr = CHUNK > 0 or (EXACT and PADDED_D + PADDED_E > 256)
+    IS_ONE_LOOP: tl.constexpr = IS_WIDE or masks.k_valid is not None
     if IS_ONE_LOOP:
         low, high = begin, begin
     for phase in tl.static_range(1 if IS_ONE_LOOP else 0, 2):
@@ -109,6 +106,12 @@ def _query_gradient(
                 products = products_by_chunk(
                     q, q_start, rows, is_row, k, k_start, columns, is_key, D, CHUNK, PRECISION
                 )
+            if CHUNK == 0:
+                d_a = tl.dot(d_o, tl.trans(values), input_precision=PRECISION)
+            else:
+                d_a = products_by_chunk(
+                    d_out, g_start, rows, is_row, v, v_start, columns, is_key, E, CHUNK, PRECISION
+                )
             scores, slope = scores_and_slopes(
                 products, rows[:, None], columns[None, :], is_row[:, None] & is_key[None, :],
                 batch, head, sizes.t, sizes.s, sizes.scale, options, EXACT, row_logs[:, None],
@@ -118,12 +121,6 @@ def _query_gradient(
                 if masks.k_valid is not None:
                     mask &= is_key[None, :]
                 scores = tl.where(mask, scores, float("-inf"))
-            if CHUNK == 0:
-                d_a = tl.dot(d_o, tl.trans(values), input_precision=PRECISION)
-            else:
-                d_a = products_by_chunk(
-                    d_out, g_start, rows, is_row, v, v_start, columns, is_key, E, CHUNK, PRECISION
-                )
             d_s = tl.exp2(scores) * (d_a - sums[:, None])
             if options.slopes is not None:
                 apart = distances(rows[:, None], columns[None, :], sizes.t, sizes.s)
@@ -196,12 +193,14 @@ def _key_gradient(
                 IS_WHOLE: tl.constexpr = phase == 0 and masks.q_valid is None
                 row_logs = load_logs(logs, at, queries, is_query)
                 sums = tl.load(d_sums + at + queries, mask=is_query, other=0.0)
-                q_tile = load_channels(q, q_start, queries, is_query, D, PADDED_D, first, IS_WHOLE)
-                d_o = load_channels(
-                    d_out, g_start, queries, is_query, E, PADDED_E, first, IS_WHOLE
-                ).to(FACTOR)
                 # Tiles are transposed: keys × queries.
                 if CHUNK == 0:
+                    q_tile = load_channels(
+                        q, q_start, queries, is_query, D, PADDED_D, IS_WHOLE=IS_WHOLE
+                    )
+                    d_o = load_channels(
+                        d_out, g_start, queries, is_query, E, PADDED_E, IS_WHOLE=IS_WHOLE
+                    ).to(FACTOR)
                     products = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
                 else:
                     products = products_by_chunk(
@@ -217,6 +216,9 @@ def _key_gradient(
                     mask = is_within(queries[None, :], first_queries, last_queries, has_first)
                     scores = tl.where(mask, scores, float("-inf"))
                 a = tl.exp2(scores)
+                if CHUNK > 0:
+                    d_o = load_channels(d_out, g_start, queries, is_query, E, PADDED_E, first)
+                    d_o = d_o.to(FACTOR)
                 value_acc = add_product(a, d_o, value_acc, PRECISION, TWO_PARTS)
                 if CHUNK == 0:
                     d_a = tl.dot(values, tl.trans(d_o), input_precision=PRECISION)
@@ -228,6 +230,8 @@ def _key_gradient(
                 d_s = a * (d_a - sums[None, :])
                 if options.softcap is not None:
                     d_s *= slope
+                if CHUNK > 0:
+                    q_tile = load_channels(q, q_start, queries, is_query, D, PADDED_D, first)
                 key_acc = add_product(d_s, q_tile.to(FACTOR), key_acc, PRECISION, TWO_PARTS)
     is_key = is_token(masks.k_valid, batch, keys, sizes.s)
     is_present, start = keys < sizes.s, batch * sizes.s * sizes.n + kv
