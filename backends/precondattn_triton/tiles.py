@@ -101,6 +101,52 @@ def store_tile(start, tokens, is_present, token_stride, tile, WIDTH: tl.constexp
     tl.store(at, tile.to(start.dtype.element_ty), mask=mask)
 
 
+class Heads(NamedTuple):
+    """An array (b, tokens, heads, channels) and its strides, as an argument of a kernel."""
+
+    array: torch.Tensor
+    batch: int
+    token: int
+    head: int
+    channel: int
+
+
+def heads(array: torch.Tensor) -> Heads:
+    """The argument of a kernel that reads heads of the array."""
+    return Heads(array, *array.stride())
+
+
+@triton.jit
+def start_of(x, batch, head):
+    """The first element of a head of `Heads`."""
+    return x.array + batch * x.batch + head * x.head
+
+
+@triton.jit
+def load_channels(
+    x, start, tokens, is_present,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, first=0, IS_WHOLE: tl.constexpr = False,
+):  # fmt: skip
+    """PADDED channels of tokens from channel `first` on, of the head of `Heads` at `start`; 0 for
+    tokens that are not present, and from channel WIDTH on. All tokens of a whole tile are."""
+    channels = first + tl.arange(0, PADDED)
+    at = addresses(start, tokens, x.token, channels, x.channel)
+    if IS_WHOLE:
+        if WIDTH == PADDED:
+            return tl.load(at)
+        return tl.load(at, mask=(channels < WIDTH)[None, :], other=0.0)
+    return tl.load(at, mask=is_present[:, None] & (channels < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def store_channels(start, tokens, is_present, token_stride, tile, WIDTH: tl.constexpr, first=0):
+    """Store a tile as the channels from `first` on, contiguously, in the dtype of the array."""
+    channels = first + tl.arange(0, tile.shape[1])
+    at = addresses(start, tokens, token_stride, channels, 1)
+    mask = is_present[:, None] & (channels < WIDTH)[None, :]
+    tl.store(at, tile.to(start.dtype.element_ty), mask=mask)
+
+
 @triton.jit
 def load_tokens(
     array,

@@ -154,7 +154,7 @@ DISTINGUISHING = (
 """The constants of a kernel that depend on its configuration or select a code path."""
 OPTIONAL = (
     *("erase", "right", "gates", "z", "d_u", "x", "reading", "erased_pairs"),
-    *("softcap", "window", "bias", "slopes", "sink", "initial", "d_final"),
+    *("softcap", "window", "bias", "slopes", "sink", "initial", "d_final", "is_close"),
 )
 """Arguments that select a code path by being None or not."""
 WIDE_SPILLS = 10400
@@ -174,14 +174,10 @@ CHUNK_SPILLS = 96
 """The limit for the gradient of PaTH's chunks where factors have 32 bits and a chunk 32 tokens."""
 PRECONDITIONED_SPILLS = 24
 """The limit for the gradient of the keys that ATK preconditions, on compute capability 9.0."""
-OPTION_SPILLS = 32
-"""The limit for differential attention in float16, at widths up to 128."""
 
 SPILLING_IN_TRITON_3_6 = (
     ("preconditioned_key", "d_inputs"),
-    ("laser bfloat16 128 packed", "_key_gradient"),
     ("lucid by 15 tokens float32", "read_past"),
-    ("differential float32 64", "_forward"),
 )
 """Names of variants begin with the first, and those of their kernels are the second."""
 SPILLS_IN_TRITON_3_6 = 64
@@ -245,8 +241,6 @@ def _variant(launch: TritonLaunch, mechanism: str, dtype: torch.dtype, d: int, e
         limit = max(limit, CHUNK_SPILLS)
     if named.startswith("preconditioned_key") and launch.function.__name__ == "d_inputs":
         limit = max(limit, PRECONDITIONED_SPILLS)
-    if named.startswith("differential float16"):
-        limit = max(limit, OPTION_SPILLS)
     is_spilling = any(
         named.startswith(start) and function == launch.function.__name__
         for start, function in SPILLING_IN_TRITON_3_6
@@ -258,12 +252,13 @@ def _variant(launch: TritonLaunch, mechanism: str, dtype: torch.dtype, d: int, e
 
 def _first_dtype(launch: TritonLaunch) -> torch.dtype:
     """The dtype of the first array: operands may be in the call's dtype or in another."""
-    arrays = (a for a in launch.values.values() if isinstance(a, torch.Tensor))
-    return next(arrays).dtype
+    arguments = (a if isinstance(a, tuple) else (a,) for a in launch.arguments.values())
+    return next(a.dtype for entries in arguments for a in entries if isinstance(a, torch.Tensor))
 
 
 def _dtype_of(launch: TritonLaunch, name: str) -> torch.dtype | None:
     array = launch.values.get(name)
+    array = array[0] if isinstance(array, tuple) else array
     return array.dtype if isinstance(array, torch.Tensor) else None
 
 

@@ -30,6 +30,11 @@ from precondattn_kernel_tools.foreign import CompiledKernel, KernelFunction
 from precondattn_kernel_tools.resources import SHARED_LIMITS, Resources, measured
 from precondattn_kernel_tools.triton_code import code_of
 
+Place = tuple[int, ...]
+"""The place of an entry of a tuple: the number of the argument, and the entry's number in it."""
+ArgumentType = str | tuple["ArgumentType", ...]
+"""Triton's name of a type; a tuple of these for a tuple of arguments."""
+
 
 Place = tuple[int, ...]
 """The place of an entry of a tuple: the number of the argument, and the entry's number in it."""

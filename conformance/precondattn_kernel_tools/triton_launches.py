@@ -46,11 +46,9 @@ class TritonLaunch(NamedTuple):
 
     @property
     def values(self) -> dict[str, Argument]:
-        """The arguments by name; the entries of a named tuple have the names of its fields."""
-        values: dict[str, Argument] = {}
-        for name, value in self.arguments.items():
-            values |= value._asdict() if hasattr(value, "_fields") else {name: value}
-        return values
+        """The arguments by name, and the entries of named tuples by the names of their fields."""
+        tuples = (value for value in self.arguments.values() if hasattr(value, "_fields"))
+        return {n: entry for t in tuples for n, entry in t._asdict().items()} | self.arguments
 
     def variant(self, name: str) -> Variant:
         """The variant that Triton would compile, named by `name` and the kernel's name."""

@@ -1,43 +1,50 @@
-"""Tiles of a part of the channels, so that a tile, or the sum of a product, fits the registers.
+"""Parts of the channels, where a tile, or the sum of a product, would not fit the registers.
 
-Differential attention computes values wider than 256 in parts. A part of o or dv is the weights
-times a part of v or do, and needs all scores again. The product do vᵀ is a sum over parts, in one
-program. LASER divides the channels of wide heads (`laser_wide.py`) and of exact heads
-(`laser_exact.py`).
+Keys or values that are wider than a tile are *wide*. Their products are sums over chunks of
+channels, for which both factors are loaded anew,
+
+    ⟨x_i, y_j⟩ = Σ_chunks ⟨x_i, y_j⟩,
+
+and a program computes one part of the channels of its result, from scores that it recomputes. With
+p parts, forward has t s (p d + e) products per head, the query gradient t s (p d + p e + d) and the
+key gradient t s (p d + p e + d + e), half of them if causal.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from precondattn.kernel_backend.limits import padded_width
-from precondattn_triton.tiles import addresses
-
-WIDEST_PART = 256
+from precondattn_triton.tiles import load_channels
 
 
-def part_width(e: int, widest: int = WIDEST_PART) -> int:
-    """Channels of a part, a power of 2; all of them up to `widest`."""
-    return min(padded_width(e), widest)
+class ChannelParts(NamedTuple):
+    """How channels of wide heads are divided."""
+
+    part: int
+    """The channels of a result that a program computes"""
+    chunk: int
+    """The channels that a product sums over"""
+
+
+PARTS = {True: ChannelParts(256, 128), False: ChannelParts(128, 64)}
+"""The parts by whether factors have 16 bits."""
+
+PAIR_CHUNK = 32
+"""The chunk of a bias gradient, which keeps no tile of rows in registers."""
 
 
 @triton.jit
-def load_part(
-    start, tokens, is_present, token_stride, channel_stride, first,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr,
+def products_by_chunk(
+    x, x_start, rows, is_row, y, y_start, columns, is_column,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """PADDED channels from `first` on, of a tile; 0 for tokens that are not present, and from
-    channel WIDTH on."""
-    channels = first + tl.arange(0, PADDED)
-    at = addresses(start, tokens, token_stride, channels, channel_stride)
-    return tl.load(at, mask=is_present[:, None] & (channels < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def store_part(start, tokens, is_present, token_stride, first, tile, WIDTH: tl.constexpr):
-    """Store a tile as the channels from `first` on, contiguously, in the dtype of the array."""
-    channels = first + tl.arange(0, tile.shape[1])
-    at = addresses(start, tokens, token_stride, channels, 1)
-    mask = is_present[:, None] & (channels < WIDTH)[None, :]
-    tl.store(at, tile.to(start.dtype.element_ty), mask=mask)
+    """⟨x_i, y_j⟩ of two tiles of tokens of `Heads`, a chunk of channels at a time."""
+    total = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
+    for first in range(0, WIDTH, CHUNK):
+        i = load_channels(x, x_start, rows, is_row, WIDTH, CHUNK, first)
+        j = load_channels(y, y_start, columns, is_column, WIDTH, CHUNK, first)
+        total = tl.dot(i, tl.trans(j.to(i.dtype)), total, input_precision=PRECISION)
+    return total

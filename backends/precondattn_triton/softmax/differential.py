@@ -1,5 +1,11 @@
 """Differential attention as a group of the backend: supported calls, and their launches.
 
+    o = o₁ − λ o₂,    D₂ = rowsum(do ∘ o₂),    dλ = −D₂
+
+Each map is read by the kernels of softmax attention, in float32: the difference cancels if the maps
+nearly agree. Backward, the first has the cotangent do, with rowsum(do ∘ o) + λ D₂ as its row sums,
+and the second −λ do.
+
 Residuals: the log-sum-exps λ of both maps (2, b, h, t), o₂ in float32 (b, t, h, e), and, if the
 output is rounded to half precision, the output in float32.
 """
@@ -22,18 +28,14 @@ from precondattn.limits import KEPT
 from precondattn.spec.difference import Difference
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.softmax import Softmax
-from precondattn_triton.softmax.differential_backward import differential_backward
 from precondattn_triton.softmax.differential_decode import (
     differential_step,
     refuses_differential_step,
 )
-from precondattn_triton.softmax.differential_forward import (
-    DifferentialCall,
-    Maps,
-    differential_forward,
-)
 from precondattn_triton.softmax.score_options import options_of
 from precondattn_triton.softmax.score_tiles import row_products
+from precondattn_triton.softmax.softmax_backward import attention_backward
+from precondattn_triton.softmax.softmax_forward import AttentionCall, attention_forward
 from precondattn_triton.softmax.widths import refuses_widths
 from precondattn_triton.tiles import masks_of
 
@@ -56,6 +58,12 @@ class DifferentialWiring(NamedTuple):
     options: Mapping[str, str]
     """The names of the inputs of both maps' options, by the names of `Softmax`."""
     per: str
+
+    @property
+    def maps(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The names of q, k and v of both maps."""
+        first = {"q": self.q1, "k": self.k1, "v": self.v}
+        return first, {**first, "q": self.q2, "k": self.k2}
 
 
 @lru_cache(maxsize=KEPT)
@@ -107,9 +115,13 @@ class DifferentialKernels:
         self, group: Piece, x: Tensors, frame: Frame
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The output (b, t, h, e) in the dtype of the values, and the residuals."""
-        read = differential_forward(_call(group, x, frame))
-        residuals = read.logs, read.second
-        return read.out, residuals if read.full is read.out else (*residuals, read.full)
+        wires = _wiring(group)
+        first, second = (attention_forward(call, torch.float32) for call in _calls(wires, x, frame))
+        full = first.out - _weight(wires, x, frame)[..., None] * second.out
+        residuals = torch.stack((first.logs, second.logs)), second.out
+        if x[wires.v].dtype == torch.float32:
+            return full, residuals
+        return full.to(x[wires.v].dtype), (*residuals, full)
 
     def backward(
         self,
@@ -121,29 +133,32 @@ class DifferentialKernels:
         cotangent: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
         """The gradients of all inputs, in their dtypes."""
-        wires, call = _wiring(group), _call(group, x, frame)
-        logs, second, *full = residuals
-        q_valid, d_out = call.masks.q_valid, cotangent.to(call.v.dtype)
-        of_out = row_products(d_out, full[0] if full else out.contiguous(), logs[0], q_valid)
-        of_second = row_products(d_out, second, logs[0], q_valid)
-        weight = call.lam.transpose(1, 2).float()
-        if q_valid is not None:  # Padding may have any content.
-            weight = weight.where(q_valid.bool()[:, None], 0)
-        d_sums = torch.stack((of_out + weight * of_second, of_second))
-        d = differential_backward(call, logs, d_sums, d_out)
+        wires = _wiring(group)
+        calls = _calls(wires, x, frame)
+        logs, second, *float_outs = residuals
+        v, q_valid = x[wires.v], calls[0].masks.q_valid
+        weight, d_out = _weight(wires, x, frame), cotangent.to(v.dtype)
+        full = float_outs[0] if float_outs else out.contiguous()
+        of_out, of_second = (row_products(d_out, o, logs[0], q_valid) for o in (full, second))
+        # The row sums of the second map have the rounding of its cotangent.
+        d_second = (-weight[..., None] * d_out).to(v.dtype)
+        d_sums = of_out + weight.transpose(1, 2) * of_second
+        sums_of_second = row_products(d_second, second, logs[1], q_valid)
+        d_maps = [
+            attention_backward(call, None, logs[i], d_sum, d_o, torch.float32)
+            for i, (call, d_sum, d_o) in enumerate(
+                zip(calls, (d_sums, sums_of_second), (d_out, d_second), strict=True)
+            )
+        ]
         d_lam = -of_second.transpose(1, 2)
         d_lam = {"layer": d_lam.sum(), "head": d_lam.sum((0, 1)), "token": d_lam}[wires.per]
-        gradients: dict[str, torch.Tensor] = {}
-        for name, gradient in zip(wires[:6], (*d.maps, d.v, d_lam), strict=True):
+        gradients = {wires.lam: d_lam}
+        for map_names, d_map in zip(wires.maps, d_maps, strict=True):
             # An input of both maps gets the sum of both gradients.
-            other = gradients.get(name)
-            gradients[name] = gradient if other is None else other.float() + gradient.float()
-        if d.slopes is not None:
-            gradients[wires.options["slopes"]] = d.slopes
-        if call.sink is not None:
-            weights = (call.sink.float()[:, None] - logs).exp()
-            weights[1] *= -weight
-            gradients[wires.options["sink"]] = -(weights * d_sums).sum((0, 1, 3))
+            for name, gradient in d_map.items():
+                named = {**map_names, **wires.options}[name]
+                other = gradients.get(named)
+                gradients[named] = gradient if other is None else other + gradient
         return {name: gradient.to(x[name].dtype) for name, gradient in gradients.items()}
 
     def step(
@@ -170,20 +185,26 @@ def _wiring(group: Piece) -> DifferentialWiring:
     return wires
 
 
-def _call(group: Piece, x: Tensors, frame: Frame) -> DifferentialCall:
-    """A call as its kernels read it, in the dtype of the values."""
-    wires = _wiring(group)
+def _calls(wires: DifferentialWiring, x: Tensors, frame: Frame) -> list[AttentionCall]:
+    """The call of each map as its kernels read it, in the dtype of the values."""
     v, softmax = x[wires.v], wires.softmax
-    maps = Maps(*(x[name].to(v.dtype) for name in wires[:4]))
-    b, _, h, d = maps.q1.shape
-    of_softmax = {name: x[own] for name, own in wires.options.items()}
-    return DifferentialCall(
-        maps,
-        v,
-        x[wires.lam].expand(maps.q1.shape[:3]),
-        of_softmax["sink"].contiguous() if softmax.sink else None,
-        masks_of(frame, b),
-        options_of(softmax, of_softmax, b, h),
-        softmax.scale_for(d),
-        softmax.causal,
-    )
+    b, _, h, d = x[wires.q1].shape
+    of_softmax = {name: x[name_in_group] for name, name_in_group in wires.options.items()}
+    sink = of_softmax["sink"].contiguous() if softmax.sink else None
+    masks, options = masks_of(frame, b), options_of(softmax, of_softmax, b, h)
+    scale, causal = softmax.scale_for(d), softmax.causal
+    return [
+        AttentionCall(
+            x[names["q"]].to(v.dtype), x[names["k"]].to(v.dtype), v,
+            masks, options, scale, causal, sink,
+        )
+        for names in wires.maps
+    ]  # fmt: skip
+
+
+def _weight(wires: DifferentialWiring, x: Tensors, frame: Frame) -> torch.Tensor:
+    """λ (b, t, h) in float32, 0 for padding, whose content may be anything."""
+    weight = x[wires.lam].expand(x[wires.q1].shape[:3]).float()
+    if frame.q_valid is not None:
+        weight = weight.where(frame.q_valid[..., None], 0)
+    return weight

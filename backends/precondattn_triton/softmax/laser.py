@@ -16,12 +16,12 @@ from precondattn.frame import Frame
 from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.spec.metric import DOT
 from precondattn.spec.softmax import Softmax
-from precondattn_triton.softmax.laser_backward import laser_backward
-from precondattn_triton.softmax.laser_call import SUPPORTED, LaserCall
-from precondattn_triton.softmax.laser_decode import laser_step, refuses_laser_step
-from precondattn_triton.softmax.laser_forward import laser_forward
-from precondattn_triton.softmax.laser_values import ValueSpread, spread
+from precondattn_triton.softmax.laser_decode import SUPPORTED, laser_step, refuses_laser_step
+from precondattn_triton.softmax.laser_exact import exact_backward, exact_forward
+from precondattn_triton.softmax.laser_values import ValueSpread, cotangents, spread, weights
 from precondattn_triton.softmax.score_options import options_of
+from precondattn_triton.softmax.softmax_backward import attention_backward
+from precondattn_triton.softmax.softmax_forward import AttentionCall, attention_forward
 from precondattn_triton.softmax.widths import WIDEST_IN_PARTS
 from precondattn_triton.tiles import masks_of
 
@@ -62,9 +62,12 @@ class LaserKernels:
         """The output (b, t, h, e) in the dtype of the values, and the residuals."""
         call = _call(leaf, x, frame)
         value_range = spread(call.v, call.masks)
-        read = laser_forward(call, value_range)
-        residuals = read.log_total, *value_range
-        return read.out, residuals if read.full is read.out else (*residuals, read.full)
+        results = attention_forward(_of_close_heads(call, value_range))
+        exact_forward(call, value_range.is_close, results)
+        residuals = results.logs, *value_range
+        return results.out, (
+            residuals if results.full is results.out else (*residuals, results.full)
+        )
 
     def backward(
         self,
@@ -77,15 +80,13 @@ class LaserKernels:
     ) -> dict[str, torch.Tensor]:
         """The gradients of all inputs, in their dtypes."""
         call = _call(leaf, x, frame)
-        log_total, shift, less, is_close, *full = residuals
-        gradients = laser_backward(
-            call,
-            x.get("bias"),
-            ValueSpread(shift, less, is_close),
-            full[0] if full else out.contiguous(),
-            log_total,
-            cotangent.to(call.v.dtype),
-        )
+        logs, shift, less, is_close, *float_outs = residuals
+        full = float_outs[0] if float_outs else out.contiguous()
+        value_range, d_out = ValueSpread(shift, less, is_close), cotangent.to(call.v.dtype)
+        g, d_sums = cotangents(d_out, call.masks, value_range, full, logs)
+        of_close = _of_close_heads(call, value_range)
+        gradients = attention_backward(of_close, x.get("bias"), logs, d_sums, g)
+        exact_backward(call, is_close, full, logs, d_out, gradients)
         return {name: gradient.to(x[name].dtype) for name, gradient in gradients.items()}
 
     def step(
@@ -111,10 +112,16 @@ class LaserKernels:
         return always if dtype == "float32" else (*always, ArraySpec((b, t, h, e), "float32"))
 
 
-def _call(leaf: Softmax, x: Tensors, frame: Frame) -> LaserCall:
+def _call(leaf: Softmax, x: Tensors, frame: Frame) -> AttentionCall:
     """A call as its kernels read it, in the dtype of the values."""
     v = x["v"]
     q, k = x["q"].to(v.dtype), x["k"].to(v.dtype)
     b, _, h, d = q.shape
     masks, options = masks_of(frame, b), options_of(leaf, x, b, h)
-    return LaserCall(q, k, v, masks, options, leaf.scale_for(d), leaf.causal)
+    return AttentionCall(q, k, v, masks, options, leaf.scale_for(d), leaf.causal)
+
+
+def _of_close_heads(call: AttentionCall, value_range: ValueSpread) -> AttentionCall:
+    """The call of softmax attention to W."""
+    w = weights(call.v, call.masks, value_range)
+    return call._replace(v=w.transpose(1, 2), value_range=value_range)

@@ -15,9 +15,11 @@ for one key (dq) or one query (dk and dv) at a time, and a block of channels. Gr
                                                 and head
     query gradient    dq, sums of slopes        one program per tile of queries and head
     key gradient      dk, dv                    one program per tile of keys and kv head
+    bias gradient     dbias                     one program per tile of pairs of a bias
 
-t s e exponentials per head forward, and 2 t s e for each of the two gradients; half of them if
-causal. S is that of `score_options.py`. A program of a close head returns at once.
+A bias gradient is added to what close heads with the same bias have. t s e exponentials per head
+forward, and 2 t s e for each gradient; half of them if causal. S is that of
+`score_options.py`. A program of a close head returns at once.
 """
 
 from __future__ import annotations
@@ -26,14 +28,23 @@ import torch
 import triton
 import triton.language as tl
 
-from precondattn_triton.configurations import Configuration, configuration
-from precondattn_triton.launching import cdiv, launch
-from precondattn_triton.softmax.channel_parts import load_part, store_part
-from precondattn_triton.softmax.laser_call import LaserCall
+from precondattn.kernel_backend.limits import padded_width
+from precondattn_triton.configurations import configuration
+from precondattn_triton.launching import Constant, cdiv, launch
+from precondattn_triton.softmax.bias_tiles import bias_tile_of_program
 from precondattn_triton.softmax.reach import keys_in_reach, may_attend_within, queries_in_reach
 from precondattn_triton.softmax.score_options import distances, scores_and_slopes
-from precondattn_triton.softmax.tile_order import longest_first
-from precondattn_triton.tiles import LOG2_E, is_token, load_tile, store_tile, tile_of_program
+from precondattn_triton.softmax.softmax_forward import AttentionCall, AttentionResults
+from precondattn_triton.softmax.tile_order import keys_of_program, rows_of_program
+from precondattn_triton.softmax.visits import tokens_again
+from precondattn_triton.tiles import (
+    LOG2_E,
+    heads,
+    is_token,
+    load_channels,
+    start_of,
+    store_channels,
+)
 
 EXACT_CHANNELS = 64
 """The largest number of channels of a program."""
@@ -41,47 +52,41 @@ EXACT_CHANNELS = 64
 
 @triton.jit
 def _log_weights(
-    products, row, column, is_row, is_key, logs, batch, head, segment,
-    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
-    scale, t, s, CAUSAL: tl.constexpr,
+    products, row, column, is_row, is_key, logs, batch, head,
+    masks, options, sizes, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """S − λ of pairs from ⟨q, k⟩, −∞ where masked, and the slopes of the cap.
 
     They are those of `scores_and_slopes`, in natural logarithms. `logs` is λ, or 0.
     """
     slope = 1.0
-    if (softcap is None and bias is None) and slopes is None:
-        scores = products * scale
+    if (options.softcap is None and options.bias is None) and options.slopes is None:
+        scores = products * sizes.scale
     else:
         scores, slope = scores_and_slopes(
-            products, row, column, is_row & is_key, batch, head, t, s, scale,
-            softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, True,
+            products, row, column, is_row & is_key, batch, head,
+            sizes.t, sizes.s, sizes.scale, options, True,
         )  # fmt: skip
         scores = scores / LOG2_E
-    mask = may_attend_within(row, column, is_key, batch, t, s, segment, window, CAUSAL)
+    mask = may_attend_within(row, column, is_key, batch, masks, options, sizes, CAUSAL)
     return tl.where(mask, scores - logs, float("-inf")), slope
 
 
 @triton.jit
 def _log_weights_of_key(
-    q_tile, k, v, logs, j, first, rows, is_row, batch, head,
-    k_valid, segment,
-    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
-    scale, t, s, k_token, k_channel, v_token, v_channel,
-    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    q_tile, k, k_start, v, v_start, logs, j, first, rows, is_row, batch, head,
+    masks, options, sizes, CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """S − λ and the slope of the cap (rows, 1) for key j; the key (1, d); its values from channel
     `first` on (1, channels)."""
     column = j + tl.arange(0, 1)
-    is_key = is_token(k_valid, batch, column, s)
-    k_row = load_tile(k, column, is_key, k_token, k_channel, D, PADDED_D).to(tl.float32)
-    v_row = load_part(v, column, is_key, v_token, v_channel, first, E, CHANNELS).to(tl.float32)
+    is_key = is_token(masks.k_valid, batch, column, sizes.s)
+    k_row = load_channels(k, k_start, column, is_key, D, PADDED_D).to(tl.float32)
+    v_row = load_channels(v, v_start, column, is_key, E, CHANNELS, first).to(tl.float32)
     log_weights, slope = _log_weights(
         tl.sum(q_tile * k_row, 1, keep_dims=True), rows[:, None], column[None, :],
-        is_row[:, None], is_key[None, :], logs, batch, head, segment,
-        softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
-        scale, t, s, CAUSAL,
+        is_row[:, None], is_key[None, :], logs, batch, head, masks, options, sizes, CAUSAL,
     )  # fmt: skip
     return log_weights, slope, k_row, v_row
 
@@ -97,44 +102,30 @@ def _with_term(largest, total, term):
 
 @triton.jit
 def _exact(
-    q, k, v, is_close, out, full, log_total,
-    q_valid, k_valid, segment,
-    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
-    scale, t, s, h, n,
-    q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
-    v_batch, v_token, v_head, v_channel,
+    q, k, v, is_close, out, full, log_total, masks, options, sizes,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(t, ROWS)
-    part_and_tile, batch, head = tile_of_program(tiles * tl.cdiv(E, CHANNELS), h)
-    tile, part = part_and_tile % tiles, part_and_tile // tiles
-    kv = head // (h // n)
-    if tl.load(is_close + batch * n + kv) != 0:
+    tile, part, batch, head, kv, rows, is_row = rows_of_program(
+        masks, sizes, CAUSAL, ROWS, (E + CHANNELS - 1) // CHANNELS
+    )
+    if tl.load(is_close + batch * sizes.n + kv) != 0:
         return
-    rows = tile * ROWS + tl.arange(0, ROWS)
-    is_row = is_token(q_valid, batch, rows, t)
-    q_tile = load_tile(
-        q + batch * q_batch + head * q_head, rows, is_row, q_token, q_channel, D, PADDED_D
-    ).to(tl.float32)
-    k += batch * k_batch + kv * k_head
     first = part * CHANNELS
-    v += batch * v_batch + kv * v_head
+    q_tile = load_channels(q, start_of(q, batch, head), rows, is_row, D, PADDED_D).to(tl.float32)
+    k_start, v_start = start_of(k, batch, kv), start_of(v, batch, kv)
 
     highest_score = tl.full((ROWS, 1), float("-inf"), tl.float32)
     total = tl.zeros((ROWS, 1), tl.float32)
     highest = tl.full((ROWS, CHANNELS), float("-inf"), tl.float32)
     acc = tl.zeros((ROWS, CHANNELS), tl.float32)
     begin, _low, _high, end = keys_in_reach(
-        tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, 1
+        tile * ROWS, ROWS, batch, masks, options, sizes, CAUSAL, 1
     )
     for j in range(begin, end):
         score, _slope, _k_row, v_row = _log_weights_of_key(
-            q_tile, k, v, 0.0, j, first, rows, is_row, batch, head,
-            k_valid, segment,
-            softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
-            scale, t, s, k_token, k_channel, v_token, v_channel,
-            CAUSAL, D, E, PADDED_D, CHANNELS,
+            q_tile, k, k_start, v, v_start, 0.0, j, first, rows, is_row, batch, head,
+            masks, options, sizes, CAUSAL, D, E, PADDED_D, CHANNELS,
         )  # fmt: skip
         highest_score, total = _with_term(highest_score, total, score)
         highest, acc = _with_term(highest, acc, score + v_row)
@@ -142,12 +133,13 @@ def _exact(
     has_keys = is_row[:, None] & (total != 0)
     logs = tl.where(has_keys, highest_score + tl.log(tl.where(has_keys, total, 1.0)), float("inf"))
     o = tl.where(has_keys, highest + tl.log(tl.where(has_keys, acc, 1.0)) - logs, 0.0)
-    at = (batch * h + head) * t + rows[:, None]
-    tl.store(log_total + at, logs, mask=(rows < t)[:, None] & (part == 0))
-    start = (batch * t * h + head) * E
-    store_part(out + start, rows, rows < t, h * E, first, o, E)
+    at = (batch * sizes.h + head) * sizes.t + rows[:, None]
+    is_stored = rows < sizes.t
+    tl.store(log_total + at, logs, mask=is_stored[:, None] & (part == 0))
+    start, step = (batch * sizes.t * sizes.h + head) * E, sizes.h * E
+    store_channels(out + start, rows, is_stored, step, o, E, first)
     if full is not None:
-        store_part(full + start, rows, rows < t, h * E, first, o, E)
+        store_channels(full + start, rows, is_stored, step, o, E, first)
 
 
 @triton.jit
@@ -158,220 +150,233 @@ def _gradients_of_pairs(log_a, v, o, d_o, sums):
 
 
 @triton.jit
-def score_gradient_of_key(
-    q_tile, k, v, o, d_o, sums, logs, j, first, rows, is_row, batch, head,
-    k_valid, segment,
-    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
-    scale, t, s, k_token, k_channel, v_token, v_channel,
-    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+def _score_gradient_of_key(
+    q_tile, k, k_start, v, v_start, o, d_o, sums, logs, j, first, rows, is_row, batch, head,
+    masks, options, sizes, CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """The part of dS (rows, 1) for key j that is a sum over the channels of o and do, which begin
     at `first`; the slope of the cap; and the key (1, d)."""
     log_a, slope, k_row, v_row = _log_weights_of_key(
-        q_tile, k, v, logs, j, first, rows, is_row, batch, head,
-        k_valid, segment,
-        softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
-        scale, t, s, k_token, k_channel, v_token, v_channel,
-        CAUSAL, D, E, PADDED_D, CHANNELS,
+        q_tile, k, k_start, v, v_start, logs, j, first, rows, is_row, batch, head,
+        masks, options, sizes, CAUSAL, D, E, PADDED_D, CHANNELS,
     )  # fmt: skip
     _weighted, d_score = _gradients_of_pairs(log_a, v_row, o, d_o, sums)
     return d_score, slope, k_row
 
 
 @triton.jit
-def rows_of_exact_head(
-    full, d_out, rows, is_row, first, h, o_token, o_channel,
-    E: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+def _outputs_of_head(
+    full, d_out, batch, head, rows, is_row, first, E: tl.constexpr, CHANNELS: tl.constexpr
+):
     """o and do of a head from channel `first` on (rows, channels), float32, 0 in rows that are not
     valid; rowsum(do)."""
-    o = load_part(full, rows, is_row, h * E, 1, first, E, CHANNELS)
-    d_o = load_part(d_out, rows, is_row, o_token, o_channel, first, E, CHANNELS).to(tl.float32)
+    o = load_channels(full, start_of(full, batch, head), rows, is_row, E, CHANNELS, first)
+    d_o = load_channels(d_out, start_of(d_out, batch, head), rows, is_row, E, CHANNELS, first)
+    d_o = d_o.to(tl.float32)
     return o, d_o, tl.sum(d_o, 1, keep_dims=True)
 
 
 @triton.jit
 def _exact_query_gradient(
-    q, k, v, is_close, full, log_total, d_out, d_q, d_slopes,
-    q_valid, k_valid, segment,
-    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
-    scale, t, s, h, n,
-    q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
-    v_batch, v_token, v_head, v_channel,
-    o_batch, o_token, o_head, o_channel,
+    q, k, v, d_out, full, is_close, log_total, d_q, d_slopes, masks, options, sizes,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(t, ROWS)
-    rank, batch, head = longest_first(tiles, h, CAUSAL)
-    tile = tiles - 1 - rank
-    kv = head // (h // n)
-    if tl.load(is_close + batch * n + kv) != 0:
+    tile, _part, batch, head, kv, rows, is_row = rows_of_program(masks, sizes, CAUSAL, ROWS)
+    if tl.load(is_close + batch * sizes.n + kv) != 0:
         return
-    rows = tile * ROWS + tl.arange(0, ROWS)
-    is_row = is_token(q_valid, batch, rows, t)
-    q_tile = load_tile(
-        q + batch * q_batch + head * q_head, rows, is_row, q_token, q_channel, D, PADDED_D
-    ).to(tl.float32)
-    at = (batch * h + head) * t + rows[:, None]
+    q_tile = load_channels(q, start_of(q, batch, head), rows, is_row, D, PADDED_D).to(tl.float32)
+    at = (batch * sizes.h + head) * sizes.t + rows[:, None]
     logs = tl.load(log_total + at, mask=is_row[:, None], other=float("inf"))
-    k += batch * k_batch + kv * k_head
-    v += batch * v_batch + kv * v_head
-    full += (batch * t * h + head) * E
-    d_out += batch * o_batch + head * o_head
+    k_start, v_start = start_of(k, batch, kv), start_of(v, batch, kv)
 
     acc = tl.zeros((ROWS, PADDED_D), tl.float32)
     d_slope = tl.zeros((ROWS, 1), tl.float32)
     begin, _low, _high, end = keys_in_reach(
-        tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, 1
+        tile * ROWS, ROWS, batch, masks, options, sizes, CAUSAL, 1
     )
     # Each block of channels adds its part of ds.
     for first in range(0, E, CHANNELS):
-        o, d_o, sums = rows_of_exact_head(
-            full, d_out, rows, is_row, first, h, o_token, o_channel, E, CHANNELS
-        )
+        o, d_o, sums = _outputs_of_head(full, d_out, batch, head, rows, is_row, first, E, CHANNELS)
         for j in range(begin, end):
-            d_score, slope, k_row = score_gradient_of_key(
-                q_tile, k, v, o, d_o, sums, logs, j, first, rows, is_row, batch, head,
-                k_valid, segment,
-                softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
-                scale, t, s, k_token, k_channel, v_token, v_channel,
-                CAUSAL, D, E, PADDED_D, CHANNELS,
+            d_score, slope, k_row = _score_gradient_of_key(
+                q_tile, k, k_start, v, v_start, o, d_o, sums, logs, j, first, rows, is_row,
+                batch, head, masks, options, sizes, CAUSAL, D, E, PADDED_D, CHANNELS,
             )  # fmt: skip
-            if slopes is not None:
-                d_slope += d_score * distances(rows[:, None], j, t, s)
-            if softcap is not None:
+            if options.slopes is not None:
+                d_slope += d_score * distances(rows[:, None], j, sizes.t, sizes.s)
+            if options.softcap is not None:
                 d_score *= slope
             acc += d_score * k_row
-    start = (batch * t * h + head) * D
-    store_tile(d_q + start, rows, rows < t, h * D, acc * scale, D)
-    if slopes is not None:
-        tl.store(d_slopes + (batch * tiles + tile) * h + head, -tl.sum(tl.sum(d_slope, 1), 0))
+    start = (batch * sizes.t * sizes.h + head) * D
+    store_channels(d_q + start, rows, rows < sizes.t, sizes.h * D, acc * sizes.scale, D)
+    if options.slopes is not None:
+        sum_of_program = (batch * tl.cdiv(sizes.t, ROWS) + tile) * sizes.h + head
+        tl.store(d_slopes + sum_of_program, -tl.sum(tl.sum(d_slope, 1), 0))
 
 
 @triton.jit
 def _exact_key_gradient(
-    q, k, v, is_close, full, log_total, d_out, d_k, d_v,
-    q_valid, k_valid, segment,
-    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
-    scale, t, s, h, n,
-    q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
-    v_batch, v_token, v_head, v_channel,
-    o_batch, o_token, o_head, o_channel,
+    q, k, v, d_out, full, is_close, log_total, d_k, d_v, masks, options, sizes,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, kv = longest_first(tl.cdiv(s, ROWS), n, CAUSAL)
-    if tl.load(is_close + batch * n + kv) != 0:
+    tile, _part, batch, kv, keys, is_key = keys_of_program(masks, sizes, CAUSAL, ROWS)
+    if tl.load(is_close + batch * sizes.n + kv) != 0:
         return
-    keys = tile * ROWS + tl.arange(0, ROWS)
-    is_key = is_token(k_valid, batch, keys, s)
-    k_tile = load_tile(
-        k + batch * k_batch + kv * k_head, keys, is_key, k_token, k_channel, D, PADDED_D
-    ).to(tl.float32)
-    v += batch * v_batch + kv * v_head
+    k_tile = load_channels(k, start_of(k, batch, kv), keys, is_key, D, PADDED_D).to(tl.float32)
+    v_start = start_of(v, batch, kv)
 
     key_acc = tl.zeros((ROWS, PADDED_D), tl.float32)
     begin, _low, _high, end = queries_in_reach(
-        tile * ROWS, ROWS, batch, t, s, segment, window, CAUSAL, 1
+        tile * ROWS, ROWS, batch, masks, options, sizes, CAUSAL, 1
     )
-    group = h // n
-    head_start = batch * s * n + kv
+    group = sizes.h // sizes.n
+    is_present, start = keys < sizes.s, batch * sizes.s * sizes.n + kv
     for first in range(0, E, CHANNELS):
-        v_tile = load_part(v, keys, is_key, v_token, v_channel, first, E, CHANNELS).to(tl.float32)
+        v_tile = load_channels(v, v_start, keys, is_key, E, CHANNELS, first).to(tl.float32)
         value_acc = tl.zeros((ROWS, CHANNELS), tl.float32)
         for member in range(0, group):
             head = kv * group + member
-            q_start = q + batch * q_batch + head * q_head
-            o_start = full + (batch * t * h + head) * E
-            d_start = d_out + batch * o_batch + head * o_head
+            q_start = start_of(q, batch, head)
             for i in range(begin, end):
                 row = i + tl.arange(0, 1)
-                is_row = is_token(q_valid, batch, row, t)
-                q_row = load_tile(q_start, row, is_row, q_token, q_channel, D, PADDED_D).to(
-                    tl.float32
-                )
-                at = (batch * h + head) * t + row[None, :]
+                is_row = is_token(masks.q_valid, batch, row, sizes.t)
+                q_row = load_channels(q, q_start, row, is_row, D, PADDED_D).to(tl.float32)
+                at = (batch * sizes.h + head) * sizes.t + row[None, :]
                 logs = tl.load(log_total + at, mask=is_row[None, :], other=float("inf"))
-                o, d_o, sums = rows_of_exact_head(
-                    o_start, d_start, row, is_row, first, h, o_token, o_channel, E, CHANNELS
+                o, d_o, sums = _outputs_of_head(
+                    full, d_out, batch, head, row, is_row, first, E, CHANNELS
                 )
                 log_a, slope = _log_weights(
                     tl.sum(k_tile * q_row, 1, keep_dims=True), row[None, :], keys[:, None],
-                    is_row[None, :], is_key[:, None], logs, batch, head, segment,
-                    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
-                    scale, t, s, CAUSAL,
+                    is_row[None, :], is_key[:, None], logs, batch, head,
+                    masks, options, sizes, CAUSAL,
                 )  # fmt: skip
                 weighted, d_score = _gradients_of_pairs(log_a, v_tile, o, d_o, sums)
                 value_acc += weighted
-                if softcap is not None:
+                if options.softcap is not None:
                     d_score *= slope
                 key_acc += d_score * q_row
-        store_part(d_v + head_start * E, keys, keys < s, n * E, first, value_acc, E)
-    store_tile(d_k + head_start * D, keys, keys < s, n * D, key_acc * scale, D)
+        store_channels(d_v + start * E, keys, is_present, sizes.n * E, value_acc, E, first)
+    store_channels(d_k + start * D, keys, is_present, sizes.n * D, key_acc * sizes.scale, D)
+
+
+@triton.jit
+def _exact_bias_gradient(
+    q, k, v, d_out, full, is_close, log_total, d_bias, batches, sharing, masks, options, sizes,
+    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """`batches` sequences and `sharing` heads share an entry of the bias."""
+    tile, start, first_batch, first_head = bias_tile_of_program(
+        sizes.t, sizes.s, sizes.h // sharing, ROWS, COLUMNS
+    )
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    columns = start + tl.arange(0, COLUMNS)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for number in range(0, batches * sharing):
+        batch, head = first_batch + number // sharing, first_head + number % sharing
+        kv = head // (sizes.h // sizes.n)
+        begin, _low, _high, end = keys_in_reach(
+            tile * ROWS, ROWS, batch, masks, options, sizes, CAUSAL, COLUMNS
+        )
+        is_met = (start >= begin) & (start < end)
+        if is_met & (tl.load(is_close + batch * sizes.n + kv) == 0):
+            is_row = is_token(masks.q_valid, batch, rows, sizes.t)
+            q_tile = load_channels(q, start_of(q, batch, head), rows, is_row, D, PADDED_D)
+            q_tile = q_tile.to(tl.float32)
+            at = (batch * sizes.h + head) * sizes.t + rows[:, None]
+            logs = tl.load(log_total + at, mask=is_row[:, None], other=float("inf"))
+            for first in range(0, E, CHANNELS):
+                o, d_o, sums = _outputs_of_head(
+                    full, d_out, batch, head, rows, is_row, first, E, CHANNELS
+                )
+                for j in range(start, tl.minimum(start + COLUMNS, end)):
+                    d_score, _slope, _k_row = _score_gradient_of_key(
+                        q_tile, k, start_of(k, batch, kv), v, start_of(v, batch, kv),
+                        o, d_o, sums, logs, j, first, rows, is_row,
+                        batch, head, masks, options, sizes, CAUSAL, D, E, PADDED_D, CHANNELS,
+                    )  # fmt: skip
+                    acc += tl.where(columns[None, :] == j, d_score, 0.0)
+    rows, columns = tokens_again(tile, ROWS), start + tl.arange(0, COLUMNS)
+    row = (first_batch * (sizes.h // sharing) + first_head) * sizes.t + rows
+    is_pair = (rows < sizes.t)[:, None] & (columns < sizes.s)[None, :]
+    at = d_bias + row[:, None] * sizes.s + columns[None, :]
+    acc += tl.load(at, mask=is_pair, other=0.0).to(tl.float32)
+    tl.store(at, acc.to(d_bias.dtype.element_ty), mask=is_pair)
 
 
 # ------------------------------------------------------------------------------------- launch
 
 
-def exact_forward(
-    call: LaserCall, is_close: torch.Tensor, outputs: tuple[torch.Tensor | None, ...]
-) -> None:
-    """Writes o (b, t, h, e), o in float32 or None, and λ (b, h, t) of the exact heads."""
+def exact_forward(call: AttentionCall, is_close: torch.Tensor, results: AttentionResults) -> None:
+    """Writes o and λ of the exact heads; `call` has the values themselves."""
     b, t, h, _ = call.q.shape
-    tuned, channels = exact_configuration("laser_exact_forward", call), exact_channels(call)
+    constants = _constants(call, "forward")
+    parts = cdiv(call.v.shape[3], constants["CHANNELS"])
+    full = None if results.full is results.out else results.full
     launch(
-        _exact, (cdiv(t, tuned.rows) * cdiv(call.v.shape[3], channels) * b * h,),
-        call.q, call.k, call.v, is_close, *outputs, *call.arguments, *call.v.stride(),
-        **call.constants, PADDED_D=call.padded_key, CHANNELS=channels, ROWS=tuned.rows,
-        num_warps=tuned.warps, num_stages=tuned.stages,
+        _exact, (cdiv(t, constants["ROWS"]) * parts * b * h,),
+        heads(call.q), heads(call.k), heads(call.v), is_close, results.out, full, results.logs,
+        *call.arguments, **constants,
     )  # fmt: skip
 
 
 def exact_backward(
-    call: LaserCall,
-    from_forward: tuple[torch.Tensor, ...],
+    call: AttentionCall,
+    is_close: torch.Tensor,
+    full: torch.Tensor,
+    logs: torch.Tensor,
     d_out: torch.Tensor,
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> torch.Tensor | None:
-    """Writes dq, dk and dv of the exact heads, and returns the sums of slopes (b, tiles, h).
+    gradients: dict[str, torch.Tensor],
+) -> None:
+    """Writes dq, dk and dv of the exact heads, and adds their parts of the other gradients.
 
-    `from_forward` are is_close, o in float32 and λ.
+    `full` is o in float32, and `logs` is λ.
     """
     (b, t, h, _), (s, n) = call.q.shape, call.k.shape[1:3]
-    d_q, d_k, d_v = gradients
-    tuned = exact_configuration("laser_exact_query_gradient", call)
-    d_slopes = slope_sums(call, tuned)
-    for name, kernel, results, tokens, heads in (
-        ("laser_exact_query_gradient", _exact_query_gradient, (d_q, d_slopes), t, h),
-        ("laser_exact_key_gradient", _exact_key_gradient, (d_k, d_v), s, n),
-    ):
-        tuned = exact_configuration(name, call)
+    inputs = heads(call.q), heads(call.k), heads(call.v), heads(d_out), heads(full), is_close, logs
+    constants = _constants(call, "query_gradient")
+    tiles = cdiv(t, constants["ROWS"])
+    d_slopes = None if call.options.slopes is None else logs.new_zeros((b, tiles, h))
+    launch(
+        _exact_query_gradient, (tiles * b * h,),
+        *inputs, gradients["q"], d_slopes, *call.arguments, **constants,
+    )  # fmt: skip
+    if d_slopes is not None:
+        gradients["slopes"] += d_slopes.sum((0, 1))
+    constants = _constants(call, "key_gradient")
+    launch(
+        _exact_key_gradient, (cdiv(s, constants["ROWS"]) * b * n,),
+        *inputs, gradients["k"], gradients["v"], *call.arguments, **constants,
+    )  # fmt: skip
+    if call.options.bias is not None:
+        d_bias = gradients["bias"]
+        constants = _constants(call, "bias_gradient")
+        pairs = cdiv(t, constants["ROWS"]) * cdiv(s, constants["COLUMNS"])
         launch(
-            kernel, (cdiv(tokens, tuned.rows) * b * heads,),
-            call.q, call.k, call.v, *from_forward, d_out, *results,
-            *call.arguments, *call.v.stride(), *d_out.stride(),
-            **call.constants, PADDED_D=call.padded_key, CHANNELS=exact_channels(call),
-            ROWS=tuned.rows, num_warps=tuned.warps, num_stages=tuned.stages,
+            _exact_bias_gradient, (pairs * d_bias.shape[0] * d_bias.shape[1],),
+            *inputs, d_bias, b // d_bias.shape[0], h // d_bias.shape[1],
+            *call.arguments, **constants,
         )  # fmt: skip
-    return d_slopes
 
 
-def slope_sums(call: LaserCall, tuned: Configuration) -> torch.Tensor | None:
-    """Zeros for the sums (b, tiles, h) of a query gradient that slopes get; heads of the other kind
-    leave them."""
-    (b, t, h, _), slopes = call.q.shape, call.options.slopes
-    if slopes is None:
-        return None
-    return slopes.new_zeros((b, cdiv(t, tuned.rows), h), dtype=torch.float32)
-
-
-def exact_configuration(kernel: str, call: LaserCall) -> Configuration:
-    """The configuration of a kernel for exact heads, which reads values in parts."""
-    return configuration(kernel, call.padded_key, call.has_half_factors, call.v)
-
-
-def exact_channels(call: LaserCall) -> int:
-    """Channels in a tile of a kernel for exact heads."""
-    return min(call.padded_value, EXACT_CHANNELS)
+def _constants(call: AttentionCall, kernel: str) -> dict[str, Constant]:
+    """The constants and options of a kernel for exact heads, which reads values in parts."""
+    d, e = call.q.shape[3], call.v.shape[3]
+    name = f"laser_exact_{kernel}"
+    tuned = configuration(name, padded_width(d), call.has_half_factors, call.v)
+    columns = {"COLUMNS": tuned.columns} if kernel == "bias_gradient" else {}
+    return {
+        "CAUSAL": call.causal,
+        "D": d,
+        "E": e,
+        "PADDED_D": padded_width(d),
+        "CHANNELS": min(padded_width(e), EXACT_CHANNELS),
+        "ROWS": tuned.rows,
+        **columns,
+        "num_warps": tuned.warps,
+        "num_stages": tuned.stages,
+    }

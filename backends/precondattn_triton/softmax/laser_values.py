@@ -6,8 +6,17 @@ u = 1, all others u = 0: this keeps the entries of W, and so their rounding erro
 are computed from all valid keys; a key that a query may not attend to affects only the rounding of
 its output. Kernels, in order, and their grids:
 
-    spread     largest and smallest values       one program per segment of tokens and kv head
-    weights    W (b, n, s, e), close heads       one program per tile of keys and kv head
+    spread       largest and smallest values       one program per segment of tokens and kv head
+    weights      W (b, n, s, e), close heads       one program per tile of keys and kv head
+    cotangent    G (b, t, h, e) and D'             one program per tile of queries and head
+
+The gradient of close heads is that of softmax attention to W, with
+
+    G = do ∘ e^{ν − o},    dW = Aᵀ G,    dv = (W + u) ∘ dW,    dS = A ∘ (G Wᵀ − D'),
+    D'_i = Σ_c G_ic (e^{o_ic − ν_c} − u_c),
+
+where D' also uses the rounded G: then rounding scales the part of each channel in dS, and Σ_j dS_ij
+stays 0.
 """
 
 from __future__ import annotations
@@ -36,17 +45,17 @@ SEGMENT = 256
 """Tokens of a program of `spread`."""
 
 VALUE_ELEMENTS = 4096
-"""Elements in a tile of v in `spread` and `weights`."""
+"""Elements in a tile of v or o."""
 
 
 class ValueSpread(NamedTuple):
-    """The range of the values of each kv head."""
+    """The range of the values of each kv head; of None where attention has no log-mean-exp."""
 
-    shift: torch.Tensor
+    shift: torch.Tensor | None = None
     """ν (b, n, e), float32: the maximum of a channel"""
-    less: torch.Tensor
+    less: torch.Tensor | None = None
     """u (b, n, e), float32: 1 if the values of a channel differ by at most log 2, else 0"""
-    is_close: torch.Tensor
+    is_close: torch.Tensor | None = None
     """(b, n), int32: whether the values of every channel differ by at most R"""
 
 
@@ -62,12 +71,11 @@ def shifts(shift, less, head, first, E: tl.constexpr, CHANNELS: tl.constexpr):
 
 @triton.jit
 def log_mean_and_log(
-    largest, total, acc, is_row, shift, less, head, first,
-    E: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+    largest, total, acc, is_row, value_range, head, first, E: tl.constexpr, CHANNELS: tl.constexpr
+):
     """o in the channels from `first` on, and λ; 0 and ∞ for rows not valid or without a key."""
     has_keys = is_row & (total != 0)  # A NaN in a key makes it NaN, which is not 0.
-    nu, u = shifts(shift, less, head, first, E, CHANNELS)
+    nu, u = shifts(value_range.shift, value_range.less, head, first, E, CHANNELS)
     is_mean = has_keys[:, None] & (first + tl.arange(0, CHANNELS) < E)[None, :]
     mean = tl.where(is_mean, u[None, :] + acc / tl.where(has_keys, total, 1.0)[:, None], 1.0)
     o = tl.where(is_mean, nu[None, :] + tl.log(mean), 0.0)
@@ -121,6 +129,35 @@ def _weights(
     store_tile(w + (batch * n + head) * s * E, tokens, tokens < s, E, result, E)
 
 
+@triton.jit
+def _cotangent(
+    d_out, full, log_total, shift, less, is_close, g, d_sum,
+    q_valid,
+    t, h, n,
+    o_batch, o_token, o_head, o_channel,
+    E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
+    kv = head // (h // n)
+    if tl.load(is_close + batch * n + kv) == 0:
+        return
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    is_row = is_token(q_valid, batch, rows, t)
+    logs = tl.load(log_total + (batch * h + head) * t + rows, mask=is_row, other=float("inf"))
+    has_keys = logs < float("inf")
+    start = (batch * t * h + head) * E
+    d_o = load_tile(
+        d_out + batch * o_batch + head * o_head, rows, has_keys, o_token, o_channel, E, PADDED_E
+    ).to(tl.float32)
+    o = load_tile(full + start, rows, has_keys, h * E, 1, E, PADDED_E)
+    nu, u = shifts(shift, less, batch * n + kv, 0, E, PADDED_E)
+    above = tl.where(has_keys[:, None], nu[None, :] - o, 0.0) * LOG2_E
+    rounded = (d_o * tl.exp2(above)).to(g.dtype.element_ty)
+    sums = tl.sum(rounded.to(tl.float32) * (tl.exp2(-above) - u[None, :]), 1)
+    store_tile(g + start, rows, rows < t, h * E, rounded, E)
+    tl.store(d_sum + (batch * h + head) * t + rows, sums, mask=rows < t)
+
+
 def spread(v: torch.Tensor, masks: KernelMasks) -> ValueSpread:
     """The range of the values of valid keys."""
     b, s, n, e = v.shape
@@ -150,6 +187,28 @@ def weights(v: torch.Tensor, masks: KernelMasks, value_range: ValueSpread) -> to
         E=e, PADDED_E=padded_width(e), ROWS=rows,
     )  # fmt: skip
     return w
+
+
+def cotangents(
+    d_out: torch.Tensor,
+    masks: KernelMasks,
+    value_range: ValueSpread,
+    full: torch.Tensor,
+    logs: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """G (b, t, h, e) and D' (b, h, t) of the close heads, from o in float32 and λ."""
+    b, t, h, e = d_out.shape
+    g = d_out.new_empty(d_out.shape, dtype=factor_dtype(d_out.dtype))
+    d_sums = torch.empty_like(logs)
+    rows = VALUE_ELEMENTS // padded_width(e)
+    assert value_range.is_close is not None
+    launch(
+        _cotangent, (cdiv(t, rows) * b * h,),
+        d_out, full, logs, *value_range, g, d_sums, masks.q_valid,
+        t, h, value_range.is_close.shape[1], *d_out.stride(),
+        E=e, PADDED_E=padded_width(e), ROWS=rows,
+    )  # fmt: skip
+    return g, d_sums
 
 
 def _value_rows(e: int) -> int:

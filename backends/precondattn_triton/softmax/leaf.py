@@ -25,8 +25,8 @@ from precondattn.spec.metric import DOT
 from precondattn.spec.softmax import Softmax
 from precondattn_triton.softmax.score_options import options_of
 from precondattn_triton.softmax.score_tiles import row_products
-from precondattn_triton.softmax.softmax_backward import softmax_backward
-from precondattn_triton.softmax.softmax_forward import SoftmaxArrays, softmax_forward
+from precondattn_triton.softmax.softmax_backward import attention_backward
+from precondattn_triton.softmax.softmax_forward import AttentionCall, attention_forward
 from precondattn_triton.softmax.widths import WIDEST_VALUE, refuses_widths
 from precondattn_triton.tiles import masks_of
 
@@ -66,8 +66,9 @@ class SoftmaxKernels:
         self, leaf: Softmax, x: Tensors, frame: Frame
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The output (b, t, h, e) in the dtype of the values, and the residuals."""
-        read = softmax_forward(_call(leaf, x, frame))
-        return read.out, (read.logs,) if read.full is read.out else (read.logs, read.full)
+        results = attention_forward(_call(leaf, x, frame))
+        logs, full = results.logs, results.full
+        return results.out, (logs,) if full is results.out else (logs, full)
 
     def backward(
         self,
@@ -85,7 +86,7 @@ class SoftmaxKernels:
         d_sums = row_products(
             d_out, full[0] if full else out.contiguous(), logs, call.masks.q_valid
         )
-        gradients = softmax_backward(call, x.get("bias"), logs, d_sums, d_out)
+        gradients = attention_backward(call, x.get("bias"), logs, d_sums, d_out)
         return {name: gradient.to(x[name].dtype) for name, gradient in gradients.items()}
 
     def residual_shapes(
@@ -98,18 +99,11 @@ class SoftmaxKernels:
         return (logs,) if dtype == "float32" else (logs, ArraySpec((b, t, h, e), "float32"))
 
 
-def _call(leaf: Softmax, x: Tensors, frame: Frame) -> SoftmaxArrays:
+def _call(leaf: Softmax, x: Tensors, frame: Frame) -> AttentionCall:
     """A call as its kernels read it, in the dtype of the values."""
     v = x["v"]
     q, k = (x[name].to(v.dtype) for name in ("q", "k"))
     b, _, h, d = q.shape
-    return SoftmaxArrays(
-        q,
-        k,
-        v,
-        x["sink"].contiguous() if leaf.sink else None,
-        masks_of(frame, b),
-        options_of(leaf, x, b, h),
-        leaf.scale_for(d),
-        leaf.causal,
-    )
+    sink = x["sink"].contiguous() if leaf.sink else None
+    masks, options = masks_of(frame, b), options_of(leaf, x, b, h)
+    return AttentionCall(q, k, v, masks, options, leaf.scale_for(d), leaf.causal, sink)

@@ -14,7 +14,8 @@ which keys any of its rows meets, and which keys all of them attend to, the inne
 
 Tiles within the inner range need no mask. The other tiles, at a border, are those before and after.
 Keys and queries that are not valid are a matter of the caller: a query gradient masks invalid keys
-in every tile, and a key gradient in its result. `visits.py` has the loops over the tiles.
+in every tile, and a key gradient in its result. `visits.py` has the loops over the tiles. `masks`,
+`options` and `sizes` are those of a call (`softmax_forward.py`).
 """
 
 from __future__ import annotations
@@ -24,48 +25,48 @@ import triton.language as tl
 
 
 @triton.jit
-def keys_of(query, batch, t, s, segment, window, CAUSAL: tl.constexpr):
+def keys_of(query, batch, masks, options, sizes, CAUSAL: tl.constexpr):
     """The first key that a query attends to, and the last + 1.
 
-    They have the shape of `query`, but for a first key of 0, without window and segments.
+    They have the shape of `query`, but for a first key of 0, without a window and segments.
     """
     # Triton 3.6 can not return None in its place.
-    low, high = 0, s
-    position = query + (s - t)
+    low, high = 0, sizes.s
+    position = query + (sizes.s - sizes.t)
     if CAUSAL:
         high = position + 1
-    if window is not None:
-        low = tl.maximum(position - window + 1, 0)
+    if options.window is not None:
+        low = tl.maximum(position - options.window + 1, 0)
         if not CAUSAL:
-            high = tl.minimum(position + window, s)
-    if segment is not None:
-        begins = segment + batch * 2 * s
-        present = tl.minimum(tl.maximum(position, 0), s - 1)
+            high = tl.minimum(position + options.window, sizes.s)
+    if masks.segment is not None:
+        begins = masks.segment + batch * 2 * sizes.s
+        present = tl.minimum(tl.maximum(position, 0), sizes.s - 1)
         low = tl.maximum(low, tl.load(begins + present))
-        end = tl.load(begins + s + present)
+        end = tl.load(begins + sizes.s + present)
         high = tl.minimum(high, tl.where(position >= 0, end, 0))
     return low, high
 
 
 @triton.jit
-def queries_of(key, batch, t, s, segment, window, CAUSAL: tl.constexpr):
+def queries_of(key, batch, masks, options, sizes, CAUSAL: tl.constexpr):
     """The first query that attends to a key, and the last + 1.
 
     They have the shape of `key`, but for a first query of 0 or a last of t.
     """
-    low, high = 0, t
-    query = key - (s - t)
+    low, high = 0, sizes.t
+    query = key - (sizes.s - sizes.t)
     if CAUSAL:
         low = tl.maximum(query, 0)
-    if window is not None:
-        high = tl.minimum(query + window, t)
+    if options.window is not None:
+        high = tl.minimum(query + options.window, sizes.t)
         if not CAUSAL:
-            low = tl.maximum(query - window + 1, 0)
-    if segment is not None:
-        begins = segment + batch * 2 * s
-        present = tl.minimum(key, s - 1)
-        low = tl.maximum(low, tl.load(begins + present) - (s - t))
-        high = tl.minimum(high, tl.load(begins + s + present) - (s - t))
+            low = tl.maximum(query - options.window + 1, 0)
+    if masks.segment is not None:
+        begins = masks.segment + batch * 2 * sizes.s
+        present = tl.minimum(key, sizes.s - 1)
+        low = tl.maximum(low, tl.load(begins + present) - (sizes.s - sizes.t))
+        high = tl.minimum(high, tl.load(begins + sizes.s + present) - (sizes.s - sizes.t))
     return low, high
 
 
@@ -80,11 +81,11 @@ def is_within(token, low, high, HAS_LOW: tl.constexpr):
 
 @triton.jit
 def may_attend_within(
-    row, column, is_key, batch, t, s, segment, window, CAUSAL: tl.constexpr
+    row, column, is_key, batch, masks, options, sizes, CAUSAL: tl.constexpr
 ):  # fmt: skip
     """The attention mask: query `row` of t may attend to key `column` of s. Shapes broadcast."""
-    low, high = keys_of(row, batch, t, s, segment, window, CAUSAL)
-    has_first: tl.constexpr = window is not None or segment is not None
+    low, high = keys_of(row, batch, masks, options, sizes, CAUSAL)
+    has_first: tl.constexpr = options.window is not None or masks.segment is not None
     return is_within(column, low, high, has_first) & is_key
 
 
@@ -102,23 +103,23 @@ def _of_whole_tiles(low, inner_low, inner_high, high, SIZE: tl.constexpr):
 
 @triton.jit
 def keys_in_reach(
-    first, count, batch, t, s, segment, window, CAUSAL: tl.constexpr, SIZE: tl.constexpr
+    first, count, batch, masks, options, sizes, CAUSAL: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
     """The first key of `count` queries from `first` on, the inner range of keys, their end."""
-    last = tl.minimum(first + count, t) - 1
-    low, inner_high = keys_of(first, batch, t, s, segment, window, CAUSAL)
-    inner_low, high = keys_of(last, batch, t, s, segment, window, CAUSAL)
+    last = tl.minimum(first + count, sizes.t) - 1
+    low, inner_high = keys_of(first, batch, masks, options, sizes, CAUSAL)
+    inner_low, high = keys_of(last, batch, masks, options, sizes, CAUSAL)
     # The end is at most s. If the compiler knows it, a loop does not compare each key with s.
-    high = tl.minimum(high, s)
+    high = tl.minimum(high, sizes.s)
     return _of_whole_tiles(low, inner_low, inner_high, high, SIZE)
 
 
 @triton.jit
 def queries_in_reach(
-    first, count, batch, t, s, segment, window, CAUSAL: tl.constexpr, SIZE: tl.constexpr
+    first, count, batch, masks, options, sizes, CAUSAL: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
     """The first query of `count` keys from `first` on, the inner range of queries, their end."""
-    last = tl.minimum(first + count, s) - 1
-    low, inner_high = queries_of(first, batch, t, s, segment, window, CAUSAL)
-    inner_low, high = queries_of(last, batch, t, s, segment, window, CAUSAL)
+    last = tl.minimum(first + count, sizes.s) - 1
+    low, inner_high = queries_of(first, batch, masks, options, sizes, CAUSAL)
+    inner_low, high = queries_of(last, batch, masks, options, sizes, CAUSAL)
     return _of_whole_tiles(low, inner_low, inner_high, high, SIZE)

@@ -7,10 +7,6 @@ None is no code in a kernel. The derivatives, given dS = A ∘ (do vᵀ − D):
 
     d(s ⟨q, k⟩) = dS (1 − tanh²),    dbias = dS,    dm = −Σ |i − j| dS_ij.
 
-A kernel has the arguments of `ScoreOptions.arguments`, in this order:
-
-    softcap, window, bias, slopes, bias_batch, bias_head, bias_row, bias_column
-
 A window is not added to scores; `reach.py` has its masks. A sink is a column of its own.
 """
 
@@ -26,8 +22,6 @@ import triton.language as tl
 from precondattn.spec.softmax import SoftmaxAttention
 from precondattn_triton.tiles import LOG2_E
 
-Arguments = tuple[float | int | torch.Tensor | None, ...]
-
 NO_WINDOW = 1 << 30
 """A window of more tokens is none: no sequence is longer."""
 
@@ -36,7 +30,7 @@ SERIES_END = tl.constexpr(0.625)
 
 
 class ScoreOptions(NamedTuple):
-    """The options of a call; None where one is not used."""
+    """The options of a call, as kernels read them; None where one is not used."""
 
     softcap: float | None = None
     window: int | None = None
@@ -44,12 +38,10 @@ class ScoreOptions(NamedTuple):
     """(b, h, t, s), a view with stride 0 along axes that it is broadcast along"""
     slopes: torch.Tensor | None = None
     """(h,), contiguous"""
-
-    @property
-    def arguments(self) -> Arguments:
-        """The arguments of a kernel."""
-        strides = (0, 0, 0, 0) if self.bias is None else self.bias.stride()
-        return (*self, *strides)
+    bias_batch: int = 0
+    bias_head: int = 0
+    bias_row: int = 0
+    bias_column: int = 0
 
 
 def options_of(
@@ -59,7 +51,8 @@ def options_of(
     window = None if leaf.window is None or leaf.window > NO_WINDOW else leaf.window
     bias = x["bias"].expand(b, h, -1, -1) if leaf.bias else None
     slopes = x["slopes"].contiguous() if leaf.distance == "slopes" else None
-    return ScoreOptions(leaf.softcap, window, bias, slopes)
+    strides = () if bias is None else bias.stride()
+    return ScoreOptions(leaf.softcap, window, bias, slopes, *strides)
 
 
 @triton.jit
@@ -87,26 +80,22 @@ def distances(row, column, t, s):
 
 @triton.jit
 def scores_in_units(
-    products, row, column, is_pair, batch, head, t, s, scale,
-    softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
-    EXACT: tl.constexpr,
-):  # fmt: skip
+    products, row, column, is_pair, batch, head, t, s, scale, options, EXACT: tl.constexpr
+):
     """S as scores and their unit, which is positive; 1 where an option is added to the scores."""
     unit = 1.0
-    if softcap is None and bias is None and slopes is None:
+    if options.softcap is None and options.bias is None and options.slopes is None:
         scores, unit = products, scale * LOG2_E
     else:
         scores, _slope = scores_and_slopes(
-            products, row, column, is_pair, batch, head, t, s, scale,
-            softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column, EXACT,
-        )  # fmt: skip
+            products, row, column, is_pair, batch, head, t, s, scale, options, EXACT
+        )
     return scores, unit
 
 
 @triton.jit
 def scores_and_slopes(
-    products, row, column, is_pair, batch, head, t, s, scale,
-    softcap, bias, slopes, bias_batch, bias_head, bias_row, bias_column,
+    products, row, column, is_pair, batch, head, t, s, scale, options,
     EXACT: tl.constexpr, shift=0.0,
 ):  # fmt: skip
     """S − shift in units of log 2 from ⟨q, k⟩, and the slopes of the cap, which are 1 without one.
@@ -115,16 +104,16 @@ def scores_and_slopes(
     is not read. A shift is subtracted first, as a part of a fused product.
     """
     slope = 1.0
-    if softcap is None:
+    if options.softcap is None:
         scores = products * (scale * LOG2_E) - shift
     else:
-        capped, slope = bounded(products * (scale / softcap), EXACT)
-        scores = capped * (softcap * LOG2_E) - shift
-    if bias is not None:
-        at = bias + batch * bias_batch + head * bias_head
-        at += row.to(tl.int64) * bias_row + column.to(tl.int64) * bias_column
+        capped, slope = bounded(products * (scale / options.softcap), EXACT)
+        scores = capped * (options.softcap * LOG2_E) - shift
+    if options.bias is not None:
+        at = options.bias + batch * options.bias_batch + head * options.bias_head
+        at += row.to(tl.int64) * options.bias_row + column.to(tl.int64) * options.bias_column
         scores += tl.load(at, mask=is_pair, other=0.0).to(tl.float32) * LOG2_E
-    if slopes is not None:
-        m = tl.load(slopes + head).to(tl.float32) * LOG2_E
+    if options.slopes is not None:
+        m = tl.load(options.slopes + head).to(tl.float32) * LOG2_E
         scores -= m * distances(row, column, t, s)
     return scores, slope

@@ -19,6 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from precondattn_triton.tiles import is_token
+
 
 @triton.jit
 def longest_first(tiles, heads, CAUSAL: tl.constexpr):
@@ -32,3 +34,29 @@ def longest_first(tiles, heads, CAUSAL: tl.constexpr):
         heads_together = tl.minimum(heads_together, tl.num_programs(0) // tiles - first)
         rank, head = program // heads_together, first + program % heads_together
     return rank, (head // heads).to(tl.int64), (head % heads).to(tl.int64)
+
+
+@triton.jit
+def rows_of_program(
+    masks, sizes, CAUSAL: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr = 1
+):
+    """This program's tile of queries, its part of PARTS, its batch, head and key/value head, and
+    the queries and whether they exist and are valid."""
+    tiles = tl.cdiv(sizes.t, ROWS)
+    rank, batch, head = longest_first(tiles * PARTS, sizes.h, CAUSAL)
+    tile = tiles - 1 - rank // PARTS
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    is_row = is_token(masks.q_valid, batch, rows, sizes.t)
+    return tile, rank % PARTS, batch, head, head // (sizes.h // sizes.n), rows, is_row
+
+
+@triton.jit
+def keys_of_program(
+    masks, sizes, CAUSAL: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr = 1
+):
+    """This program's tile of keys, its part of PARTS, its batch and key/value head, and the keys
+    and whether they exist and are valid."""
+    rank, batch, kv = longest_first(tl.cdiv(sizes.s, ROWS) * PARTS, sizes.n, CAUSAL)
+    keys = rank // PARTS * ROWS + tl.arange(0, ROWS)
+    is_key = is_token(masks.k_valid, batch, keys, sizes.s)
+    return rank // PARTS, rank % PARTS, batch, kv, keys, is_key

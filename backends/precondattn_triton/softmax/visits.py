@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.tiles import addresses, is_token, load_tile
+from precondattn_triton.tiles import is_token
 
 
 @triton.jit
@@ -43,22 +43,6 @@ def is_visited(valid, batch, tokens, count, IS_WHOLE: tl.constexpr):
     if IS_WHOLE and valid is None:
         return tl.full(tokens.shape, True, tl.int1)
     return is_token(valid, batch, tokens, count)
-
-
-@triton.jit
-def load_visited(
-    start, valid, batch, tokens, count, token_stride, channel_stride,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, IS_WHOLE: tl.constexpr,
-):  # fmt: skip
-    """A tile as `load_tile` reads it, without a mask where all tokens exist and are valid."""
-    if IS_WHOLE and valid is None:
-        channels = tl.arange(0, PADDED)
-        at = addresses(start, tokens, token_stride, channels, channel_stride)
-        if WIDTH == PADDED:
-            return tl.load(at)
-        return tl.load(at, mask=(channels < WIDTH)[None, :], other=0.0)
-    is_present = is_token(valid, batch, tokens, count)
-    return load_tile(start, tokens, is_present, token_stride, channel_stride, WIDTH, PADDED)
 
 
 @triton.jit

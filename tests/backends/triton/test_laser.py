@@ -13,8 +13,8 @@ from precondattn.backend import ArraySpec, Request
 from precondattn.frame import full_frame
 from precondattn_conformance.tolerance import error
 from precondattn_triton.configurations import Configuration
+from precondattn_triton.softmax.channel_parts import ChannelParts
 from precondattn_triton.softmax.laser import LaserKernels
-from precondattn_triton.softmax.laser_wide import ChannelParts
 from tests.backends.triton.tiles import SMALL, tiles_as_given
 
 HALF = (torch.bfloat16, torch.float16)
@@ -364,8 +364,8 @@ def narrow_tiles(monkeypatch):
     widths = "precondattn_triton.softmax.widths"
     monkeypatch.setattr(f"{widths}.WIDEST_KEY", 16)
     monkeypatch.setattr(f"{widths}.WIDEST_VALUE", {dtype_of(dtype): 16 for dtype in BOUND})
-    parts = dict.fromkeys((torch.bfloat16, torch.float32), ChannelParts(32, 16))
-    monkeypatch.setattr("precondattn_triton.softmax.laser_wide.PARTS", parts)
+    parts = dict.fromkeys((True, False), ChannelParts(32, 16))
+    monkeypatch.setattr("precondattn_triton.softmax.softmax_forward.PARTS", parts)
 
 
 @pytest.mark.parametrize(
