@@ -7,7 +7,7 @@ spilling. None is measured. Whatever the configuration, a kernel computes the sa
 
 In `configurations.json`, `rows` is the chunk size of `chunk_states`, of `channel_gates` where
 channels have gates, and of all other kernels of such a call. The widths of `laser_exact_*` are
-those of keys, and those of `laser_wide_*` of a part of the channels. A wgmma on Hopper multiplies
+those of keys, and those of `wide_*` of a part of the channels. A wgmma on Hopper multiplies
 64 rows by the columns that the tile leaves to a group of four warps: with 16 columns, loading the
 rows takes longer than the product.
 """
