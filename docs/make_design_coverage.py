@@ -15,7 +15,7 @@ from pathlib import Path
 from precondattn_conformance.cases import designed
 from precondattn_conformance.declared import expressions
 from precondattn_conformance.design.coverage import pairs, total
-from precondattn_conformance.grid import LEVELS
+from precondattn_conformance.design.levels import LEVELS
 from precondattn_conformance.widest import is_narrow, runs
 
 PAGE = Path(__file__).parent / "conformance.md"

@@ -14,6 +14,8 @@ from precondattn.installed import is_installed
 
 WIDE = ("float64", "float32")
 HALF = ("float16", "bfloat16")
+SHARING = ("numpy", "torch", "cupy")
+"""Libraries that have the same checks on the same data, but for dtypes."""
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 

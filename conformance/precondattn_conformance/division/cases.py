@@ -19,9 +19,9 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.cases import case_of as any_case_of
 from precondattn_conformance.cases import has_result
 from precondattn_conformance.declared import derived, expressions
+from precondattn_conformance.design.levels import LEVELS
 from precondattn_conformance.division.parts import ORDERS
 from precondattn_conformance.division.processes import WORKERS
-from precondattn_conformance.grid import LEVELS
 from precondattn_conformance.inputs import CallLayout
 from precondattn_conformance.layout_names import named
 from precondattn_conformance.libraries import HALF, WIDE, installed
