@@ -73,46 +73,61 @@ SMOKE: Data = (
     (MASKED, "clustered"),
     (PREFIX_PAIRS, "clustered"),
 )
+
+
+def _all(kind: str, *layouts: CallLayout) -> Data:
+    return tuple((layout, kind) for layout in layouts)
+
+
 FULL: Data = (
     *SMOKE,
     *((PLAIN, kind) for kind in ("random", "duplicate", "zero")),
-    (SINGLE, "random"),
-    *((layout, "clustered") for layout in (FEWER, FEWER_RAGGED, FEWER_PACKED, LESS_ONE, AND_ONE)),
-    (REAL_128, "real"),
-    *((layout, "clustered") for layout in (PREFIX, PAIRS, PREFIX_BLOCKS, PREFIX_ROWS)),
-    (PAIRS_RAGGED, "clustered"),
+    *_all("random", SINGLE),
+    *_all("clustered", FEWER, FEWER_RAGGED, FEWER_PACKED, LESS_ONE, AND_ONE),
+    *_all("real", REAL_128),
+    *_all("clustered", PREFIX, PAIRS, PREFIX_BLOCKS, PREFIX_ROWS, PAIRS_RAGGED),
 )
 SPECIAL: dict[str, Data] = {
-    "splits": tuple(
-        (layout, "clustered") for layout in (PLAIN, RAGGED, MASKED, PREFIX, PAIRS, PREFIX_PAIRS)
-    ),
-    "alternation": ((PLAIN, "clustered"), (RAGGED, "clustered"), (PREFIX_PAIRS, "clustered")),
-    "cache_operations": ((PLAIN, "clustered"), (RAGGED, "clustered")),
+    "splits": _all("clustered", PLAIN, RAGGED, MASKED, PREFIX, PAIRS, PREFIX_PAIRS),
+    "alternation": _all("clustered", PLAIN, RAGGED, PREFIX_PAIRS),
+    "cache_operations": _all("clustered", PLAIN, RAGGED),
     "packing": ((PACKED, "clustered"), (PACKED, "zero"), (PACKED_BLOCKS, "clustered")),
-    "padding": ((RAGGED, "clustered"),),
-    "future": tuple((layout, "clustered") for layout in (PLAIN, PACKED, AND_ONE, PACKED_BLOCKS)),
+    "padding": _all("clustered", RAGGED),
+    "future": _all("clustered", PLAIN, PACKED, AND_ONE, PACKED_BLOCKS),
     "stability": (
         *((layout, kind) for kind in EXTREMES[:-2] for layout in (PLAIN, AND_ONE)),
-        *((layout, "far_segments") for layout in (RAGGED, PACKED, FEWER, PACKED_BLOCKS)),
-        (WRITTEN_TWICE, "overwritten"),
-        (WRITTEN_FAR, "overwritten"),
+        *_all("far_segments", RAGGED, PACKED, FEWER, PACKED_BLOCKS),
+        *_all("overwritten", WRITTEN_TWICE, WRITTEN_FAR),
         (LAST_OF_161, "opposite_values"),
     ),
-    "dtypes": ((PLAIN, "random"), (OWN_HEADS, "random")),
-    "determinism": ((PLAIN, "clustered"), (AND_ONE, "clustered"), (RAGGED, "clustered")),
-    "order_of_calls": ((PLAIN, "clustered"), (TWO_OF_33, "clustered")),
-    "purity": ((PLAIN, "clustered"),),
-    "strides": ((PLAIN, "clustered"), (RAGGED, "clustered"), (AND_ONE, "clustered")),
-    "refusals": ((PLAIN, "random"),),
-    "transforms": ((PLAIN, "clustered"),),
-    "dynamic_shapes": ((PLAIN, "clustered"),),
-    "autocast": ((PLAIN, "clustered"), (RAGGED, "clustered")),
-    "sharding": ((PLAIN, "clustered"),),
-    "threads": ((THREADS, "clustered"),),
-    "leaks": ((LEAK, "random"),),
-    "memory": ((LONG, "random"),),
+    "dtypes": _all("random", PLAIN, OWN_HEADS),
+    "determinism": _all("clustered", PLAIN, AND_ONE, RAGGED),
+    "order_of_calls": _all("clustered", PLAIN, TWO_OF_33),
+    "purity": _all("clustered", PLAIN),
+    "strides": _all("clustered", PLAIN, RAGGED, AND_ONE),
+    "refusals": _all("random", PLAIN),
+    "transforms": _all("clustered", PLAIN),
+    "dynamic_shapes": _all("clustered", PLAIN),
+    "autocast": _all("clustered", PLAIN, RAGGED),
+    "sharding": _all("clustered", PLAIN),
+    "threads": _all("clustered", THREADS),
+    "leaks": _all("random", LEAK),
+    "memory": _all("random", LONG),
 }
 """Data of checks that do not compare numbers at every size."""
+DTYPES = {
+    **dict.fromkeys(("threads", "dynamic_shapes", "sharding", "leaks", "memory"), WIDE[1:]),
+    **{"autocast": HALF, "transforms": WIDE, "cache_operations": WIDE},
+}
+"""The dtypes of checks that do not run in all dtypes."""
+AT_SMOKE: dict[str, tuple[str, Data]] = {
+    **dict.fromkeys(("leaks", "memory", "transforms", "dynamic_shapes"), ("", ())),
+    "autocast": ("bfloat16", SPECIAL["autocast"][:1]),
+    "threads": ("float32", SPECIAL["threads"]),
+    "future": ("float32", SPECIAL["future"][:2]),  # Kernels compute in float32.
+    "stability": ("float64", tuple(e for e in SPECIAL["stability"] if e[0].s < 64)),
+}
+"""The dtype and data of special checks at `smoke`; of others, the first entry in float64."""
 OF_HALF: Data = ((PLAIN, "long_keys"), (WRITTEN_FAR, EXTREMES[-1]))
 """Additional data in half precision, where values overflow or a state loses small values."""
 
@@ -148,15 +163,10 @@ def data(
     `is_alone`: no other library is checked in this run. `is_narrow`: the backend computes this
     mechanism in float32 at most (`widest.py`). `named`: what the run names (`levels.NAMED`).
     """
-    if check in ("threads", "dynamic_shapes") and dtype != "float32":
-        return ()
     is_main, is_derived = library in SHARING, mechanism in derived()
     if level == "smoke":
-        if check == "threads":
-            # Long sequences. Among the libraries only PyTorch has a number of threads.
-            return SPECIAL[check] if library == "torch" and is_class(mechanism) else ()
-        if check == "dynamic_shapes":
-            return ()  # It compiles twice for each mechanism, which takes too long.
+        if check == "threads" and (library != "torch" or not is_class(mechanism)):
+            return ()  # Long sequences. Among the libraries only PyTorch has a number of threads.
         if library == "jax" and (named == "mechanism" or (named and is_class(mechanism))):
             return _smoke_of_named_jax(check, dtype, mechanism, named, is_narrow)
         if library == "jax" and (is_alone or is_narrow):
@@ -164,13 +174,12 @@ def data(
         if not is_narrow or dtype not in WIDE:
             return _smoke(check, library, dtype, mechanism)
         return _of_dtypes(check, library, WIDE, mechanism) if dtype == "float32" else ()
+    if dtype not in DTYPES.get(check, WIDE + HALF):
+        return ()
     if check in ("leaks", "memory"):
         # These checks measure a process, not arithmetic.
-        is_wanted = dtype == "float32" and is_main and not is_derived
-        return SPECIAL[check] if is_wanted and (check == "leaks" or level == "stress") else ()
-    dtypes = {"autocast": HALF, "transforms": WIDE, "cache_operations": WIDE, "sharding": WIDE[1:]}
-    if dtype not in dtypes.get(check, WIDE + HALF):
-        return ()
+        is_wanted = is_main and not is_derived and (check == "leaks" or level == "stress")
+        return SPECIAL[check] if is_wanted else ()
     chosen = SPECIAL.get(check, FULL if level == "full" else STRESS)
     if library == "jax" and level == "full" and dtype in HALF and check != "stability":
         # Each layout runs in one of the two half precisions, since every case has to be compiled.
@@ -229,15 +238,17 @@ def _smoke(check: str, library: str, dtype: str, mechanism: str) -> Data:
     """
     is_main, is_derived = library in SHARING, mechanism in derived()
     if check in SPECIAL:
-        return _smoke_of_special(check, dtype, is_main and not is_derived, is_derived)
+        if is_derived or not is_main:
+            return ()
+        if check == "stability" and dtype in HALF:
+            return tuple(entry for entry in SPECIAL[check] if entry in OF_HALF)
+        dtype_of_check, chosen = AT_SMOKE.get(check, ("float64", SPECIAL[check][:1]))
+        return chosen if dtype == dtype_of_check else ()
+    if library == "jax":
+        return SMOKE[:1] if check == "outputs" and dtype == "float32" and not is_derived else ()
     if not is_main:
-        is_wanted = (
-            check == "outputs" and dtype == "float32"
-            if library == "jax"
-            else check in ("outputs", "gradients") and dtype == "float64"
-        )
-        chosen = SMOKE[:1] if library == "jax" else SMOKE[2:3]
-        return chosen if is_wanted and not is_derived else ()
+        is_wanted = check in ("outputs", "gradients") and dtype == "float64" and not is_derived
+        return SMOKE[2:3] if is_wanted else ()
     if is_derived:
         one = {"outputs": SMOKE[2:3], "gradients": SMOKE[:1]}.get(check, SMOKE[1:2])
         return one if dtype == "float64" else ()
@@ -250,22 +261,3 @@ def _smoke(check: str, library: str, dtype: str, mechanism: str) -> Data:
         one = {"outputs": (SMOKE[0], (REAL_SHORT, "real")), "caching": (DECODED,)}
         return one.get(check, ())
     return SMOKE[:1] if check in ("outputs", "gradients") or is_class(mechanism) else ()
-
-
-def _smoke_of_special(check: str, dtype: str, is_wanted: bool, is_derived: bool) -> Data:
-    """One case of a check that does not compare numbers at every size; of extremes, most."""
-    chosen = SPECIAL[check]
-    if check == "autocast":
-        return chosen[:1] if dtype == "bfloat16" and not is_derived else ()
-    if not is_wanted or check in ("leaks", "memory", "transforms"):
-        return ()
-    if check == "future":  # Kernels compute in float32.
-        return chosen[:2] if dtype == "float32" else ()
-    if check == "stability":
-        if dtype in HALF:
-            return tuple(entry for entry in chosen if entry in OF_HALF)
-        large = (AND_ONE, PACKED_BLOCKS, WRITTEN_FAR, LAST_OF_161)
-        chosen = tuple(entry for entry in chosen if entry[0] not in large)
-    else:
-        chosen = chosen[:1]
-    return chosen if dtype == "float64" else ()
