@@ -12,7 +12,7 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.checks import CHECK, CHECKS
 from precondattn_conformance.conventions import HEAD_ORDER, PROBES, with_equal_heads
 from precondattn_conformance.declared import expressions, is_bounded, mechanism_of
-from precondattn_conformance.design.levels import LEVELS, Part, rows
+from precondattn_conformance.design.levels import LEVELS, Part, require_possible, rows
 from precondattn_conformance.design.rows import design
 from precondattn_conformance.extremes import EXTREMES
 from precondattn_conformance.grid import LAYOUTS, data
@@ -53,16 +53,12 @@ def cases(
     there are `only_mechanisms`, and a library if not. `unpromised` are the conventions that the
     backend under test does not promise (`conventions.py`).
     """
-    if level not in LEVELS:
-        raise ValueError(f"level must be one of {', '.join(LEVELS)}; found {level!r}")
-    for names, possible, what in (
+    require_possible(
+        level,
         (only_checks, CHECKS, "check"),
-        (only_libraries, tuple(libraries.installed()), "installed array library"),
+        (only_libraries, libraries.installed(), "installed array library"),
         (only_dtypes, libraries.WIDE + libraries.HALF, "dtype"),
-    ):
-        for name in names:
-            if name not in possible:
-                raise ValueError(f"{name!r} is no {what}; there are {', '.join(possible)}")
+    )
     mechanisms = tuple(str(pa.parse(text)) for text in only_mechanisms) or tuple(expressions())
     chosen = only_libraries or tuple(libraries.installed())
     if named is None:

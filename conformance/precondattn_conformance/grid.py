@@ -200,13 +200,11 @@ def _smoke_of_jax(check: str, dtype: str, is_derived: bool, is_narrow: bool) -> 
 
     A backend without float64 consists of kernels, which may read past the end of an array.
     """
-    if is_derived or dtype not in ("float32", "bfloat16"):
-        return ()
-    if dtype == "bfloat16":
-        return SMOKE[:1] if check == "outputs" else ()
-    if is_narrow and check in OF_KERNELS:
-        return SPECIAL[check][:1]
-    return {"outputs": SMOKE[:1], "caching": SMOKE[1:2], "gradients": SMOKE[2:3]}.get(check, ())
+    one = {"outputs": SMOKE[:1], "caching": SMOKE[1:2], "gradients": SMOKE[2:3]}
+    if is_narrow:
+        one |= {kernels_check: SPECIAL[kernels_check][:1] for kernels_check in OF_KERNELS}
+    dtypes = ("float32", "bfloat16") if check == "outputs" else ("float32",)
+    return one.get(check, ()) if dtype in dtypes and not is_derived else ()
 
 
 def _smoke_of_named_jax(
@@ -244,14 +242,13 @@ def _smoke(check: str, library: str, dtype: str, mechanism: str) -> Data:
             return tuple(entry for entry in SPECIAL[check] if entry in OF_HALF)
         dtype_of_check, chosen = AT_SMOKE.get(check, ("float64", SPECIAL[check][:1]))
         return chosen if dtype == dtype_of_check else ()
-    if library == "jax":
-        return SMOKE[:1] if check == "outputs" and dtype == "float32" and not is_derived else ()
-    if not is_main:
-        is_wanted = check in ("outputs", "gradients") and dtype == "float64" and not is_derived
-        return SMOKE[2:3] if is_wanted else ()
     if is_derived:
         one = {"outputs": SMOKE[2:3], "gradients": SMOKE[:1]}.get(check, SMOKE[1:2])
-        return one if dtype == "float64" else ()
+        return one if dtype == "float64" and is_main else ()
+    if library == "jax":
+        return SMOKE[:1] if check == "outputs" and dtype == "float32" else ()
+    if not is_main:
+        return SMOKE[2:3] if check in ("outputs", "gradients") and dtype == "float64" else ()
     if dtype == "float64":
         # Long sequences are slow: their outputs are compared in float32, and with the gradients.
         is_long = check in ("outputs", "states") or not is_class(mechanism)

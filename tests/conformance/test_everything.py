@@ -96,6 +96,20 @@ def test_a_run_that_names_something_has_all_cases(named):
     assert session.cases() == list(cases("smoke", **chosen, blocks=session.blocks))
 
 
+@pytest.mark.parametrize("mechanism", ["gla", "lucid(path)", "softmax[window=3]"])
+def test_full_has_a_part_of_options_and_compositions_unless_one_is_named(mechanism):
+    chosen = {"only_libraries": ("numpy",), "only_mechanisms": (mechanism,)}
+    everything = list(cases("full", **chosen))
+    part = list(cases("full", **chosen, named="library"))
+    if mechanism.isidentifier():
+        assert part == everything
+        return
+    smoke = set(cases("smoke", **chosen, named="library"))
+    assert smoke <= set(part) < set(everything)
+    assert len(part) - len(smoke) < len(everything) / 6
+    assert len({case.check for case in set(part) - smoke}) > 3
+
+
 def of_ids(*ids):
     return [case_of(text) for text in ids]
 

@@ -9,7 +9,7 @@ and chooses the levels that they leave open.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from precondattn_conformance.design.covering import Row
@@ -112,8 +112,8 @@ def first_rows(options: Sequence[str], paired_options: str, blocks: Sequence[str
         sizes = {"batch": "1", "d": "5", "e": "3", "data": "random"}
         yield from ({"option": option, **of_an_eps, **usual, **sizes} for option in options)
         return
-    usual |= {"time": "three", "dtype": "float32", "batch": "2", "d": "16", "e": "16"}
-    usual |= {"data": "clustered"}
+    usual |= {"time": "three", "dtype": "float32", "data": "clustered"}
+    usual |= {"batch": "2", "d": "16", "e": "16"}
     for number, (one, other) in enumerate(_option_pairs(paired_options, options)):
         mask = ("lengths_apart", "none", "key_blocks")[number % 3]
         for verb in ("vjp", "extend") if f"window={WIDE}" in one else ("vjp",):
@@ -124,10 +124,8 @@ def _option_pairs(expression: str, options: Sequence[str]) -> Iterator[tuple[str
     """A window wider than a block with every other option, and each other with the next."""
     wide = [option for option in options if f"window={WIDE}" in option]
     others = [option for option in options if option not in wide]
-    for window in wide:
-        for other in options:
-            if together(expression, window, other) is not None:
-                yield window, other
+    pairs = product(wide, options)
+    yield from ((one, other) for one, other in pairs if together(expression, one, other))
     paired = set()
     for one, other in pairwise(others):
         if one not in paired and together(expression, one, other) is not None:

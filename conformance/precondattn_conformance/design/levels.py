@@ -40,6 +40,16 @@ PARTS = 12
 """Of options and compositions, `full` has one of so many cases."""
 
 
+def require_possible(level: str, *filters: tuple[Sequence[str], Sequence[str], str]) -> None:
+    """Raise a ValueError for another level, or for a name of a filter that is not possible."""
+    if level not in LEVELS:
+        raise ValueError(f"level must be one of {', '.join(LEVELS)}; found {level!r}")
+    for names, possible, what in filters:
+        for name in names:
+            if name not in possible:
+                raise ValueError(f"{name!r} is no {what}; there are {', '.join(possible)}")
+
+
 def rows(
     level: str,
     mechanism: str,
