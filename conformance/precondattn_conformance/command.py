@@ -14,12 +14,12 @@ from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.plain import WRONG_TOO
 from precondattn_conformance.design.coverage import Pairs, total
+from precondattn_conformance.design.levels import LEVELS
 from precondattn_conformance.enough import CheckShare, print_shares, too_little
 from precondattn_conformance.expectations import Expectations
 from precondattn_conformance.floor import below_floor
 from precondattn_conformance.functions.backend import FunctionBackend
 from precondattn_conformance.functions.diagnosis import diagnosis
-from precondattn_conformance.grid import LEVELS
 from precondattn_conformance.progress import Progress
 from precondattn_conformance.promises import BROKEN, UNKNOWN, Promise
 from precondattn_conformance.report.junit import write_junit

@@ -163,11 +163,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compile, print a line for each variant, and return 1 if one of them fails."""
     import triton
 
-    parser, given = parsed("Triton", SHARED_LIMITS, "sm_90, gfx942", arguments)
+    parser, options = parsed("Triton", SHARED_LIMITS, "sm_90, gfx942", arguments)
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: kernels would be interpreted, not compiled")
-    pairs = selected(parser, given)
-    if given.list:
+    pairs = selected(parser, options)
+    if options.list:
         print_names(pairs)
         return 0
     tasks = [
@@ -175,11 +175,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             variant.name,
             target,
             key_of_variant(variant, target),
-            (given.module, variant.name, target),
+            (options.module, variant.name, target),
         )
         for variant, target in pairs
     ]
-    return run(given, _compile_named, tasks, {"triton": triton.__version__})
+    return run(options, _compile_named, tasks, {"triton": triton.__version__})
 
 
 if __name__ == "__main__":
