@@ -1,4 +1,4 @@
-"""Public implementations as peers: the adapters of `precondattn_conformance.peers`, by mechanism.
+"""Functions of other projects as peers: adapters of `precondattn_conformance.peers`, by mechanism.
 
 What an adapter does to the inputs, such as to repeat shared heads, is in the time.
 """
@@ -14,45 +14,13 @@ from precondattn_conformance.peers.everyone import peer_named
 from precondattn_conformance.peers.files import MissingError
 from precondattn_conformance.peers.peer import Peer
 
-NAIVE_FLA = {
-    "ssd": "fla/simple_gla_chunk",
-    "kda": "fla/kda_chunk",
-    "gdn2": "fla/gdn2_chunk",
-    "comba": "fla/comba_chunk",
-    "delta_product": "fla/delta_product_recurrent",
-    "atk": "fla/atk_recurrent",
-    "atk(kda)": "fla/atk_kda_recurrent",
-    "mesa": "fla/mesa_exact",
-    "deltaformer": "fla/deltaformer",
-}
-"""flash-linear-attention's references, by the mechanism's expression in its shortest form: chunked
-ones where there are any. Others loop over the tokens. The gradient of a loop would keep every
-state, so that only forward passes are measured."""
-
-FLA = {
-    "linear": "fla/kernel_linear",
-    "retention": "fla/kernel_retention",
-    "gla": "fla/kernel_gla",
-    "gsa": "fla/kernel_gsa",
-    "delta": "fla/kernel_delta",
-    "gated_delta": "fla/kernel_gated_delta",
-    "kda": "fla/kernel_kda",
-    "path": "fla/kernel_path",
-}
-"""Its kernels, in Triton on a GPU."""
-
-TRANSFORMERS = {
-    "gated_delta": "transformers/gated_delta_chunk",
-    "nystrom": "transformers/nystromformer",
-}
-"""Mechanisms that have a function of their own there."""
-
 
 class Adapted(NamedTuple):
     """A peer of the benchmarks that is another project's."""
 
     name: str
     adapters: dict[str, str]
+    """The adapters by the mechanism's expression in its shortest form."""
     works: tuple[str, ...] = ("forward", "forward_backward")
 
     def fits(self, mechanism: pa.Mechanism) -> bool:
@@ -85,6 +53,27 @@ class Adapted(NamedTuple):
         return Computation(self.name, computed, adapter.function_of(computed))
 
 
-NAIVE = Adapted("naive_fla", NAIVE_FLA, ("forward",))
-KERNELS = Adapted("fla", FLA)
-OF_TRANSFORMERS = Adapted("transformers", TRANSFORMERS)
+# References of flash-linear-attention, chunked ones where there are any. Others loop over the
+# tokens: the gradient of a loop would keep every state, so only forward passes are measured.
+NAIVE = Adapted(
+    "naive_fla",
+    {
+        "ssd": "fla/simple_gla_chunk",
+        "kda": "fla/kda_chunk",
+        "gdn2": "fla/gdn2_chunk",
+        "comba": "fla/comba_chunk",
+        "delta_product": "fla/delta_product_recurrent",
+        "atk": "fla/atk_recurrent",
+        "atk(kda)": "fla/atk_kda_recurrent",
+        "mesa": "fla/mesa_exact",
+        "deltaformer": "fla/deltaformer",
+    },
+    works=("forward",),
+)
+FLA = ("linear", "retention", "gla", "gsa", "delta", "gated_delta", "kda", "path")
+"""Mechanisms that have a kernel there, in Triton on a GPU."""
+KERNELS = Adapted("fla", {name: f"fla/kernel_{name}" for name in FLA})
+OF_TRANSFORMERS = Adapted(
+    "transformers",
+    {"gated_delta": "transformers/gated_delta_chunk", "nystrom": "transformers/nystromformer"},
+)

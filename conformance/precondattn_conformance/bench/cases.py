@@ -6,9 +6,10 @@ pass or fail: a case declares a measurement, and a record holds its result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import precondattn as pa
+from precondattn_conformance import libraries
 from precondattn_conformance.inputs import CallLayout
 
 WORKS = ("forward", "forward_backward", "decode", "memory")
@@ -39,6 +40,25 @@ class BenchCase:
     packed: bool = False
     """Whether the b sequences of t tokens are packed into one row; the peer `batch` has them as a
     batch."""
+    backend: str | None = None
+    """The requested backend, or several in order of preference: `"mine,torch"`."""
+    device: str | None = None
+
+    @property
+    def parsed(self) -> pa.Mechanism:
+        return pa.parse(self.mechanism)
+
+    @property
+    def arrays(self) -> libraries.Library:
+        """The array library on the device."""
+        return libraries.named(self.library, self.device)
+
+    @property
+    def input_sizes(self) -> dict[str, int]:
+        """The sizes of the call's inputs, by letter."""
+        inputs = self.parsed.inputs
+        shapes = {name: pattern.shape(self.call_layout.sizes) for name, pattern in inputs.items()}
+        return inputs.sizes(self.mechanism, shapes)
 
     @property
     def call_layout(self) -> CallLayout:
@@ -71,70 +91,56 @@ def _small(
 
 
 def _both(
-    name: str,
-    mechanism: str,
-    sizes: CallLayout,
-    *peers: str,
-    library: str = "torch",
-    packed: bool = False,
+    name: str, mechanism: str, sizes: CallLayout, *peers: str, library: str = "torch"
 ) -> tuple[BenchCase, ...]:
     """A case of the forward pass, and one with the gradient."""
-    return tuple(
-        BenchCase(name + suffix, mechanism, work, sizes, library, peers=peers, packed=packed)
-        for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
-    )
+    forward = BenchCase(name, mechanism, "forward", sizes, library, peers=peers)
+    return forward, replace(forward, name=f"{name}_backward", work="forward_backward")
 
 
 def _peaks(
-    name: str,
-    mechanism: str,
-    sizes: CallLayout,
-    library: str = "torch",
-    dtype: str = "float32",
-    multiples: tuple[int, ...] = (1, 2, 4),
+    name: str, mechanism: str, sizes: CallLayout, library: str = "torch", dtype: str = "float32"
 ) -> BenchCase:
-    return BenchCase(name, mechanism, "memory", sizes, library, dtype, (), multiples=multiples)
+    return BenchCase(name, mechanism, "memory", sizes, library, dtype, peers=())
 
 
 _MEMORY = ("softmax", "lucid", "laser", "path", "gated_delta", "ccq(gated_delta)", "row_normalized")
 _PREFIXES = {"torch": "", "numpy": "numpy_", "jax": "jax_"}
 
-# Distances and masks of pairs, beside plain softmax. An attn_mask is an input of a byte a pair.
-_OF_PAIRS = tuple(
-    _peaks(
-        f"{_PREFIXES[library]}pairs_{name}{suffix}",
-        mechanism,
-        layout(t=16384)._replace(mask=mask),
-        library,
-        dtype,
-        multiples=(1,),
-    )
-    for library, dtype, suffix in (
-        ("torch", "float32", ""),
-        ("torch", "bfloat16", "_bfloat16"),
-        ("numpy", "float32", ""),
-        ("jax", "float32", ""),
-    )
-    for name, mechanism, mask in (
-        ("none", "softmax", None),
-        ("slopes", "softmax[distance=slopes]", None),
-        ("buckets", "softmax[distance=buckets]", None),
-        ("prefix", "softmax", "prefix"),
-        ("attn_mask", "softmax", "attn_mask"),
-    )
+# At one length. Distances and masks of pairs are beside plain softmax; an attn_mask is an input of
+# a byte a pair.
+_LONG = (
+    *(_peaks(f"long_{name}", name, layout(t=65536, h=2)) for name in _MEMORY),
+    *(
+        _peaks(
+            f"{_PREFIXES[library]}pairs_{name}{suffix}",
+            mechanism,
+            layout(t=16384)._replace(mask=mask),
+            library,
+            dtype,
+        )
+        for library, dtype, suffix in (
+            ("torch", "float32", ""),
+            ("torch", "bfloat16", "_bfloat16"),
+            ("numpy", "float32", ""),
+            ("jax", "float32", ""),
+        )
+        for name, mechanism, mask in (
+            ("none", "softmax", None),
+            ("slopes", "softmax[distance=slopes]", None),
+            ("buckets", "softmax[distance=buckets]", None),
+            ("prefix", "softmax", "prefix"),
+            ("attn_mask", "softmax", "attn_mask"),
+        )
+    ),
 )
 
 _PACKED = tuple(
-    case
+    replace(case, packed=True)
     for library, prefix in _PREFIXES.items()
     for name in ("softmax", "lucid", "laser", "gated_delta", "ccq(gated_delta)")
     for case in _both(
-        f"{prefix}packed_{name}",
-        name,
-        layout(t=128)._replace(b=32),
-        "batch",
-        library=library,
-        packed=True,
+        f"{prefix}packed_{name}", name, layout(t=128)._replace(b=32), "batch", library=library
     )
 )
 
@@ -183,8 +189,7 @@ COMPARED = (
     *_both("jax_gated_delta", "gated_delta", _WIDE, "torch", library="jax"),
     *(_peaks(f"memory_{name}", name, layout(h=2)) for name in _MEMORY),
     *(_peaks(f"jax_memory_{name}", name, layout(h=2), "jax") for name in _MEMORY),
-    *(_peaks(f"long_{name}", name, layout(t=65536, h=2), multiples=(1,)) for name in _MEMORY),
-    *_OF_PAIRS,
+    *(replace(case, multiples=(1,)) for case in _LONG),
     *_PACKED,
     _small("softmax", "softmax", "forward", _SMALL, "sdpa"),
     _small("lucid", "lucid", "forward", _SMALL, "naive_lucid"),

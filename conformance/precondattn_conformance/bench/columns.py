@@ -6,15 +6,12 @@ that a peer, another library and another machine stand beside the row that they 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import precondattn as pa
 from precondattn_conformance.bench.cases import BenchCase
 
-DEFAULT = "default"
-"""The backend column of a call for which no backend was named."""
-
-DTYPE = "float32"
+if TYPE_CHECKING:
+    from precondattn_conformance.bench.peers import TimedPeer
 
 
 class Columns(NamedTuple):
@@ -40,23 +37,19 @@ class Columns(NamedTuple):
         parts = self._asdict()
         if computed not in ("", self.mechanism, self.backend):
             parts["backend"] = f"{self.backend}({computed})"
-        if self.dtype == DTYPE:
+        if self.dtype == "float32":
             del parts["dtype"]
         return "-".join(parts.values())
 
 
-def columns_of(case: BenchCase, library: str, backend: str | None, device: str | None) -> Columns:
-    """The columns of a case that one library computes by a backend, or by a peer of this name."""
-    mechanism = str(pa.parse(case.mechanism))
-    return Columns(
-        mechanism,
-        library,
-        backend or DEFAULT,
-        device_on(library, device),
-        f"packed_{case.work}" if case.packed else case.work,
-        sizes_of(case),
-        case.dtype,
-    )
+def columns_of(case: BenchCase, peer: TimedPeer | None = None) -> Columns:
+    """The columns of a case, or of a peer beside it."""
+    library = (peer and peer.library) or case.library
+    work = f"packed_{case.work}" if case.packed else case.work
+    backend = peer.name if peer else case.backend or "default"
+    device = device_on(library, case.device)
+    where = (library, backend, device, work, sizes_of(case), case.dtype)
+    return Columns(str(case.parsed), *where)
 
 
 def device_on(library: str, device: str | None) -> str:
@@ -72,13 +65,7 @@ def sizes_of(case: BenchCase) -> str:
     A batch of one, as many key heads as query heads, and values as wide as keys are not written.
     """
     sizes = case.layout.sizes
-    inputs = pa.parse(case.mechanism).inputs.values()
-    slots = any("m" in pattern.letters for pattern in inputs)
-    left_out = {
-        "b": sizes["b"] == 1,
-        "n": sizes["n"] == sizes["h"],
-        "e": sizes["e"] == sizes["d"],
-        "m": not slots,
-    }
-    shown = [letter for letter in "bthndem" if not left_out.get(letter)]
-    return ",".join(f"{letter}={sizes[letter]}" for letter in shown)
+    has_slots = any("m" in pattern.letters for pattern in case.parsed.inputs.values())
+    left_out = {"b": sizes["b"] == 1, "n": sizes["n"] == sizes["h"], "m": not has_slots}
+    left_out["e"] = sizes["e"] == sizes["d"]
+    return ",".join(f"{x}={sizes[x]}" for x in "bthndem" if not left_out.get(x))

@@ -12,9 +12,7 @@ import time
 
 import torch
 
-import precondattn as pa
 from precondattn.arrays import Arrays
-from precondattn_conformance import libraries
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import decode_run, ours
 from precondattn_conformance.bench.correct import inputs_of
@@ -24,9 +22,16 @@ from precondattn_conformance.bench.paired import Run
 
 def run_of(case: BenchCase) -> Run:
     """A warm call. That its result is correct is for the tests to say: the oracle is slow here."""
-    mechanism, library = pa.parse(case.mechanism), libraries.named(case.library, None)
+    mechanism, library = case.parsed, case.arrays
     inputs = inputs_of(case.mechanism, case.call_layout, case.dtype, case.library)
     arrays = {name: library.array(array, case.dtype) for name, array in inputs.items()}
+
+    def with_gradient() -> Arrays:
+        # The explicit pullback: autograd's first call imports PyTorch's compiler.
+        out, pullback = mechanism.vjp(**arrays)
+        gradients: Arrays = pullback(torch.ones_like(out))
+        return gradients
+
     if case.work == "decode":
         decoder_of = ours(mechanism, None).decoder
         assert decoder_of is not None  # Ours has one.
@@ -34,7 +39,7 @@ def run_of(case: BenchCase) -> Run:
         decoder.fill()
         run = decode_run(library, decoder)
     elif case.work == "forward_backward":
-        run = Run(lambda: _with_gradient(mechanism, arrays))
+        run = Run(with_gradient)
     else:
         run = Run(lambda: mechanism(**arrays))
     run.reset()
@@ -42,23 +47,11 @@ def run_of(case: BenchCase) -> Run:
     return run
 
 
-def _with_gradient(mechanism: pa.Mechanism, arrays: dict[str, torch.Tensor]) -> Arrays:
-    """The gradient by the explicit pullback: autograd's first call imports PyTorch's compiler."""
-    out, pullback = mechanism.vjp(**arrays)
-    gradients: Arrays = pullback(torch.ones_like(out))
-    return gradients
-
-
 def switch_on() -> None:
     """Let valgrind look at instructions from here on, and not at what is imported before."""
-    control = subprocess.Popen(
-        ["callgrind_control", "--instr=on", str(os.getpid())],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    # Valgrind answers only while this process runs.
-    while control.poll() is None:
+    command = ["callgrind_control", "--instr=on", str(os.getpid())]
+    control = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while control.poll() is None:  # Valgrind answers only while this process runs.
         time.sleep(0.02)
     assert control.stdout is not None
     if control.returncode:

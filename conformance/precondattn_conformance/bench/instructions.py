@@ -1,5 +1,7 @@
 """How many instructions a call takes, counted by valgrind: the same next to any other process.
 
+    precondattn bench --instructions
+
 A time on a shared machine is known to a tenth or worse; two counts of the same code differ by less
 than a hundredth. A count says nothing of caches and memory, but what makes a loop longer, or the
 calls around it, shows in it at once. So a count is worse if it is above
@@ -13,7 +15,9 @@ without valgrind, and are small.
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -23,25 +27,26 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from precondattn.json_types import JsonObject
+from precondattn_conformance.bench import machine
 from precondattn_conformance.bench.cases import COMPARED, BenchCase
+from precondattn_conformance.writable import require_writable
+
+FILE = Path(__file__).with_name("committed_instructions.json")
 
 BLOCKED = (
-    "lucid",
-    "lucid_backward",
-    "laser_backward",
-    "gated_delta_backward",
-    "ccq_gated_delta",
-    "path",
-    "window_backward",
+    *("lucid", "lucid_backward", "laser_backward", "gated_delta_backward"),
+    *("ccq_gated_delta", "path", "window_backward"),
 )
 """Cases that spend their time in loops over blocks, counted at `TOKENS` tokens of two heads."""
 
 SMALL = (
-    "overhead_softmax",
-    "overhead_lucid",
-    "overhead_ccq_gla",
-    "overhead_gated_delta_decode",
-    "overhead_lucid_decode",
+    *("overhead_softmax", "overhead_lucid", "overhead_ccq_gla"),
+    *("overhead_gated_delta_decode", "overhead_lucid_decode"),
 )
 """Cases that spend it around the arithmetic, counted for one call."""
 
@@ -52,7 +57,6 @@ CACHED = 64
 SLACK, SLACK_OF_SMALL = 0.015, 0.04
 """Small calls depend on the environment too: on paths, and on where Python keeps its objects."""
 TIMEOUT = 900.0
-PROGRAMS = ("valgrind", "callgrind_control")
 
 
 class CannotCountError(RuntimeError):
@@ -85,10 +89,8 @@ def _counted(case: BenchCase) -> BenchCase:
 
 def missing() -> str | None:
     """Why nothing can be counted here; None if it can."""
-    for program in PROGRAMS:
-        if shutil.which(program) is None:
-            return f"{program} is not installed"
-    return None
+    programs = [name for name in ("valgrind", "callgrind_control") if shutil.which(name) is None]
+    return f"{programs[0]} is not installed" if programs else None
 
 
 def counts(names: Iterable[str] = ()) -> dict[str, int]:
@@ -123,12 +125,105 @@ def counts(names: Iterable[str] = ()) -> dict[str, int]:
 
 def _total(dump: Path) -> int:
     """The sum over all functions of one dump."""
-    found = re.search(r"^totals: (\d+)", dump.read_text(errors="replace"), re.MULTILINE)
-    if found is None or not int(found[1]):
+    total = re.search(r"^totals: (\d+)", dump.read_text(errors="replace"), re.MULTILINE)
+    if total is None or not int(total[1]):
         raise CannotCountError(f"valgrind counted nothing in {dump.name}")
-    return int(found[1])
+    return int(total[1])
 
 
-def is_worse(name: str, now: int, committed: int) -> bool:
-    """Whether the count of a row is above the committed one by more than the slack."""
-    return now > (1 + (SLACK_OF_SMALL if name in SMALL else SLACK)) * committed
+def kind() -> JsonObject:
+    """What has to be equal so that counts are."""
+    described = machine.describe()
+    return {
+        "system": described["system"],
+        "processor": described["processor"],
+        "model": _processor_model(),
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "versions": {name: described["versions"].get(name) for name in ("numpy", "torch")},
+    }
+
+
+def _processor_model(info: Path = Path("/proc/cpuinfo")) -> str:
+    """Family, model and cache: a virtual machine may hide the processor's name."""
+    text = info.read_text() if info.exists() else ""
+    values = {
+        name: re.search(rf"^{name}\s*: (.*)$", text, re.MULTILINE)
+        for name in ("cpu family", "model", "cache size")
+    }
+    return ", ".join(f"{name} {value[1]}" for name, value in values.items() if value)
+
+
+def load(path: Path) -> list[JsonObject]:
+    """The entries of a file, one for each kind; none if it does not exist.
+
+    Raises
+    ------
+    ValueError
+        if the file has something else in it.
+    """
+    if not path.exists():
+        return []
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        if any(set(entry) != {"kind", "date", "counts"} for entry in entries):
+            raise TypeError
+    except (TypeError, ValueError):
+        raise ValueError(f"{path} has no counts of instructions") from None
+    return list(entries)
+
+
+def _of_kind(path: Path, this: JsonObject) -> dict[str, int]:
+    return next((entry["counts"] for entry in load(path) if entry["kind"] == this), {})
+
+
+def run(names: tuple[str, ...], save: Path | None, console: Console) -> int:
+    """Count the rows and judge them, or write them to a file.
+
+    The exit code is 1 if a count is worse than the committed one. Where valgrind is missing nothing
+    is judged.
+
+    Raises
+    ------
+    ValueError, CannotCountError
+        if a name is no row, or if valgrind fails.
+    """
+    cases(names)  # Names are checked first.
+    require_writable(save)
+    if (reason := missing()) is not None:
+        console.print(f"no instructions were counted: {reason}")
+        return 0 if save is None else 1
+    this = kind()
+    committed = _of_kind(FILE, this)
+    if save is None and not committed:
+        console.print("no committed counts for these versions: recorded only")
+    counted = counts(names)
+    verdicts = {name: _verdict(name, count, committed.get(name)) for name, count in counted.items()}
+    table = Table("row", "instructions", "/ committed", "verdict", title="instructions")
+    table.title_justify = "left"
+    colours = {"worse": "red", "better": "green"}
+    for name, verdict in verdicts.items():
+        share = f"{counted[name] / committed[name]:.3f}" if name in committed else "–"
+        text = f"[{colours.get(verdict, 'default')}]{verdict}[/]"
+        table.add_row(escape(name), f"{counted[name]:,}", share, text)
+    console.print(table)
+    console.print(
+        f"worse is {SLACK:.1%} above the committed count, of small calls {SLACK_OF_SMALL:.0%}"
+    )
+    if save is None:
+        return 1 if "worse" in verdicts.values() else 0
+    others = [entry for entry in load(save) if entry["kind"] != this]
+    merged = {**_of_kind(save, this), **counted}
+    entries = [*others, {"kind": this, "date": machine.now(), "counts": merged}]
+    save.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    console.print(f"saved {len(counted)} counts to {save}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _verdict(name: str, count: int, committed: int | None) -> str:
+    """What a count of a row is beside the committed one."""
+    if committed is None:
+        return "new"
+    factor = 1 + (SLACK_OF_SMALL if name in SMALL else SLACK)
+    if count > factor * committed:
+        return "worse"
+    return "better" if committed > factor * count else "fine"

@@ -7,33 +7,26 @@ error, and Python drops it within a callback of a weak reference. So it is also 
 from __future__ import annotations
 
 import signal
-from types import FrameType, TracebackType
+from contextlib import suppress
+from types import FrameType
 
 
 class Interruption:
     """Whether Ctrl-C was pressed since it was entered."""
 
-    def __init__(self) -> None:
-        self.is_here = False
-        self._is_watched = False
+    is_here = False
+    _is_watched = False
 
     def __enter__(self) -> Interruption:
-        # Another handler is left alone, as is a process that ignores interrupts. Python sets its
-        # own in the main thread only, where alone handlers can be set.
-        self._is_watched = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if self._is_watched:
-            try:
+        # Another handler is left alone, as is a process that ignores interrupts. Handlers can be
+        # set in the main thread only, and another thread is never interrupted.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            with suppress(ValueError):
                 signal.signal(signal.SIGINT, self._remember)
-            except ValueError:
-                self._is_watched = False  # This is another thread, which is never interrupted.
+                self._is_watched = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         """After Ctrl-C no error leaves the block."""
         if self._is_watched:
             signal.signal(signal.SIGINT, signal.default_int_handler)

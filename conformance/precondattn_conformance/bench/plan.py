@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-import precondattn as pa
 from precondattn.backend import UnsupportedError
-from precondattn_conformance import libraries
 from precondattn_conformance.bench import machine
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import allowed
@@ -15,33 +13,23 @@ from precondattn_conformance.bench.cost import keeps_tokens
 from precondattn_conformance.bench.record import Row
 
 
-def empty_row(case: BenchCase, backend: str | None, device: str | None) -> Row:
+def empty_row(case: BenchCase) -> Row:
     """A row with the description of a measurement, and no results."""
-    m = pa.parse(case.mechanism)
-    letters = {letter for pattern in m.inputs.values() for letter in pattern.letters}
-    known = case.layout.sizes
-    sizes = {letter: known[letter] for letter in "btshnudem" if letter in letters}
-    requested = backend or "default"
+    letters = {x for pattern in case.parsed.inputs.values() for x in pattern.letters}
+    sizes = {letter: case.layout.sizes[letter] for letter in "btshnudem" if letter in letters}
+    where = (case.library, case.device or "cpu", case.dtype)
     return Row(
-        case.name,
-        str(m),
-        case.work,
-        case.library,
-        device or "cpu",
-        case.dtype,
-        sizes,
-        requested,
+        case.name, str(case.parsed), case.work, *where, sizes, asked=case.backend or "default"
     )
 
 
-def plan(case: BenchCase, backend: str | None, device: str | None, row: Row) -> None:
+def plan(case: BenchCase, row: Row) -> None:
     """Write the backends to the row, and refuse sizes at which the reference is too expensive."""
-    m, layout = pa.parse(case.mechanism), case.call_layout
-    library = libraries.named(case.library, device)
+    m, layout, library = case.parsed, case.call_layout, case.arrays
     few = layout._replace(t=1, s=1) if case.work == "decode" else layout
     like = {n: library.array(np.zeros(p.shape(few.sizes)), case.dtype) for n, p in m.inputs.items()}
     row.device = machine.device_name(library, next(iter(like.values())))
-    names = allowed(backend)
+    names = allowed(case.backend)
     if case.work == "decode":
         cache = m.init_cache(**like, capacity=layout.t)
         explanation = m.explain(**like, cache=cache, backend=names)
@@ -51,11 +39,11 @@ def plan(case: BenchCase, backend: str | None, device: str | None, row: Row) -> 
     row.backends = list(explanation.backends)
     if names is not None and names[0] not in row.backends:
         raise UnsupportedError(f"{names[0]} supports none of this:\n{explanation}")
-    slow = any(
+    is_quadratic = any(
         call.backend.name == "reference" and any(map(keeps_tokens, call.piece.program.leaves))
         for call in explanation.plan.calls
     )
-    if slow and layout.b * layout.h * layout.t * layout.s > 16 * LARGEST:
+    if is_quadratic and layout.b * layout.h * layout.t * layout.s > 16 * LARGEST:
         raise UnsupportedError(
             f"the reference would run a piece of this, and needs memory quadratic in t={layout.t}"
         )

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
-from rich.console import Console
 from rich.markup import escape
 
 from precondattn_conformance import progress
@@ -15,13 +11,9 @@ from precondattn_conformance.progress import in_words
 class BenchProgress(progress.Progress):
     """The progress of cases, each of which is checked first and then measured in rounds."""
 
-    def __init__(
-        self, console: Console, count: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(console, count, clock)
-        self.rounds_began = self.began
-        self.case, self.number = "", 0
-        self.round, self.rounds = 0, 0
+    case, number = "", 0
+    round, rounds = 0, 0
+    rounds_began = 0.0
 
     def starts(self, case: str) -> None:
         """A case starts, with its check."""
@@ -40,13 +32,8 @@ class BenchProgress(progress.Progress):
         self.print(f"[dim]{escape(self.case)}: {escape(text)}[/dim]")
 
     @property
-    def seconds_left(self) -> float | None:
-        """The time of the rounds that are left, and of other cases as long as the average one.
-
-        None before the first round.
-        """
-        if not self.rounds:
-            return None
+    def seconds_left(self) -> float:
+        """The time of the rounds that are left, and of other cases as long as the average one."""
         now = self.clock()
         # The warm-up is one more round.
         left = (now - self.rounds_began) / (self.round + 1) * (self.rounds - self.round)
@@ -58,7 +45,7 @@ class BenchProgress(progress.Progress):
         if not self.number:
             return ""
         text = f"{self.case} (case {self.number} of {self.count})"
-        left = self.seconds_left
-        if left is None:
+        if not self.rounds:
             return f"{text}: checked first"
-        return f"{text}: round {self.round} of {self.rounds}, about {in_words(left)} left"
+        left = in_words(self.seconds_left)
+        return f"{text}: round {self.round} of {self.rounds}, about {left} left"

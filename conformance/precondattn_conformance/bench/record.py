@@ -94,13 +94,7 @@ class BenchRecord:
 
 
 def load(path: Path) -> BenchRecord:
-    """A record from its file.
-
-    Raises
-    ------
-    ValueError
-        if the file is no record, or has another format.
-    """
+    """A record from its file. Raises `ValueError` if that is no record, or has another format."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -114,10 +108,7 @@ def load(path: Path) -> BenchRecord:
         rows = [Row(**row) for row in content.pop("rows")]
         record = BenchRecord(**content, rows=rows)
         # What `compare` reads first. A file that is edited by hand may have anything else.
-        are_mappings = [
-            isinstance(each, dict) for each in (record.machine, *(r.sizes for r in rows))
-        ]
-        if not all(are_mappings):
+        if not all(isinstance(each, dict) for each in (record.machine, *(r.sizes for r in rows))):
             raise TypeError("the machine and the sizes of rows are objects")
         return record
     except (TypeError, KeyError) as error:
