@@ -14,8 +14,7 @@ from rich.console import Console
 
 from precondattn_conformance import progress
 from precondattn_conformance.bench import command
-from precondattn_conformance.bench.interruption import Interruption
-from precondattn_conformance.bench.progress import BenchProgress
+from precondattn_conformance.bench.progress import BenchProgress, Interruption
 from precondattn_conformance.bench.record import TIMED, load
 from precondattn_conformance.progress import CLEAR
 

@@ -24,7 +24,6 @@ from precondattn_conformance.bench import (
     paired,
     plot,
 )
-from precondattn_conformance.bench.beside_plain import ratios_to_plain
 from precondattn_conformance.bench.cases import COMPARED, declared, layout
 from precondattn_conformance.bench.compare import (
     IMPROVED,
@@ -39,7 +38,7 @@ from precondattn_conformance.bench.computation import forward_run, ours
 from precondattn_conformance.bench.cost import flops, moved_bytes
 from precondattn_conformance.bench.paired import Run, Turns, ratio, spread
 from precondattn_conformance.bench.peers import PEERS, peers_of
-from precondattn_conformance.bench.plot import curves_beside_plain, draw_one
+from precondattn_conformance.bench.plot import curves_beside_plain, draw_one, ratios_to_plain
 from precondattn_conformance.bench.record import TIMED, WRONG, BenchRecord, Row, load
 from precondattn_conformance.bench.selection import Selection
 from precondattn_conformance.memory import MeasuredCall, peak_bytes

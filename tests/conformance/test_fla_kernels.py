@@ -17,8 +17,8 @@ import triton.language as tl
 
 import precondattn as pa
 from precondattn_conformance.bench import measure
-from precondattn_conformance.bench.adapters import FLA, KERNELS, NAIVE
 from precondattn_conformance.bench.cases import BenchCase, layout
+from precondattn_conformance.bench.peers import FLA, KERNELS, NAIVE
 from tests.conformance import fla_stub
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Another package warns.

@@ -14,8 +14,8 @@ from rich.console import Console
 
 import precondattn as pa
 from precondattn_conformance.bench import command, measure, peers
-from precondattn_conformance.bench.adapters import FLA, KERNELS
 from precondattn_conformance.bench.cases import BenchCase, layout
+from precondattn_conformance.bench.peers import FLA, KERNELS
 from precondattn_conformance.bench.record import load
 from precondattn_conformance.inputs import make_inputs
 from precondattn_conformance.peers import project

@@ -20,8 +20,7 @@ import precondattn as pa
 from precondattn_conformance import benchmark_cases, libraries
 from precondattn_conformance.bench import benchmark_cases as rooms
 from precondattn_conformance.bench.benchmark_cases import rows_of
-from precondattn_conformance.bench.cases import layout
-from precondattn_conformance.bench.columns import Columns, sizes_of
+from precondattn_conformance.bench.cases import Columns, layout, sizes_of
 from precondattn_conformance.bench.peers import PEERS, peers_of
 from precondattn_conformance.bench.selection import Selection
 

@@ -23,9 +23,9 @@ from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import Computation, allowed, ours
 from precondattn_conformance.bench.correct import Checked, WrongResultError
 from precondattn_conformance.bench.cost import flops, moved_bytes
+from precondattn_conformance.bench.measure import empty_row
 from precondattn_conformance.bench.paired import ratio, spread
 from precondattn_conformance.bench.peers import lacks, peers_of
-from precondattn_conformance.bench.plan import empty_row
 from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, BenchRecord, Row
 from precondattn_conformance.bench.selection import Selection
 from precondattn_gpu import device_inputs

@@ -21,13 +21,11 @@ from precondattn.backend import UnsupportedError
 from precondattn.dispatch.discovery import discover
 from precondattn.installed import is_installed
 from precondattn_conformance import libraries as array_libraries
-from precondattn_conformance.bench.cases import BenchCase
-from precondattn_conformance.bench.columns import Columns, columns_of, device_on
+from precondattn_conformance.bench.cases import BenchCase, Columns, columns_of, device_on
 from precondattn_conformance.bench.correct import UncheckedError, WrongResultError
 from precondattn_conformance.bench.mark import BENCHMARKED
-from precondattn_conformance.bench.measure import our_run, peer_run
+from precondattn_conformance.bench.measure import empty_row, our_run, peer_run
 from precondattn_conformance.bench.peers import TimedPeer, lacks, peers_of
-from precondattn_conformance.bench.plan import empty_row
 from precondattn_conformance.bench.selection import Selection
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ from precondattn_conformance.bench.compare import (
     changes,
     machines_differ,
 )
-from precondattn_conformance.bench.interruption import Interruption
-from precondattn_conformance.bench.progress import BenchProgress
+from precondattn_conformance.bench.progress import BenchProgress, Interruption
 from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, BenchRecord, Row, load
 from precondattn_conformance.bench.selection import Selection
 from precondattn_conformance.bench.table import print_record

@@ -14,18 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import precondattn as pa
 from precondattn.arrays import Array, Arrays
 from precondattn_conformance import libraries
-from precondattn_conformance.bench.adapters import KERNELS, NAIVE, OF_TRANSFORMERS
 from precondattn_conformance.bench.cases import BenchCase
-from precondattn_conformance.bench.computation import CacheDecoder, Computation, ours
-from precondattn_conformance.bench.naive_lucid import naive_lucid
+from precondattn_conformance.bench.computation import CacheDecoder, Computation, entry_for, ours
 from precondattn_conformance.libraries import Library
+from precondattn_conformance.peers.everyone import peer_named
+from precondattn_conformance.peers.files import MissingError
+from precondattn_conformance.peers.peer import Peer
 
 SOFTMAX = pa.Softmax()
 
@@ -89,7 +90,7 @@ def _lacks_gpu_kernel(case: BenchCase, device: str) -> str:
 # Softmax attention by PyTorch and by JAX, from (batch, time, heads, …).
 
 
-def sdpa(**options: object) -> Callable[..., Array]:
+def sdpa(**options: Any) -> Callable[..., Array]:
     """Softmax attention by `scaled_dot_product_attention`; causal without other options."""
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -116,7 +117,7 @@ def _sdpa_by(kernel: str, *, is_causal: bool) -> Callable[..., Array]:
     return attention
 
 
-def _jax_attention_by(implementation: str, *, is_causal: bool) -> Callable[..., Array]:
+def _jax_attention_by(implementation: Any, *, is_causal: bool) -> Callable[..., Array]:
     from jax.nn import dot_product_attention
 
     return lambda q, k, v: dot_product_attention(
@@ -173,6 +174,96 @@ class SdpaDecoder(CacheDecoder):
         arrays = self._part(0, self.context + 1)
         rounded: Arrays = {name: self.library.numpy(array) for name, array in arrays.items()}
         return np.asarray(SOFTMAX(**rounded | {"q": rounded["q"][:, -1:]}, backend="reference"))
+
+
+def naive_lucid(q: Array, k: Array, v: Array) -> Array:
+    """LUCID as in its paper: dense T × T matrices and one triangular solve.
+
+    P = exp(RN(K) RN(K)ᵀ / √d − √d) below the diagonal, 1 on it
+    Y = solve_triangular(P, V)
+    O = softmax(Q Kᵀ / √d + mask) Y
+    """
+    import torch
+
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scale = q.shape[-1] ** -0.5
+    unit = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + 1e-6)
+    correlation = torch.exp(scale * unit @ unit.mT - 1 / scale).tril(-1)
+    y = torch.linalg.solve_triangular(correlation, v, upper=False, unitriangular=True)
+    group = q.shape[1] // k.shape[1]
+    k, y = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, y))
+    t = q.shape[2]
+    is_future = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
+    scores = (scale * q @ k.mT).masked_fill(is_future, -torch.inf)
+    return (scores.softmax(-1) @ y).transpose(1, 2)
+
+
+# Functions of other projects. What an adapter does to the inputs, such as to repeat shared heads,
+# is in the time.
+
+
+class Adapted(NamedTuple):
+    """A peer of the benchmarks that is another project's."""
+
+    name: str
+    adapters: dict[str, str]
+    """The adapters by the mechanism's expression in its shortest form."""
+    works: tuple[str, ...] = ("forward", "forward_backward")
+
+    def fits(self, mechanism: pa.Mechanism) -> bool:
+        return entry_for(self.adapters, mechanism) is not None
+
+    def adapter(self, mechanism: pa.Mechanism) -> Peer:
+        name = entry_for(self.adapters, mechanism)
+        assert name is not None  # The peer is one of those that fit.
+        return peer_named(name)
+
+    def lack(self, case: BenchCase, device: str) -> str:
+        """Why it is not measured on this device; empty if it is."""
+        adapter = self.adapter(pa.parse(case.mechanism))
+        try:
+            adapter.project.version  # noqa: B018 - It raises the error.
+        except MissingError as error:
+            return str(error)
+        if reason := adapter.lacks_device(device):
+            return reason
+        if case.work not in self.works:
+            return f"is measured in {' and '.join(self.works)}, and not in {case.work}"
+        if adapter.dtypes is not None and case.dtype not in adapter.dtypes:
+            return f"{adapter.name} does not support {case.dtype}"
+        return ""
+
+    def computation(self, mechanism: pa.Mechanism, backend: str | None = None) -> Computation:
+        """What the adapter of a mechanism computes, which may be a composition with it."""
+        adapter = self.adapter(mechanism)
+        computed = pa.parse(adapter.mechanism)
+        return Computation(self.name, computed, adapter.function_of(computed))
+
+
+# References of flash-linear-attention, chunked ones where there are any. Others loop over the
+# tokens: the gradient of a loop would keep every state, so only forward passes are measured.
+NAIVE = Adapted(
+    "naive_fla",
+    {
+        "ssd": "fla/simple_gla_chunk",
+        "kda": "fla/kda_chunk",
+        "gdn2": "fla/gdn2_chunk",
+        "comba": "fla/comba_chunk",
+        "delta_product": "fla/delta_product_recurrent",
+        "atk": "fla/atk_recurrent",
+        "atk(kda)": "fla/atk_kda_recurrent",
+        "mesa": "fla/mesa_exact",
+        "deltaformer": "fla/deltaformer",
+    },
+    works=("forward",),
+)
+FLA = ("linear", "retention", "gla", "gsa", "delta", "gated_delta", "kda", "path")
+"""Mechanisms that have a kernel there, in Triton on a GPU."""
+KERNELS = Adapted("fla", {name: f"fla/kernel_{name}" for name in FLA})
+OF_TRANSFORMERS = Adapted(
+    "transformers",
+    {"gated_delta": "transformers/gated_delta_chunk", "nystrom": "transformers/nystromformer"},
+)
 
 
 # The peers.

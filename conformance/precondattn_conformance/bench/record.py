@@ -60,16 +60,19 @@ class Row:
     @property
     def key(self) -> tuple[object, ...]:
         """Rows of two records with the same key are comparable."""
-        sizes = tuple(sorted(self.sizes.items()))
         where = (self.library, self.device, self.dtype, self.asked)
-        return (self.case, self.mechanism, self.work, *where, sizes)
+        return (self.case, self.mechanism, self.work, *where, tuple(sorted(self.sizes.items())))
 
     @property
     def name(self) -> str:
         """The case with its number of tokens, library, dtype and backend."""
         backend = "" if self.asked == "default" else f" on {self.asked}"
-        t = self.sizes.get("t") or self.sizes.get("s")
-        return f"{self.case} t={t} {self.library} {self.dtype}{backend}"
+        return f"{self.case} t={self.tokens} {self.library} {self.dtype}{backend}"
+
+    @property
+    def tokens(self) -> int:
+        """The number of queries, or of keys where there are no queries."""
+        return self.sizes.get("t") or self.sizes.get("s") or 0
 
     @property
     def growth(self) -> list[float]:

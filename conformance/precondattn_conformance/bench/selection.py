@@ -76,7 +76,7 @@ class Selection:
                 replace(case, layout=_small(case.layout), calls=min(case.calls, 2))
                 for case in cases
             ]
-        changed = {"dtype": self.dtype, "peers": self.peers}
+        changed: dict[str, Any] = {"dtype": self.dtype, "peers": self.peers}
         changed = {name: value for name, value in changed.items() if value is not None}
         cases = [replace(case, **changed) for case in cases]
         for case in cases:

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from precondattn_conformance.bench.cases import BenchCase
-from precondattn_conformance.bench.interruption import Interruption
-from precondattn_conformance.bench.measure import MeasureOptions, describe, measure
-from precondattn_conformance.bench.plan import empty_row
-from precondattn_conformance.bench.progress import BenchProgress
+from precondattn_conformance.bench.measure import MeasureOptions, describe, empty_row, measure
+from precondattn_conformance.bench.progress import BenchProgress, Interruption
 from precondattn_conformance.bench.record import Row
 from precondattn_conformance.bench.table import duration
 
