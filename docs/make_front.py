@@ -19,7 +19,7 @@ from make_performance import load_curves
 from matplotlib.figure import Figure
 
 import precondattn as pa
-from precondattn_conformance.bench.beside_plain import ratios_to_plain
+from precondattn_conformance.bench.plot import ratios_to_plain
 from precondattn_conformance.checks import CHECKS
 
 DOCS = Path(__file__).parent

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from precondattn_conformance.bench.beside_plain import ratios_to_plain, tokens_of
+from precondattn_conformance.bench.plot import ratios_to_plain
 from precondattn_conformance.bench.record import TIMED, BenchRecord, Row, load
 from precondattn_conformance.bench.table import duration, size
 
@@ -85,9 +85,9 @@ def curves() -> list[str]:
             parts += [f"{title} pass, time / time of plain attention:\n"]
             parts += [lengths(of_work, "{:.2f}")]
         peaks: dict[str, list[tuple[int, float]]] = {}
-        for row in sorted(record.rows, key=tokens_of):
+        for row in sorted(record.rows, key=lambda row: row.tokens):
             if row.peak_bytes and row.work == "forward_backward":
-                peaks.setdefault(row.mechanism, []).append((tokens_of(row), row.peak_bytes[0]))
+                peaks.setdefault(row.mechanism, []).append((row.tokens, row.peak_bytes[0]))
         if peaks:
             parts += ["Peak memory of the forward and backward pass, including inputs:\n"]
             parts += [lengths(peaks, size)]

@@ -168,11 +168,11 @@ def checked_attention(
     dtype: str,
 ) -> Iterator[Callable[[], Arrays]]:
     """A call without arguments whose result is that of the oracle, for `benchmark` to time."""
-    from precondattn_conformance.bench import checked_attention
+    from precondattn_conformance.bench import benchmark_cases
 
     columns = (mechanism, library, backend, device, work, sizes, dtype)
     row = request.config.stash[ROWS][columns]
-    with checked_attention.checked_attention(row, benchmark) as call:
+    with benchmark_cases.checked_attention(row, benchmark) as call:
         yield call
 
 

@@ -394,10 +394,10 @@ def bench(
             of_runs = (backend, device, library, mechanism, work, peer, sizes, dtype, rounds)
             if any((*of_runs, not peers, memory, neighbours, quick, plot, benchmark_json)):
                 raise ValueError("--instructions is combined with rows and --save only")
-            from precondattn_conformance.bench import instructions_command
+            from precondattn_conformance.bench import instructions as gate
 
             try:
-                code = instructions_command.run(tuple(name or ()), save, console)
+                code = gate.run(tuple(name or ()), save, console)
             except KeyboardInterrupt:
                 console.print("[red]interrupted[/red]: nothing was judged or saved")
                 code = INTERRUPTED
@@ -406,7 +406,7 @@ def bench(
             names=tuple(name or ()),
             backends=tuple(backend or ()),
             device=device,
-            libraries_=tuple(library or ()),
+            libraries=tuple(library or ()),
             mechanisms=tuple(mechanism or ()),
             works=tuple(work or ()),
             sizes=tuple(sizes or ()),

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from precondattn_conformance import progress
 from precondattn_conformance.bench import command
-from precondattn_conformance.bench.interruption import Interruption
-from precondattn_conformance.bench.progress import BenchProgress
+from precondattn_conformance.bench.progress import BenchProgress, Interruption
 from precondattn_conformance.bench.record import TIMED, load
 from precondattn_conformance.progress import CLEAR
 
@@ -149,10 +148,10 @@ def test_an_interrupted_count_has_judged_nothing(monkeypatch):
     from typer.testing import CliRunner
 
     from precondattn.command_line.commands import app
-    from precondattn_conformance.bench import instructions_command
+    from precondattn_conformance.bench import instructions
 
     def run(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(instructions_command, "run", run)
+    monkeypatch.setattr(instructions, "run", run)
     assert CliRunner().invoke(app, ["bench", "--instructions"]).exit_code == 130

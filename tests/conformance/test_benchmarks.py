@@ -22,11 +22,9 @@ from precondattn_conformance import libraries
 from precondattn_conformance.bench import (
     command,
     correct,
-    neighbours,
     paired,
     plot,
 )
-from precondattn_conformance.bench.beside_plain import ratios_to_plain
 from precondattn_conformance.bench.cases import COMPARED, declared, layout
 from precondattn_conformance.bench.compare import (
     IMPROVED,
@@ -39,11 +37,11 @@ from precondattn_conformance.bench.compare import (
 )
 from precondattn_conformance.bench.computation import forward_run, ours
 from precondattn_conformance.bench.cost import flops, moved_bytes
-from precondattn_conformance.bench.paired import Run, Turns, spread
+from precondattn_conformance.bench.paired import Run, Turns, ratio, spread
 from precondattn_conformance.bench.peers import PEERS, peers_of
-from precondattn_conformance.bench.plot import curves_beside_plain, draw_one
+from precondattn_conformance.bench.plot import curves_beside_plain, draw_one, ratios_to_plain
 from precondattn_conformance.bench.record import TIMED, WRONG, BenchRecord, Row, load
-from precondattn_conformance.bench.selection import chosen
+from precondattn_conformance.bench.selection import Selection
 from precondattn_conformance.memory import MeasuredCall, peak_bytes
 from precondattn_conformance.peers import project
 
@@ -174,17 +172,17 @@ def test_a_backend_without_support_gives_the_reason(rescaled):
 
 @pytest.mark.thorough
 def test_neighbours_are_busy_only_during_the_run_and_are_recorded(tmp_path, monkeypatch):
-    started, process = [], neighbours.subprocess.Popen
+    started, process = [], command.subprocess.Popen
 
     def starting(*arguments, **options):
         started.append(process(*arguments, **options))
         return started[-1]
 
-    monkeypatch.setattr(neighbours.subprocess, "Popen", starting)
+    monkeypatch.setattr(command.subprocess, "Popen", starting)
     code, _ = run_quick("numpy_lucid", neighbours=2, save=tmp_path / "run.json")
     assert code == 0
     assert load(tmp_path / "run.json").machine["neighbours"] == 2
-    assert len([each for each in started if each.args[-1] == neighbours.BUSY]) == 2
+    assert len([each for each in started if each.args[-1] == command.BUSY]) == 2
     assert all(each.poll() is not None for each in started)
 
 
@@ -256,7 +254,9 @@ def test_peers_agree_with_the_mechanisms_they_are_compared_with(name, heads):
     torch = libraries.named("torch")
     arrays = {n: torch.array(a, "float64") for n, a in expected.inputs.items()}
     result = forward_run(of, torch, arrays).call()["the output"]
-    np.testing.assert_allclose(torch.numpy(result), expected.out, rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(
+        torch.numpy(result), expected.results["the output"], rtol=1e-9, atol=1e-11
+    )
 
 
 def test_a_fault_after_the_first_tokens_is_detected(monkeypatch):
@@ -268,11 +268,11 @@ def test_a_fault_after_the_first_tokens_is_detected(monkeypatch):
     assert not expected.is_whole
     library, of = libraries.named("numpy"), ours(pa.Lucid(), "reference")
     results = forward_run(of, library, expected.inputs).call()
-    checked = correct.check_forward(of, expected, library, "float64", results)
+    checked = correct.check(of, expected, library, "float64", results)
     assert checked.what == f"the first 16 tokens and the last {correct.TAIL}"
     results["the output"][:, 90] *= 1.001
     with pytest.raises(correct.WrongResultError, match="the last tokens"):
-        correct.check_forward(of, expected, library, "float64", results)
+        correct.check(of, expected, library, "float64", results)
 
 
 def test_the_last_tokens_may_lose_twice_what_the_definition_loses_in_float32(monkeypatch):
@@ -284,16 +284,16 @@ def test_the_last_tokens_may_lose_twice_what_the_definition_loses_in_float32(mon
         expected = correct.oracle.__wrapped__("lucid", layout(t=100, h=2, d=4), dtype, "numpy")
         arrays = {name: array.astype(dtype) for name, array in expected.inputs.items()}
         results[dtype] = forward_run(of, library, arrays).call()
-        checked = correct.check_forward(of, expected, library, dtype, results[dtype])
+        checked = correct.check(of, expected, library, dtype, results[dtype])
         assert checked.bound == correct.bound(dtype, correct.KIND)  # The usual bound suffices here.
         results[dtype]["the output"][:, 90] *= 1 + 3 * checked.bound
         with pytest.raises(correct.WrongResultError, match="the last tokens"):
-            correct.check_forward(of, expected, library, dtype, results[dtype])
+            correct.check(of, expected, library, dtype, results[dtype])
         monkeypatch.setattr(correct, "lost_by_definition", lambda *given: 4e-4)
         if dtype == "float32":
-            assert correct.check_forward(of, expected, library, dtype, results[dtype]).bound == 8e-4
+            assert correct.check(of, expected, library, dtype, results[dtype]).bound == 8e-4
     with pytest.raises(correct.WrongResultError, match="the last tokens"):  # Not used in float64.
-        correct.check_forward(of, expected, library, "float64", results["float64"])
+        correct.check(of, expected, library, "float64", results["float64"])
 
 
 @pytest.mark.parametrize("expression", ["lucid", "ccq", "retention", "mesa"])
@@ -321,10 +321,10 @@ def test_gradients_of_a_long_call_are_checked_on_its_first_tokens(monkeypatch):
     expected = correct.oracle.__wrapped__("lucid", sizes, "float64", "numpy")
     library, of = libraries.named("numpy"), ours(pa.Lucid(), "reference")
     results = backward_run(of, library, expected.inputs, expected.cotangent).call()
-    correct.check_backward(expected, library, "float64", results)
+    correct.check(of, expected, library, "float64", results)
     results["the gradient of k"][:, 30] += 1e-3
     with pytest.raises(correct.WrongResultError, match="the gradient of k"):
-        correct.check_backward(expected, library, "float64", results)
+        correct.check(of, expected, library, "float64", results)
 
 
 def test_calls_that_can_not_be_compared_with_the_oracle_are_not_measured(monkeypatch):
@@ -343,9 +343,10 @@ def test_without_causality_the_oracle_computes_the_first_queries_of_all_keys(mon
     monkeypatch.setattr(correct, "HEAD", 16)
     first = correct.oracle.__wrapped__(expression, sizes, "float64", "numpy")
     assert first.head == 16
-    np.testing.assert_allclose(first.out, whole.out[:, :16], rtol=1e-9, atol=1e-9)
-    assert {name: d.shape for name, d in first.gradients.items()} == {
-        name: d.shape for name, d in whole.gradients.items()
+    outs = [x.results.pop("the output")[:, :16] for x in (first, whole)]
+    np.testing.assert_allclose(*outs, rtol=1e-9, atol=1e-9)
+    assert {name: d.shape for name, d in first.results.items()} == {
+        name: d.shape for name, d in whole.results.items()
     }
 
 
@@ -369,9 +370,8 @@ def test_ratios_are_of_times_measured_alternately(monkeypatch):
         start = now
         work(4.0)()
         ours_.append(now - start)
-    ratios = turns.ratios(ours_)
-    assert ratios["peer"] == pytest.approx((2.0, 2.0, 2.0, 10))
-    assert ratios["slow"] == pytest.approx((0.5, 0.5, 0.5, 10))
+    assert ratio(ours_, turns.times["peer"][1:]) == pytest.approx((2.0, 2.0, 2.0, 10))
+    assert ratio(ours_, turns.times["slow"][1:]) == pytest.approx((0.5, 0.5, 0.5, 10))
     assert spread(ours_).q3 > 5 * spread(ours_).q1
 
 
@@ -562,8 +562,9 @@ def test_every_mechanism_has_a_forward_and_a_memory_case():
     for name in pa.mechanisms():
         assert (cases[name].mechanism, cases[name].work) == (name, "forward")
         assert cases[f"memory_{name}"].work == "memory"
-    assert [case.name for case in chosen(("gla", "memory_gla"))] == ["gla", "memory_gla"]
-    assert {case.name for case in chosen()} <= {case.name for case in COMPARED}
+    named = Selection(("gla", "memory_gla")).cases()
+    assert [case.name for case in named] == ["gla", "memory_gla"]
+    assert {case.name for case in Selection().cases()} <= {case.name for case in COMPARED}
 
 
 @pytest.mark.parametrize(
@@ -573,7 +574,7 @@ def test_every_mechanism_has_a_forward_and_a_memory_case():
         ({"mechanisms": ("lucit",)}, "lucit"),
         ({"backends": ("nobody",)}, "unknown backend 'nobody'; known are"),
         ({"works": ("sideways",)}, "unknown work 'sideways'; known are forward"),
-        ({"libraries_": ("tensorflow",)}, "unknown array library 'tensorflow'"),
+        ({"libraries": ("tensorflow",)}, "unknown array library 'tensorflow'"),
         ({"sizes": ("t=many",)}, "sizes are written as"),
         ({"sizes": ("h=8,n=3",)}, "h must be a multiple of n"),
         ({"dtype": "float8"}, "unknown dtype 'float8'"),
@@ -654,7 +655,8 @@ def test_curves_are_ratios_to_plain_attention_at_the_same_length(tmp_path):
 
 
 def test_given_sizes_give_a_curve():
-    cases = chosen(mechanisms=("lucid",), sizes=("t=16,h=2", "t=32,h=2,n=1"), works=("forward",))
+    sizes = ("t=16,h=2", "t=32,h=2,n=1")
+    cases = Selection(mechanisms=("lucid",), sizes=sizes, works=("forward",)).cases()
     assert [(c.layout.t, c.layout.s, c.layout.h, c.layout.n) for c in cases] == [
         (16, 16, 2, 2),
         (32, 32, 2, 1),

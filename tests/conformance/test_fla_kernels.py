@@ -16,10 +16,9 @@ import torch
 import triton.language as tl
 
 import precondattn as pa
-from precondattn_conformance import libraries
 from precondattn_conformance.bench import measure
-from precondattn_conformance.bench.adapters import FLA, KERNELS, NAIVE
 from precondattn_conformance.bench.cases import BenchCase, layout
+from precondattn_conformance.bench.peers import FLA, KERNELS, NAIVE
 from tests.conformance import fla_stub
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Another package warns.
@@ -53,8 +52,7 @@ def interpreted():
 
 def assert_agrees(of, text, sizes, work, dtype):
     """Assert agreement with the oracle within a benchmark's bounds; raises `WrongResultError`."""
-    case = BenchCase(text, text, work, sizes, "torch", dtype)
-    measure.checked_run(of, case, libraries.named("torch", DEVICE))
+    measure.checked_run(of, BenchCase(text, text, work, sizes, "torch", dtype, device=DEVICE))
 
 
 @pytest.mark.parametrize("text", FLA)

@@ -8,20 +8,20 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from precondattn.command_line.commands import app
-from precondattn_conformance.bench import instructions, instructions_command
+from precondattn_conformance.bench import instructions
 from precondattn_conformance.bench.cases import COMPARED
 
 
 def run(monkeypatch, tmp_path, counted, committed, save=None, absent=None):
     """Run the command with given counts; returns the exit code and the text."""
     file = tmp_path / "committed.json"
-    entry = {"kind": instructions_command.kind(), "date": "2026-01-01", "counts": committed}
+    entry = {"kind": instructions.kind(), "date": "2026-01-01", "counts": committed}
     file.write_text(json.dumps([entry]))
-    monkeypatch.setattr(instructions_command, "FILE", file)
-    monkeypatch.setattr(instructions_command, "counts", lambda names: counted)
-    monkeypatch.setattr(instructions_command, "missing", lambda: absent)
+    monkeypatch.setattr(instructions, "FILE", file)
+    monkeypatch.setattr(instructions, "counts", lambda names: counted)
+    monkeypatch.setattr(instructions, "missing", lambda: absent)
     printed = io.StringIO()
-    code = instructions_command.run(tuple(counted), save, Console(file=printed, width=200))
+    code = instructions.run(tuple(counted), save, Console(file=printed, width=200))
     return code, printed.getvalue()
 
 
@@ -69,16 +69,16 @@ def test_counts_are_saved_by_kind(monkeypatch, tmp_path):
     save.write_text(json.dumps([other]))
     run(monkeypatch, tmp_path, {"lucid": 7, "path": 8}, {}, save)
     run(monkeypatch, tmp_path, {"lucid": 9}, {}, save)
-    entries = {json.dumps(e["kind"]): e["counts"] for e in instructions_command.load(save)}
+    entries = {json.dumps(e["kind"]): e["counts"] for e in instructions.load(save)}
     assert entries[json.dumps(other["kind"])] == {"lucid": 1}
-    assert entries[json.dumps(instructions_command.kind())] == {"lucid": 9, "path": 8}
+    assert entries[json.dumps(instructions.kind())] == {"lucid": 9, "path": 8}
 
 
 def test_a_damaged_file_is_named(tmp_path):
     file = tmp_path / "counts.json"
     file.write_text(json.dumps([{"machine": {}}]))
     with pytest.raises(ValueError, match=r"counts\.json has no counts"):
-        instructions_command.load(file)
+        instructions.load(file)
 
 
 def test_rows_are_small_cases_of_torch():

@@ -13,10 +13,9 @@ import pytest
 from rich.console import Console
 
 import precondattn as pa
-from precondattn_conformance import libraries
 from precondattn_conformance.bench import command, measure, peers
-from precondattn_conformance.bench.adapters import FLA, KERNELS
 from precondattn_conformance.bench.cases import BenchCase, layout
+from precondattn_conformance.bench.peers import FLA, KERNELS
 from precondattn_conformance.bench.record import load
 from precondattn_conformance.inputs import make_inputs
 from precondattn_conformance.peers import project
@@ -58,8 +57,7 @@ def of_name(name):
 def checked(peer, mechanism, sizes, work="forward", dtype="bfloat16", library="torch"):
     """The largest error of a peer; raises the peer's error, or one for a wrong result."""
     case = BenchCase(mechanism, mechanism, work, sizes, library, dtype)
-    of = peer.make(pa.parse(mechanism), None)
-    return measure.checked_run(of, case, libraries.named(library))[1].error
+    return measure.checked_run(peer.make(pa.parse(mechanism), None), case).checked.error
 
 
 def rows_of(folder, *names, **options):

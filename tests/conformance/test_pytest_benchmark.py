@@ -19,10 +19,10 @@ pytest.importorskip("pytest_benchmark")
 import precondattn as pa
 from precondattn_conformance import benchmark_cases, libraries
 from precondattn_conformance.bench import benchmark_cases as rooms
-from precondattn_conformance.bench.benchmark_cases import Selection, rows_of
-from precondattn_conformance.bench.cases import layout
-from precondattn_conformance.bench.columns import Columns, sizes_of
-from precondattn_conformance.bench.peers import PEERS, computed_by, peers_of
+from precondattn_conformance.bench.benchmark_cases import rows_of
+from precondattn_conformance.bench.cases import Columns, layout, sizes_of
+from precondattn_conformance.bench.peers import PEERS, peers_of
+from precondattn_conformance.bench.selection import Selection
 
 PAGE = Path(__file__).parents[2] / "docs" / "pytest_benchmark.md"
 COLUMNS = ("mechanism", "library", "backend", "device", "work", "sizes", "dtype")
@@ -332,7 +332,7 @@ def test_what_a_peer_computes_is_what_it_is_said_to_compute():
         for peer in PEERS:
             if peer.fits(mechanism) and peer.name in ("sdpa", "base", "gated_delta", "kda"):
                 made = peer.make(mechanism, None).mechanism
-                assert str(computed_by(peer, mechanism)) == str(made), (peer.name, expression)
+                assert str(peer.computes(mechanism)) == str(made), (peer.name, expression)
 
 
 @pytest.mark.parametrize(

@@ -67,12 +67,12 @@ def test_headlines_share_one_process_and_wait_for_compiled_peers():
 
 
 def test_peers_of_headlines_are_peers():
-    from precondattn_conformance.bench.command import _require_peers
-    from precondattn_conformance.bench.selection import chosen
+    from precondattn_conformance.bench.command import require_peers
+    from precondattn_conformance.bench.selection import Selection
 
     for each in (*first_headline.HEADLINES, *first_headline.BESIDE_FLA):
-        cases = chosen(mechanisms=(each.mechanism,), works=each.works, sizes=(each.sizes,))
-        _require_peers(cases, each.peers)
+        selection = Selection(mechanisms=(each.mechanism,), works=each.works, sizes=(each.sizes,))
+        require_peers(selection.cases(), each.peers)
 
 
 @pytest.fixture

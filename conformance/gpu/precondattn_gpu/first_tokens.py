@@ -12,11 +12,7 @@ from collections.abc import Callable
 import torch
 
 import precondattn as pa
-from precondattn_conformance.bench.computation import (
-    CacheDecoder,
-    Computation,
-    TokenDecoder,
-)
+from precondattn_conformance.bench.computation import CacheDecoder, Computation
 from precondattn_conformance.bench.correct import KIND, Checked, WrongResultError
 from precondattn_conformance.bench.peers import SdpaDecoder
 from precondattn_conformance.inputs import slice_tokens
@@ -98,7 +94,7 @@ def compared(what: str, result: torch.Tensor, expected: torch.Tensor, limit: flo
 
 
 def check_step(
-    computation: Computation, decoder: TokenDecoder, call: Callable[[], torch.Tensor], dtype: str
+    computation: Computation, decoder: CacheDecoder, call: Callable[[], torch.Tensor], dtype: str
 ) -> Checked:
     """Compare one token after a cache with the definition in float32 on the same cache."""
     decoder.reset()
@@ -106,7 +102,6 @@ def check_step(
         x = {name: array.float() for name, array in decoder.inputs.items()}
         expected = computation.mechanism(**(x | {"q": x["q"][:, -1:]}), backend="reference")
     else:
-        assert isinstance(decoder, CacheDecoder)
         wide = {name: _wide(array) for name, array in decoder.cache.store.items()}
         token = {name: _wide(array) for name, array in decoder.token.items()}
         cache = decoder.cache._replace(store=wide)

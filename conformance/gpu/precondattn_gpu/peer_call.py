@@ -11,9 +11,8 @@ import argparse
 import json
 from pathlib import Path
 
-import precondattn as pa
 from precondattn_conformance.bench.peers import lacks, peers_of
-from precondattn_conformance.bench.selection import chosen
+from precondattn_conformance.bench.selection import Selection
 from precondattn_gpu import device_inputs
 from precondattn_gpu.timed_call import checked_in_torch
 
@@ -25,20 +24,19 @@ def main() -> None:
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--device", required=True)
     parser.add_argument("--result", type=Path, required=True)
-    given = parser.parse_args()
-    (case,) = chosen(
-        mechanisms=(given.mechanism,), works=("forward_backward",), sizes=(given.sizes,),
-        dtype=given.dtype, peers=(given.peer,),
-    )  # fmt: skip
+    options = parser.parse_args()
+    (case,) = Selection(
+        mechanisms=(options.mechanism,), works=("forward_backward",), sizes=(options.sizes,),
+        dtype=options.dtype, peers=(options.peer,), device=options.device,
+    ).cases()  # fmt: skip
     (peer,) = peers_of(case)
-    if reason := lacks(peer, case, given.device):
-        given.result.write_text(json.dumps({"status": "unsupported", "message": reason}))
+    if reason := lacks(peer, case, options.device):
+        options.result.write_text(json.dumps({"status": "unsupported", "message": reason}))
         return
-    mechanism = pa.parse(case.mechanism)
-    x = device_inputs.make(mechanism, case.layout, case.dtype, given.device)
-    checked = checked_in_torch(peer.make(mechanism, None), x, case, given.device).checked
+    x = device_inputs.make(case.parsed, case.layout, case.dtype, options.device)
+    checked = checked_in_torch(peer.make(case.parsed, None), x, case).checked
     result = {"status": "passed", "message": "", "error": checked.error, "bound": checked.bound}
-    given.result.write_text(json.dumps(result))
+    options.result.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -10,26 +10,33 @@ because the device is an option of the command line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-import precondattn as pa
+from precondattn.arrays import Arrays
+from precondattn.backend import UnsupportedError
 from precondattn.dispatch.discovery import discover
 from precondattn.installed import is_installed
 from precondattn_conformance import libraries as array_libraries
-from precondattn_conformance.bench.cases import BenchCase
-from precondattn_conformance.bench.columns import DEFAULT, Columns, columns_of, device_on
+from precondattn_conformance.bench.cases import BenchCase, Columns, columns_of, device_on
+from precondattn_conformance.bench.correct import UncheckedError, WrongResultError
 from precondattn_conformance.bench.mark import BENCHMARKED
-from precondattn_conformance.bench.peers import TimedPeer, computed_by, lacks, peers_of
-from precondattn_conformance.bench.selection import chosen
+from precondattn_conformance.bench.measure import empty_row, our_run, peer_run
+from precondattn_conformance.bench.peers import TimedPeer, lacks, peers_of
+from precondattn_conformance.bench.selection import Selection
 
 if TYPE_CHECKING:
     import pytest
+    from pytest_benchmark.fixture import BenchmarkFixture
 
 WORKS = ("forward", "forward_backward", "decode")
 """What can be timed here; memory is no time."""
+
+DEFAULT = "default"
+"""The backend of a call for which no backend is named."""
 
 NEVER = ("torch",)
 """Peers that are no rows here: `libraries=["torch"]` is the same."""
@@ -38,41 +45,11 @@ OURS = ("base", "batch", "gated_delta", "kda")
 """Peers that are mechanisms of this library; they are rows only where they are named."""
 
 
-@dataclass(frozen=True)
-class Selection:
-    """What a test requests."""
-
-    names: tuple[str, ...] = ()
-    mechanisms: tuple[str, ...] = ()
-    libraries: tuple[str, ...] = ()
-    backends: tuple[str, ...] = (DEFAULT,)
-    works: tuple[str, ...] = ()
-    sizes: tuple[str, ...] = ()
-    dtype: str | None = None
-    peers: tuple[str, ...] | None = None
-
-    def cases(self, *, quick: bool = False) -> list[BenchCase]:
-        """The requested cases. Raises `ValueError` for a name that does not exist."""
-        found = chosen(
-            self.names,
-            mechanisms=self.mechanisms,
-            works=self.works,
-            libraries_=self.libraries,
-            sizes=self.sizes,
-            dtype=self.dtype,
-            peers=self.peers,
-            quick=quick,
-        )
-        # pytest-benchmark repeats short calls itself.
-        return [replace(case, calls=1) for case in found if case.work in WORKS]
-
-
 class BenchmarkRow(NamedTuple):
     """One call to be timed: ours on a backend, or a peer's."""
 
     columns: Columns
     case: BenchCase
-    backend: str | None
     peer: TimedPeer | None
     computed: str
     """What it computes: the mechanism of the case, or another one if it is a peer."""
@@ -134,18 +111,15 @@ def benchmark_cases(
         )
     import pytest
 
-    given = {"mechanisms": mechanisms, "libraries": libraries, "backends": backends}
-    given |= {"works": works, "sizes": sizes}
-    for argument, texts in {**given, "peers": peers}.items():
+    lists = {"mechanisms": mechanisms, "libraries": libraries, "backends": backends}
+    lists |= {"works": works, "sizes": sizes} | ({} if peers is None else {"peers": peers})
+    for argument, texts in lists.items():
         if isinstance(texts, str):
             raise TypeError(f"{argument} is a list of texts; write [{texts!r}]")
     if not names and not mechanisms:
         raise ValueError("name cases, or mechanisms=[...]")
     selection = Selection(
-        names=names,
-        **{argument: tuple(texts) for argument, texts in given.items()},
-        dtype=dtype,
-        peers=None if peers is None else tuple(peers),
+        names, dtype=dtype, **{name: tuple(texts) for name, texts in lists.items()}
     )
     _require_valid(selection)
     mark: pytest.MarkDecorator = getattr(pytest.mark, BENCHMARKED)(selection)
@@ -159,17 +133,26 @@ def _require_valid(selection: Selection) -> None:
                 f"work {work!r} is not timed by pytest-benchmark; those that are: "
                 f"{', '.join(WORKS)} (`precondattn bench` measures the others)"
             )
-    cases = selection.cases()
+    cases = _timed_cases(selection)
     if not cases:
         raise ValueError(f"none of the requested cases is one of {', '.join(WORKS)}")
-    for backend in selection.backends:
-        _runs_on(backend, "")
+    for case in cases:
+        _runs_on_its_library(case)
     of_cases = [peer.name for case in cases for peer in _offered(case)]
     for name in selection.peers or ():
         if name in NEVER:
             raise ValueError(f"{name!r} is no peer here: add it to the libraries")
         if name not in of_cases:
             raise ValueError(f"{name} is no peer of {', '.join({c.mechanism for c in cases})}")
+
+
+def _timed_cases(selection: Selection) -> list[BenchCase]:
+    return [
+        # pytest-benchmark repeats short calls itself.
+        replace(case, calls=1, backend=None if case.backend == DEFAULT else case.backend)
+        for case in selection.cases()
+        if case.work in WORKS
+    ]
 
 
 @lru_cache
@@ -183,73 +166,96 @@ def rows_of(
     ValueError
         if none of the libraries has this device.
     """
-    cases = selection.cases(quick=quick)
-    missing = _without_device({case.library for case in cases}, device)
-    if missing and all(case.library in missing for case in cases):
-        raise ValueError("; ".join(missing.values()))
+    cases = _timed_cases(replace(selection, device=device, quick=quick))
+    missing = [_lack_of(case.library, device) for case in cases]
+    if all("has no device" in lack for lack in missing):
+        raise ValueError("; ".join(dict.fromkeys(missing)))
+    named = next((backend for backend in selection.backends if backend != DEFAULT), None)
     ours: dict[Columns, BenchmarkRow] = {}
     beside: dict[Columns, BenchmarkRow] = {}
-    for case in cases:
-        mechanism = pa.parse(case.mechanism)
-        for backend in selection.backends:
-            if _runs_on(backend, case.library):
-                named = None if backend == DEFAULT else backend
-                columns = columns_of(case, case.library, named, device)
-                lack = missing.get(case.library) or _not_installed(case.library)
-                row = BenchmarkRow(columns, case, named, None, str(mechanism), lack)
-                ours.setdefault(columns, row)
+    for case, lack in zip(cases, missing, strict=True):
+        if _runs_on_its_library(case):
+            columns = columns_of(case)
+            ours.setdefault(columns, BenchmarkRow(columns, case, None, str(case.parsed), lack))
         for peer in _offered(case):
-            library = peer.library or case.library
-            columns = columns_of(case, library, peer.name, device)
-            lack = lacks(peer, case, columns.device) or _without_device([library], device).get(
-                library, ""
-            )
-            if lack and case.peers is None:
-                continue
-            computed = str(computed_by(peer, mechanism))
-            named = next((b for b in selection.backends if b != DEFAULT), None)
-            row = BenchmarkRow(columns, case, named, peer, computed, lack)
-            beside.setdefault(columns, row)
+            columns = columns_of(case, peer)
+            lack = lacks(peer, case, columns.device) or _lack_of(columns.library, device)
+            if not lack or case.peers is not None:
+                computed = str(peer.computes(case.parsed))
+                row = BenchmarkRow(columns, replace(case, backend=named), peer, computed, lack)
+                beside.setdefault(columns, row)
     rows = [*ours.values(), *beside.values()]
-    order = {group: i for i, group in enumerate(dict.fromkeys(row.columns.group for row in rows))}
-    return tuple(sorted(rows, key=lambda row: order[row.columns.group]))
+    groups = list(dict.fromkeys(row.columns.group for row in rows))
+    return tuple(sorted(rows, key=lambda row: groups.index(row.columns.group)))
 
 
 def _offered(case: BenchCase) -> list[TimedPeer]:
     """The peers of a case that are rows."""
-    fitting = [peer for peer in peers_of(case) if peer.name not in NEVER]
-    if case.peers is None:
-        fitting = [peer for peer in fitting if peer.name not in OURS]
-    return fitting
+    left_out = NEVER if case.peers is not None else NEVER + OURS
+    return [peer for peer in peers_of(case) if peer.name not in left_out]
 
 
-def _runs_on(backend: str, library: str) -> bool:
-    """Whether a backend, or the first of several, declares a library; any if that is empty.
+def _runs_on_its_library(case: BenchCase) -> bool:
+    """Whether the backend of a case, or the first of several, declares the library of the case.
 
     Raises
     ------
     ValueError
         if there is no backend of this name.
     """
-    if backend == DEFAULT:
+    if case.backend is None:
         return True
-    first, *_ = (discover().named(name) for name in backend.split(","))
-    return not library or not first.libraries or library in first.libraries
+    backend, *_ = (discover().named(name) for name in case.backend.split(","))
+    return not backend.libraries or case.library in backend.libraries
 
 
-def _not_installed(library: str) -> str:
-    is_here = array_libraries.named(library).is_installed()
-    return "" if is_here else f"{library} can not be used here"
+def _lack_of(library: str, device: str | None) -> str:
+    """Why a library can not run here, or not on this device; empty if it can."""
+    if not array_libraries.named(library).is_installed():
+        return f"{library} can not be used here"
+    try:
+        array_libraries.require_device([library], device and device_on(library, device))
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
-def _without_device(names: Iterable[str], device: str | None) -> dict[str, str]:
-    """The reasons why installed libraries have no such device, by library."""
-    missing = {}
-    for name in names:
-        if device is None or _not_installed(name):
-            continue
+@contextmanager
+def checked_attention(
+    row: BenchmarkRow, benchmark: BenchmarkFixture
+) -> Iterator[Callable[[], Arrays]]:
+    """The call of a row, while the dtype of the row is enabled in its library.
+
+    A row that can not run is skipped. A wrong result fails the test before anything is timed; a
+    wrong peer is skipped, because it is no fault of what is compared with it.
+    """
+    import pytest
+
+    case, peer = replace(row.case, device=row.columns.device), row.peer
+    benchmark.group = row.columns.group
+    described = empty_row(case)
+    with replace(case, library=row.columns.library).arrays.precision(case.dtype):
         try:
-            array_libraries.require_device([name], device_on(name, device))
-        except ValueError as error:
-            missing[name] = str(error)
-    return missing
+            run, checked, seconds = peer_run(peer, case) if peer else our_run(case, described)
+        except (UnsupportedError, UncheckedError) as reason:
+            pytest.skip(str(reason))
+        except WrongResultError as wrong:
+            benchmark.skipped = True  # Otherwise the fixture warns that it was not used.
+            text = f"{wrong}: a wrong result is not timed"
+            if peer is not None:
+                pytest.skip(text)
+            pytest.fail(text, pytrace=False)
+        except Exception:
+            benchmark.skipped = True
+            raise
+        benchmark.extra_info |= {"case": case.name, "computes": row.computed}
+        benchmark.extra_info |= {"is_peer": peer is not None, "backends": described.backends}
+        benchmark.extra_info |= {"device": described.device, "checked": checked.what}
+        benchmark.extra_info |= {"error": checked.error, "bound": checked.bound}
+        benchmark.extra_info["first_call_seconds"] = seconds
+
+        def call() -> Arrays:
+            run.reset()
+            return run.call()
+
+        yield call

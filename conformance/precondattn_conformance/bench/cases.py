@@ -6,10 +6,15 @@ pass or fail: a case declares a measurement, and a record holds its result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import precondattn as pa
+from precondattn_conformance import libraries
 from precondattn_conformance.inputs import CallLayout
+
+if TYPE_CHECKING:
+    from precondattn_conformance.bench.peers import TimedPeer
 
 WORKS = ("forward", "forward_backward", "decode", "memory")
 """`decode` is one new token after a cache of t tokens. `memory` is the peak of a forward and a
@@ -39,6 +44,25 @@ class BenchCase:
     packed: bool = False
     """Whether the b sequences of t tokens are packed into one row; the peer `batch` has them as a
     batch."""
+    backend: str | None = None
+    """The requested backend, or several in order of preference: `"mine,torch"`."""
+    device: str | None = None
+
+    @property
+    def parsed(self) -> pa.Mechanism:
+        return pa.parse(self.mechanism)
+
+    @property
+    def arrays(self) -> libraries.Library:
+        """The array library on the device."""
+        return libraries.named(self.library, self.device)
+
+    @property
+    def input_sizes(self) -> dict[str, int]:
+        """The sizes of the call's inputs, by letter."""
+        inputs = self.parsed.inputs
+        shapes = {name: pattern.shape(self.call_layout.sizes) for name, pattern in inputs.items()}
+        return inputs.sizes(self.mechanism, shapes)
 
     @property
     def call_layout(self) -> CallLayout:
@@ -71,70 +95,56 @@ def _small(
 
 
 def _both(
-    name: str,
-    mechanism: str,
-    sizes: CallLayout,
-    *peers: str,
-    library: str = "torch",
-    packed: bool = False,
+    name: str, mechanism: str, sizes: CallLayout, *peers: str, library: str = "torch"
 ) -> tuple[BenchCase, ...]:
     """A case of the forward pass, and one with the gradient."""
-    return tuple(
-        BenchCase(name + suffix, mechanism, work, sizes, library, peers=peers, packed=packed)
-        for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
-    )
+    forward = BenchCase(name, mechanism, "forward", sizes, library, peers=peers)
+    return forward, replace(forward, name=f"{name}_backward", work="forward_backward")
 
 
 def _peaks(
-    name: str,
-    mechanism: str,
-    sizes: CallLayout,
-    library: str = "torch",
-    dtype: str = "float32",
-    multiples: tuple[int, ...] = (1, 2, 4),
+    name: str, mechanism: str, sizes: CallLayout, library: str = "torch", dtype: str = "float32"
 ) -> BenchCase:
-    return BenchCase(name, mechanism, "memory", sizes, library, dtype, (), multiples=multiples)
+    return BenchCase(name, mechanism, "memory", sizes, library, dtype, peers=())
 
 
 _MEMORY = ("softmax", "lucid", "laser", "path", "gated_delta", "ccq(gated_delta)", "row_normalized")
 _PREFIXES = {"torch": "", "numpy": "numpy_", "jax": "jax_"}
 
-# Distances and masks of pairs, beside plain softmax. An attn_mask is an input of a byte a pair.
-_OF_PAIRS = tuple(
-    _peaks(
-        f"{_PREFIXES[library]}pairs_{name}{suffix}",
-        mechanism,
-        layout(t=16384)._replace(mask=mask),
-        library,
-        dtype,
-        multiples=(1,),
-    )
-    for library, dtype, suffix in (
-        ("torch", "float32", ""),
-        ("torch", "bfloat16", "_bfloat16"),
-        ("numpy", "float32", ""),
-        ("jax", "float32", ""),
-    )
-    for name, mechanism, mask in (
-        ("none", "softmax", None),
-        ("slopes", "softmax[distance=slopes]", None),
-        ("buckets", "softmax[distance=buckets]", None),
-        ("prefix", "softmax", "prefix"),
-        ("attn_mask", "softmax", "attn_mask"),
-    )
+# At one length. Distances and masks of pairs are beside plain softmax; an attn_mask is an input of
+# a byte a pair.
+_LONG = (
+    *(_peaks(f"long_{name}", name, layout(t=65536, h=2)) for name in _MEMORY),
+    *(
+        _peaks(
+            f"{_PREFIXES[library]}pairs_{name}{suffix}",
+            mechanism,
+            layout(t=16384)._replace(mask=mask),
+            library,
+            dtype,
+        )
+        for library, dtype, suffix in (
+            ("torch", "float32", ""),
+            ("torch", "bfloat16", "_bfloat16"),
+            ("numpy", "float32", ""),
+            ("jax", "float32", ""),
+        )
+        for name, mechanism, mask in (
+            ("none", "softmax", None),
+            ("slopes", "softmax[distance=slopes]", None),
+            ("buckets", "softmax[distance=buckets]", None),
+            ("prefix", "softmax", "prefix"),
+            ("attn_mask", "softmax", "attn_mask"),
+        )
+    ),
 )
 
 _PACKED = tuple(
-    case
+    replace(case, packed=True)
     for library, prefix in _PREFIXES.items()
     for name in ("softmax", "lucid", "laser", "gated_delta", "ccq(gated_delta)")
     for case in _both(
-        f"{prefix}packed_{name}",
-        name,
-        layout(t=128)._replace(b=32),
-        "batch",
-        library=library,
-        packed=True,
+        f"{prefix}packed_{name}", name, layout(t=128)._replace(b=32), "batch", library=library
     )
 )
 
@@ -183,8 +193,7 @@ COMPARED = (
     *_both("jax_gated_delta", "gated_delta", _WIDE, "torch", library="jax"),
     *(_peaks(f"memory_{name}", name, layout(h=2)) for name in _MEMORY),
     *(_peaks(f"jax_memory_{name}", name, layout(h=2), "jax") for name in _MEMORY),
-    *(_peaks(f"long_{name}", name, layout(t=65536, h=2), multiples=(1,)) for name in _MEMORY),
-    *_OF_PAIRS,
+    *(replace(case, multiples=(1,)) for case in _LONG),
     *_PACKED,
     _small("softmax", "softmax", "forward", _SMALL, "sdpa"),
     _small("lucid", "lucid", "forward", _SMALL, "naive_lucid"),
@@ -207,3 +216,60 @@ def declared() -> tuple[BenchCase, ...]:
         cases.setdefault(name, BenchCase(name, name, "forward", layout()))
         cases.setdefault(f"memory_{name}", _peaks(f"memory_{name}", name, layout(h=2)))
     return tuple(cases.values())
+
+
+class Columns(NamedTuple):
+    """The parameters of a row in pytest-benchmark, all of them texts."""
+
+    mechanism: str
+    """The mechanism that is compared. A peer may compute another one, as `sdpa` does."""
+    library: str
+    backend: str
+    """A backend as it was named, `default`, or the name of a peer."""
+    device: str
+    work: str
+    sizes: str
+    dtype: str
+
+    @property
+    def group(self) -> str:
+        """The name of the table in which the row stands, beside other libraries and devices."""
+        return f"{self.mechanism} {self.work} {self.sizes} {self.dtype}"
+
+    def id(self, computed: str = "") -> str:
+        """The row in the brackets of a test's name; `computed` is what a peer computes."""
+        parts = self._asdict()
+        if computed not in ("", self.mechanism, self.backend):
+            parts["backend"] = f"{self.backend}({computed})"
+        if self.dtype == "float32":
+            del parts["dtype"]
+        return "-".join(parts.values())
+
+
+def columns_of(case: BenchCase, peer: TimedPeer | None = None) -> Columns:
+    """The columns of a case, or of a peer beside it."""
+    library = (peer and peer.library) or case.library
+    work = f"packed_{case.work}" if case.packed else case.work
+    backend = peer.name if peer else case.backend or "default"
+    device = device_on(library, case.device)
+    where = (library, backend, device, work, sizes_of(case), case.dtype)
+    return Columns(str(case.parsed), *where)
+
+
+def device_on(library: str, device: str | None) -> str:
+    """The device of a library's arrays if this one is requested: NumPy's are always on a CPU."""
+    if library in ("numpy", "array_api_strict"):
+        return "cpu"
+    return "cuda" if library == "cupy" else device or "cpu"
+
+
+def sizes_of(case: BenchCase) -> str:
+    """The sizes as `--sizes` takes them: `t=1024,h=4,d=64`.
+
+    A batch of one, as many key heads as query heads, and values as wide as keys are not written.
+    """
+    sizes = case.layout.sizes
+    has_slots = any("m" in pattern.letters for pattern in case.parsed.inputs.values())
+    left_out = {"b": sizes["b"] == 1, "n": sizes["n"] == sizes["h"], "m": not has_slots}
+    left_out["e"] = sizes["e"] == sizes["d"]
+    return ",".join(f"{x}={sizes[x]}" for x in "bthndem" if not left_out.get(x))

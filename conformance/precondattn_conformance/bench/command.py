@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,7 +18,6 @@ from rich.table import Table
 
 from precondattn.dispatch.discovery import discover
 from precondattn.installed import is_installed
-from precondattn.json_types import JsonObject
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import machine
 from precondattn_conformance.bench.cases import BenchCase, declared
@@ -27,24 +28,18 @@ from precondattn_conformance.bench.compare import (
     changes,
     machines_differ,
 )
-from precondattn_conformance.bench.interruption import Interruption
-from precondattn_conformance.bench.neighbours import busy_neighbours
-from precondattn_conformance.bench.progress import BenchProgress
+from precondattn_conformance.bench.progress import BenchProgress, Interruption
 from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, BenchRecord, Row, load
-from precondattn_conformance.bench.selection import chosen
+from precondattn_conformance.bench.selection import Selection
 from precondattn_conformance.bench.table import print_record
 from precondattn_conformance.writable import require_writable
 
 if TYPE_CHECKING:
     from precondattn_conformance.bench.measure import MeasureOptions
 
-ISOLATED = {
-    "PYTEST_ADDOPTS": None,
-    "PYTEST_PLUGINS": None,
-    "PYTEST_XDIST_WORKER": None,
-    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-}
-"""Environment variables of the run, which exclude the user's own pytest setup."""
+BUSY = "while True: pass"
+"""What another process does beside a run, as a data loader or another user would. An algorithm with
+many short parallel regions waits at the end of each for a thread that has lost its core."""
 
 
 def list_cases(console: Console) -> None:
@@ -58,15 +53,7 @@ def list_cases(console: Console) -> None:
 
 def bench(
     *,
-    names: tuple[str, ...] = (),
-    backends: tuple[str, ...] = (),
-    device: str | None = None,
-    libraries_: tuple[str, ...] = (),
-    mechanisms: tuple[str, ...] = (),
-    works: tuple[str, ...] = (),
-    sizes: tuple[str, ...] = (),
-    dtype: str | None = None,
-    peers: tuple[str, ...] | None = None,
+    console: Console,
     rounds: int | None = None,
     neighbours: int = 0,
     memory: bool = False,
@@ -74,13 +61,12 @@ def bench(
     save: Path | None = None,
     plot: Path | None = None,
     benchmark_json: Path | None = None,
-    console: Console,
+    **selected: Any,
 ) -> int:
     """Measure, print, save and draw. The exit code is 0, or 1 if a result is wrong or fails.
 
     After Ctrl-C the rows that were finished are printed, saved and drawn, and the exit code is 130.
-    `peers` are the peers of each case by name; None: those that it declares. `neighbours` other
-    processes are busy meanwhile.
+    `neighbours` other processes are busy meanwhile. `selected` are the other fields of `Selection`.
     A run in which nothing was measured has failed.
 
     Raises
@@ -88,34 +74,22 @@ def bench(
     ValueError, TypeError, ImportError
         if something does not exist or is not installed; raised before anything is measured.
     """
-    if rounds is not None and rounds < 1:
-        raise ValueError(f"rounds must be 1 or above; found {rounds}")
-    if neighbours < 0:
-        raise ValueError(f"neighbours must be 0 or above; found {neighbours}")
+    for name, number, least in (("rounds", rounds, 1), ("neighbours", neighbours, 0)):
+        if number is not None and number < least:
+            raise ValueError(f"{name} must be {least} or above; found {number}")
     require_writable(save, benchmark_json, folder=plot)
-    for name in ",".join(backends).split(",") if backends else ():
-        discover().named(name)
-    cases = chosen(
-        names,
-        mechanisms=mechanisms,
-        works=works,
-        libraries_=libraries_,
-        sizes=sizes,
-        dtype=dtype,
-        peers=peers,
-        memory=memory,
-        quick=quick,
-    )
-    _require(cases, device, plot is not None)
-    _require_peers(cases, peers or ())
+    selection = Selection(memory=memory, quick=quick, **selected)
+    cases = selection.cases()
+    _require(cases, selection, draws=plot is not None)
     from precondattn_conformance.bench.measure import MeasureOptions
 
-    options = MeasureOptions(device, rounds, memory, quick)
-    todo = [(case, backend) for case in cases for backend in backends or (None,)]
-    with busy_neighbours(neighbours):
-        rows, is_interrupted = _run(todo, options, benchmark_json, console)
+    with _busy_neighbours(neighbours):
+        options = MeasureOptions(rounds, memory, quick)
+        rows, is_interrupted = _run(cases, options, benchmark_json, console)
     described = machine.describe() | ({"neighbours": neighbours} if neighbours else {})
-    record = BenchRecord(machine.now(), described, _rates(rows, options), rows)
+    timed = dict.fromkeys((row.library, row.dtype) for row in rows if row.seconds)
+    rates = [machine.rates(lib, selection.device, d, quick=quick)._asdict() for lib, d in timed]
+    record = BenchRecord(machine.now(), described, rates, rows)
     print_record(record, console)
     if save is not None:
         record.save(save)
@@ -126,8 +100,8 @@ def bench(
         for path in draw(record, plot):
             console.print(f"drew {path}", markup=False, soft_wrap=True)
     if is_interrupted:
-        missing = len(todo) - len(rows)
-        console.print(f"[red]interrupted[/red]: {missing} of {len(todo)} cases were not measured")
+        missing = len(cases) - len(rows)
+        console.print(f"[red]interrupted[/red]: {missing} of {len(cases)} cases were not measured")
         return 130
     statuses = {row.status for row in rows}
     if TIMED not in statuses:
@@ -135,22 +109,12 @@ def bench(
     return 0 if TIMED in statuses and not statuses & {WRONG, FAILED} else 1
 
 
-def _require_peers(cases: list[BenchCase], named: tuple[str, ...]) -> None:
-    """Raise an error if a peer does not exist, or is not one of a requested mechanism."""
-    from precondattn_conformance.bench.peers import peers_of
-
-    for case in cases if named else ():
-        known = {peer.name for peer in peers_of(case)}
-        for name in named:
-            if name not in known:
-                raise ValueError(f"{name} is no peer of {case.mechanism}")
-
-
-def _require(cases: list[BenchCase], device: str | None, plots: bool) -> None:
-    """Raise an error if an extra is missing, or the device does not exist."""
+def _require(cases: list[BenchCase], selection: Selection, *, draws: bool) -> None:
+    """Raise an error if a backend, peer or device does not exist, or an extra is missing."""
+    for name in ",".join(selection.backends).split(",") if selection.backends else ():
+        discover().named(name)
     needs = {"pytest_benchmark": "pytest-benchmark", "pytest": "pytest"}
-    needs |= {"matplotlib": "matplotlib"} if plots else {}
-    for module, package in needs.items():
+    for module, package in {**needs, **({"matplotlib": "matplotlib"} if draws else {})}.items():
         if not is_installed(module):
             raise ImportError(
                 f"benchmarks need {package}, which is not installed; install precondattn with "
@@ -162,16 +126,24 @@ def _require(cases: list[BenchCase], device: str | None, plots: bool) -> None:
                 f"cases on {name} were requested, which can not be used here; install "
                 f"precondattn with its extra {name!r}, or choose others with --library"
             )
-    libraries.require_device((case.library for case in cases), device)
+    libraries.require_device((case.library for case in cases), selection.device)
+    require_peers(cases, selection.peers or ())
+
+
+def require_peers(cases: list[BenchCase], names: tuple[str, ...]) -> None:
+    """Raise an error if a peer does not exist, or is not one of a requested mechanism."""
+    from precondattn_conformance.bench.peers import peers_of
+
+    for case in cases if names else ():
+        missing = [name for name in names if name not in {peer.name for peer in peers_of(case)}]
+        if missing:
+            raise ValueError(f"{missing[0]} is no peer of {case.mechanism}")
 
 
 def _run(
-    todo: list[tuple[BenchCase, str | None]],
-    options: MeasureOptions,
-    benchmark_json: Path | None,
-    console: Console,
+    cases: list[BenchCase], options: MeasureOptions, benchmark_json: Path | None, console: Console
 ) -> tuple[list[Row], bool]:
-    """The rows, from a separate pytest run that does not use the user's configuration.
+    """The rows, from a pytest run that does not use the user's configuration.
 
     The second result is whether the run was interrupted.
     """
@@ -179,14 +151,13 @@ def _run(
 
     from precondattn_conformance.bench.timed_suite import Collector
 
-    interruption, code, output = Interruption(), None, io.StringIO()
-    progress = BenchProgress(console, len(todo))
-    collector = Collector(todo, options, progress, interruption)
+    interruption, output = Interruption(), io.StringIO()
+    progress = BenchProgress(console, len(cases))
+    collector = Collector(cases, options, progress, interruption)
     with (
         interruption,
         tempfile.TemporaryDirectory() as folder,
-        _environment(ISOLATED),
-        _only(console, output),
+        _isolated(console, output),
         progress,
     ):
         config = Path(folder) / "pytest.ini"
@@ -203,45 +174,36 @@ def _run(
         return collector.rows, True
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         console.print(output.getvalue(), markup=False, soft_wrap=True)
-    if len(collector.rows) < len(todo):
+    if len(collector.rows) < len(cases):
         raise RuntimeError(f"the benchmark run stopped after {len(collector.rows)} rows")
     return collector.rows, False
 
 
 @contextlib.contextmanager
-def _environment(variables: dict[str, str | None]) -> Iterator[None]:
-    """Set environment variables, or unset those that are None, and restore them afterwards."""
-    before = {name: os.environ.get(name) for name in variables}
-
-    def set_all(wanted: dict[str, str | None]) -> None:
-        for name, value in wanted.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-    set_all(variables)
-    try:
-        yield
-    finally:
-        set_all(before)
-
-
-@contextlib.contextmanager
-def _only(console: Console, output: io.StringIO) -> Iterator[None]:
-    """Only the console writes to the terminal; pytest's output goes to the buffer."""
-    file, console.file = console.file, console.file
+def _isolated(console: Console, output: io.StringIO) -> Iterator[None]:
+    """pytest reads none of the user's settings, and only the console writes to the terminal."""
+    names = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_XDIST_WORKER")
+    removed = {name: os.environ.pop(name) for name in names if name in os.environ}
+    autoload = os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "")
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    console.file = console.file
     try:
         with contextlib.redirect_stdout(output):
             yield
     finally:
-        console.file = file
+        os.environ |= {**removed, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": autoload}
 
 
-def _rates(rows: list[Row], options: MeasureOptions) -> list[JsonObject]:
-    """The machine's own rates in every library and dtype that was timed."""
-    wanted = dict.fromkeys((row.library, row.dtype) for row in rows if row.seconds)
-    rates = [machine.rates(lib, options.device, d, quick=options.quick) for lib, d in wanted]
-    return [each._asdict() for each in rates]
+@contextlib.contextmanager
+def _busy_neighbours(count: int) -> Iterator[None]:
+    """While the context lasts, `count` processes each compute on a core."""
+    running = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 def compare(old: Path, new: Path, threshold: float, console: Console) -> int:
@@ -258,12 +220,11 @@ def compare(old: Path, new: Path, threshold: float, console: Console) -> int:
     table.add_column("what changed", overflow="fold")
     colours = {REGRESSED: "red", IMPROVED: "green", UNCOMPARED: "yellow"}
     for change in changed:
-        colour = colours.get(change.verdict, "default")
         ratios = [f"{peer} {then:.2f} → {now:.2f}" for peer, then, now in change.ratios]
         table.add_row(
             escape(change.name),
             escape("\n".join(ratios)) or "–",
-            f"[{colour}]{change.verdict}[/]",
+            f"[{colours.get(change.verdict, 'default')}]{change.verdict}[/]",
             "–" if change.time is None else f"{change.time:.2f}",
             escape(change.text),
         )

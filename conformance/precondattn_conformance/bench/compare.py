@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from precondattn.json_types import JsonObject
 from precondattn_conformance.bench.record import TIMED, BenchRecord, Row
 
 REGRESSED, IMPROVED, SAME, NEW, GONE = "regressed", "improved", "same", "new", "gone"
@@ -36,32 +35,26 @@ class Change(NamedTuple):
 
 def changes(old: BenchRecord, new: BenchRecord, threshold: float) -> list[Change]:
     """The changes of all rows of either record."""
-    before = {row.key: row for row in old.rows}
-    after = {row.key: row for row in new.rows}
+    before, after = ({row.key: row for row in record.rows} for record in (old, new))
     changed = [
         _change(before[key], row, threshold) if key in before else Change(row.name, NEW, "")
         for key, row in after.items()
     ]
-    changed += [Change(row.name, GONE, "") for key, row in before.items() if key not in after]
-    return changed
+    return changed + [Change(row.name, GONE, "") for k, row in before.items() if k not in after]
 
 
 def _change(old: Row, new: Row, threshold: float) -> Change:
     if old.status == TIMED and new.status != TIMED:
         return Change(new.name, REGRESSED, f"{new.status}: {new.reason}")
     verdicts, texts, ratios = set(), [], []
-    before = _measured(old)
-    for peer, now in _measured(new).items():
-        then = before.get(peer)
-        if then is None:
-            continue
+    before, after = _measured(old), _measured(new)
+    for peer in (peer for peer in after if peer in before):
+        then, now = before[peer], after[peer]
         ratios.append((peer, then["median"], now["median"]))
         factor = now["median"] / then["median"]
-        if factor > 1 + threshold and now["q1"] > then["q3"]:
-            verdicts.add(REGRESSED)
-            texts.append(f"{factor:.2f} x the ratio to {peer}")
-        if factor < 1 / (1 + threshold) and now["q3"] < then["q1"]:
-            verdicts.add(IMPROVED)
+        is_worse = factor > 1 + threshold and now["q1"] > then["q3"]
+        if is_worse or (factor < 1 / (1 + threshold) and now["q3"] < then["q1"]):
+            verdicts.add(REGRESSED if is_worse else IMPROVED)
             texts.append(f"{factor:.2f} x the ratio to {peer}")
     old_peaks = dict(zip(old.peak_tokens, old.peak_bytes, strict=True))
     for tokens, peak in zip(new.peak_tokens, new.peak_bytes, strict=True):
@@ -71,7 +64,11 @@ def _change(old: Row, new: Row, threshold: float) -> Change:
     time = None
     if old.seconds and new.seconds:
         time = new.seconds["median"] / old.seconds["median"]
-        texts += _lost(old, new)
+        texts += [
+            f"no ratio to {peer} now: {new.absent_peers.get(peer, 'it was not measured')}"
+            for peer in before
+            if peer not in after
+        ]
     verdict = UNCOMPARED if time is not None and not ratios else SAME
     verdict = next((each for each in (REGRESSED, IMPROVED) if each in verdicts), verdict)
     return Change(new.name, verdict, "; ".join(texts), tuple(ratios), time)
@@ -82,26 +79,14 @@ def _measured(row: Row) -> dict[str, dict[str, float]]:
     return {peer: ratio for peer, ratio in row.ratios.items() if "median" in ratio}
 
 
-def _lost(old: Row, new: Row) -> list[str]:
-    """The peers to which there was a ratio and is none now, with the reasons."""
-    return [
-        f"no ratio to {peer} now: {new.absent_peers.get(peer, 'it was not measured')}"
-        for peer in _measured(old)
-        if peer not in _measured(new)
-    ]
-
-
 def machines_differ(old: BenchRecord, new: BenchRecord) -> list[str]:
     """The differences between the machines of two records, which change ratios too."""
-    properties = ("processor", "cores", "threads", "system", "neighbours")
-    pairs = [(name, old.machine.get(name), new.machine.get(name)) for name in properties]
-    then, now = _versions(old.machine), _versions(new.machine)
-    pairs += [(name, then[name], now[name]) for name in then if name in now]
+    names = ("processor", "cores", "threads", "system", "neighbours")
+    pairs = [(name, old.machine.get(name), new.machine.get(name)) for name in names]
+    then, now = (
+        versions if isinstance(versions := record.machine.get("versions"), dict) else {}
+        for record in (old, new)
+    )
+    # The versions of the libraries to which peers belong.
+    pairs += [(n, then[n], now[n]) for n in then if n in now and n != "precondattn"]
     return [f"{name}: {a} before, {b} now" for name, a, b in pairs if a != b]
-
-
-def _versions(machine: JsonObject) -> JsonObject:
-    """The versions of the libraries to which peers belong."""
-    versions = machine.get("versions")
-    found: JsonObject = versions if isinstance(versions, dict) else {}
-    return {name: version for name, version in found.items() if name != "precondattn"}

@@ -7,9 +7,10 @@ same names for all implementations, so that they can be checked.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from functools import cached_property, partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,21 +29,12 @@ T = TypeVar("T")
 PREFILL = 1024
 """The number of tokens per call when a cache is filled before decoding is timed."""
 
+OUTPUT = "the output"
 
-class TokenDecoder(Protocol):
-    """A cache for a context, and the next token."""
 
-    def fill(self) -> None:
-        """Write the context into the cache. Called once, first."""
-
-    def reset(self) -> None:
-        """Remove the token from the cache."""
-
-    def step(self) -> Array:
-        """The output for the token. Called under `no_gradient`."""
-
-    def oracle_step(self) -> np.ndarray:
-        """The oracle's output for the same token and the same cache, in float64."""
+def gradient_of(name: str) -> str:
+    """The name of a gradient among the results of a run."""
+    return f"the gradient of {name}"
 
 
 @dataclass(frozen=True)
@@ -55,7 +47,7 @@ class Computation:
     forward: Callable[..., Array]
     vjp: Callable[..., tuple[Array, Callable[[Array], Arrays]]] | None = None
     """Output and pullback, for libraries without automatic differentiation."""
-    decoder: Callable[[Library, str, Arrays], TokenDecoder] | None = None
+    decoder: Callable[[Library, str, Arrays], CacheDecoder] | None = None
     """Makes a decoder from the inputs of all tokens; the last token is decoded."""
 
 
@@ -67,48 +59,34 @@ def allowed(backend: str | None) -> Backend:
 def ours(mechanism: pa.Mechanism, backend: str | None, name: str = "precondattn") -> Computation:
     """A mechanism on a backend, or on those chosen by default."""
     names = allowed(backend)
+    forward, vjp = (partial(call, backend=names) for call in (mechanism.__call__, mechanism.vjp))
+    return Computation(name, mechanism, forward, vjp, partial(CacheDecoder, mechanism, names))
+
+
+def packed(
+    computation: Computation, library: Library, inputs: Arrays
+) -> tuple[Computation, Arrays]:
+    """A computation and its inputs (b, t, …), with the sequences in one row (1, b t, …)."""
+    b, t = inputs["q"].shape[:2]
+    ids = library.array(np.repeat(np.arange(b, dtype=np.int32), t)[None])
+    has_time = {name: pattern.time_axis for name, pattern in computation.mechanism.inputs.items()}
+    assert computation.vjp is not None  # Ours has one.
     return Computation(
-        name,
-        mechanism,
-        forward=lambda **x: mechanism(**x, backend=names),
-        vjp=lambda **x: mechanism.vjp(**x, backend=names),
-        decoder=lambda library, dtype, x: CacheDecoder(mechanism, names, library, dtype, x),
-    )
-
-
-def packed(computation: Computation, library: Library) -> Computation:
-    """The computation of a batch (b, t, …) whose sequences are packed into one row (1, b t, …)."""
-    patterns = computation.mechanism.inputs
-
-    def rows(x: Arrays) -> Arrays:
-        return {
-            name: array.reshape(1, -1, *array.shape[2:]) if patterns[name].time_axis else array
-            for name, array in x.items()
-        }
-
-    def segments(x: Arrays) -> Array:
-        b, t = x["q"].shape[:2]
-        return library.array(np.repeat(np.arange(b, dtype=np.int32), t)[None])
-
-    def forward(**x: Array) -> Array:
-        out = computation.forward(**rows(x), segment_ids=segments(x))
-        return out.reshape(*x["q"].shape[:2], *out.shape[2:])
-
-    def vjp(**x: Array) -> tuple[Array, Callable[[Array], Arrays]]:
-        assert computation.vjp is not None
-        out, pull = computation.vjp(**rows(x), segment_ids=segments(x))
-
-        def pullback(cotangent: Array) -> Arrays:
-            gradients = pull(cotangent.reshape(out.shape))
-            return {name: gradients[name].reshape(array.shape) for name, array in x.items()}
-
-        return out.reshape(*x["q"].shape[:2], *out.shape[2:]), pullback
-
-    return Computation(computation.name, computation.mechanism, forward, vjp)
+        computation.name,
+        computation.mechanism,
+        partial(computation.forward, segment_ids=ids),
+        partial(computation.vjp, segment_ids=ids),
+    ), {
+        name: array.reshape(1, -1, *array.shape[2:]) if has_time[name] else array
+        for name, array in inputs.items()
+    }
 
 
 class CacheDecoder:
-    """Decoding with a mechanism's own cache, which is written in place."""
+    """Decoding of one token with a mechanism's own cache, which is written in place."""
+
+    filled: Array
+    length: np.ndarray
 
     def __init__(
         self,
@@ -119,13 +97,24 @@ class CacheDecoder:
         inputs: Arrays,
     ) -> None:
         self.mechanism, self.backend, self.library = mechanism, backend, library
-        tokens = token_count(mechanism, inputs)
-        new = slice_tokens(mechanism, inputs, tokens - 1, tokens)
-        self.token = {name: library.array(array, dtype) for name, array in new.items()}
-        self.inputs, self.dtype, self.context = inputs, dtype, tokens - 1
-        self.cache = mechanism.init_cache(**self.token, capacity=tokens)
-        self.filled: Array = None
-        self.length: Array = None
+        self.inputs, self.dtype = inputs, dtype
+        self.context = token_count(mechanism, inputs) - 1
+        self.token = self._part(self.context, self.context + 1)
+
+    @cached_property
+    def cache(self) -> Cache:
+        return self.mechanism.init_cache(**self.token, capacity=self.context + 1)
+
+    def _part(self, start: int, stop: int) -> Arrays:
+        part = slice_tokens(self.mechanism, self.inputs, start, stop)
+        return {name: self.library.array(array, self.dtype) for name, array in part.items()}
+
+    def _extended(self, new: Arrays) -> Array:
+        """The output for new tokens, which are written into the cache."""
+        out, self.cache = self.mechanism.extend(
+            self.cache, **new, backend=self.backend, donate=True
+        )
+        return out
 
     def explain(self) -> Explanation:
         return self.mechanism.explain(**self.token, cache=self.cache, backend=self.backend)
@@ -136,16 +125,12 @@ class CacheDecoder:
         return "reference" in self.explain().backends and self.context > PREFILL
 
     def fill(self) -> None:
+        """Write the context into the cache. Called once, before the other methods."""
         if self.is_by_the_reference:
             raise UnsupportedError("the reference would have to fill the cache")
         with no_gradient(self.library):
             for start in range(0, self.context, PREFILL):
-                stop = min(start + PREFILL, self.context)
-                part = slice_tokens(self.mechanism, self.inputs, start, stop)
-                new = {name: self.library.array(a, self.dtype) for name, a in part.items()}
-                self.cache = self.mechanism.extend(
-                    self.cache, **new, backend=self.backend, donate=True
-                )[1]
+                self._extended(self._part(start, min(start + PREFILL, self.context)))
         self.filled = self.cache.length  # No extension writes to it.
         self.length = self.library.numpy(self.filled).astype(np.int32)
 
@@ -154,14 +139,12 @@ class CacheDecoder:
         self.cache = self.cache._replace(length=self.filled)
 
     def step(self) -> Array:
-        out, self.cache = self.mechanism.extend(
-            self.cache, **self.token, backend=self.backend, donate=True
-        )
-        return out
+        """The output for the token. Called under `no_gradient`."""
+        return self._extended(self.token)
 
     def oracle_step(self) -> np.ndarray:
-        self.reset()
-        store = {name: self.library.numpy(array) for name, array in self.cache.store.items()}
+        """The oracle's output for the same token and the same cache, in float64."""
+        store: Arrays = {name: self.library.numpy(array) for name, array in self.cache.store.items()}
         token: Arrays = {name: self.library.numpy(array) for name, array in self.token.items()}
         cache = Cache(self.length.copy(), store)
         return np.asarray(self.mechanism.extend(cache, **token, backend="reference")[0])
@@ -177,12 +160,12 @@ def token_count(mechanism: pa.Mechanism, inputs: Arrays) -> int:
 
 def no_gradient(library: Library) -> AbstractContextManager[object]:
     """A context in which nothing is kept for a backward pass."""
-    if library.name == "torch":
-        import torch
+    if library.name != "torch":
+        return nullcontext()
+    import torch
 
-        without: AbstractContextManager[object] = torch.no_grad()
-        return without
-    return library.precision("")  # The base class's context, which does nothing.
+    without: AbstractContextManager[object] = torch.no_grad()
+    return without
 
 
 def forward_run(computation: Computation, library: Library, inputs: Arrays, calls: int = 1) -> Run:
@@ -202,7 +185,7 @@ def forward_run(computation: Computation, library: Library, inputs: Arrays, call
                 out = forward(inputs)
                 if library.name == "jax":  # It would queue the calls.
                     out.block_until_ready()
-            return finished(library, {"the output": forward(inputs)})
+            return finished(library, {OUTPUT: forward(inputs)})
 
     return Run(call)
 
@@ -212,42 +195,39 @@ def backward_run(
 ) -> Run:
     """The output and every gradient: by the library's autograd, or else by the explicit vjp."""
 
-    def named(out: Array, gradients: Arrays) -> Arrays:
-        named_gradients = {f"the gradient of {name}": array for name, array in gradients.items()}
-        return finished(library, {"the output": out, **named_gradients})
+    def both(x: Arrays, cotangent: Array) -> tuple[Array, Arrays]:
+        if library.name == "torch":
+            import torch
+
+            out = computation.forward(**x)
+            gradients = torch.autograd.grad(out, list(x.values()), cotangent)
+            return out, dict(zip(x, gradients, strict=True))
+        if library.name == "jax":
+            import jax
+
+            out, pullback = jax.vjp(lambda x: computation.forward(**x), x)
+            return out, pullback(cotangent)[0]
+        if computation.vjp is None:
+            raise UnsupportedError(f"{computation.name} has no gradient on {library.name}")
+        out, pullback = computation.vjp(**x)
+        return out, pullback(cotangent)
 
     if library.name == "torch":
-        import torch
-
-        leaves = {name: array.detach().requires_grad_() for name, array in inputs.items()}
-
-        def by_autograd() -> Arrays:
-            out = computation.forward(**leaves)
-            gradients = torch.autograd.grad(out, list(leaves.values()), cotangent)
-            return named(out, dict(zip(leaves, gradients, strict=True)))
-
-        return Run(by_autograd)
+        inputs = {name: array.detach().requires_grad_() for name, array in inputs.items()}
     if library.name == "jax":
         import jax
 
-        def both(x: Arrays, cotangent: Array) -> tuple[Array, Arrays]:
-            out, pullback = jax.vjp(lambda x: computation.forward(**x), x)
-            return out, pullback(cotangent)[0]
+        both = jax.jit(both)
 
-        compiled = jax.jit(both)
-        return Run(lambda: named(*compiled(inputs, cotangent)))
-    if computation.vjp is None:
-        raise UnsupportedError(f"{computation.name} has no gradient on {library.name}")
-    explicit = computation.vjp
+    def call() -> Arrays:
+        out, gradients = both(inputs, cotangent)
+        by_name = {gradient_of(name): array for name, array in gradients.items()}
+        return finished(library, {OUTPUT: out, **by_name})
 
-    def by_vjp() -> Arrays:
-        out, pullback = explicit(**inputs)
-        return named(out, pullback(cotangent))
-
-    return Run(by_vjp)
+    return Run(call)
 
 
-def decode_run(library: Library, decoder: TokenDecoder, calls: int = 1) -> Run:
+def decode_run(library: Library, decoder: CacheDecoder, calls: int = 1) -> Run:
     """The output for one token, after a cache that is restored before every call."""
 
     def call() -> Arrays:
@@ -255,7 +235,7 @@ def decode_run(library: Library, decoder: TokenDecoder, calls: int = 1) -> Run:
             for _ in range(calls - 1):
                 decoder.step()
                 decoder.reset()
-            return finished(library, {"the output": decoder.step()})
+            return finished(library, {OUTPUT: decoder.step()})
 
     return Run(call, decoder.reset)
 
@@ -281,15 +261,11 @@ def finished(library: Library, results: Arrays) -> Arrays:
 def entry_for(table: Mapping[str, T], mechanism: pa.Mechanism) -> T | None:
     """The entry of a table, by expression, that computes a mechanism, or another name of its
     recurrence with the same scale. None without one."""
-    if str(mechanism) in table or not isinstance(mechanism, pa.LinearFamily):
+    if str(mechanism) in table or mechanism.recurrence is None:
         return table.get(str(mechanism))
+    wanted = (mechanism.recurrence, getattr(mechanism, "scale", None))
     for text, entry in table.items():
         other = pa.parse(text)
-        if isinstance(other, pa.LinearFamily) and _key(other) == _key(mechanism):
+        if (other.recurrence, getattr(other, "scale", None)) == wanted:
             return entry
     return None
-
-
-def _key(leaf: pa.LinearFamily) -> object:
-    """What two names of a recurrence have in common; the leaf itself where it declares none."""
-    return leaf if leaf.recurrence is None else (leaf.recurrence, leaf.scale)

@@ -20,9 +20,9 @@ of thousands of tokens amplifies rounding beyond it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,26 +31,24 @@ from precondattn.algebra.declaration import HEADS
 from precondattn.arrays import Arrays
 from precondattn.cache import Cache
 from precondattn_conformance.bench.computation import (
+    OUTPUT,
     CacheDecoder,
     Computation,
-    TokenDecoder,
     decode_run,
+    gradient_of,
     token_count,
 )
 from precondattn_conformance.bench.paired import Run
 from precondattn_conformance.harmless_keys import with_harmless_keys
 from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
-from precondattn_conformance.libraries import Library
+from precondattn_conformance.libraries import Library, named
 from precondattn_conformance.tolerance import bound, error
 
 KIND = "clustered"
 """The kind of keys. On i.i.d. keys LUCID is nearly softmax, which hides many bugs."""
 
-HEAD = 512
-"""The number of first tokens that are compared."""
-
-TAIL = 32
-"""The number of last tokens that are compared."""
+HEAD, TAIL = 512, 32
+"""The numbers of first tokens and of last tokens that are compared."""
 
 PART = 256
 """The number of tokens with which the definition continues at once."""
@@ -74,8 +72,7 @@ class UncheckedError(RuntimeError):
     """A result that can not be compared with the oracle."""
 
 
-@dataclass(frozen=True)
-class Checked:
+class Checked(NamedTuple):
     """The error, its bound, and what was compared."""
 
     error: float
@@ -83,8 +80,7 @@ class Checked:
     what: str
 
 
-@dataclass(frozen=True)
-class BenchOracle:
+class BenchOracle(NamedTuple):
     """The rounded inputs of a measurement, and the oracle's results for the first tokens."""
 
     inputs: Arrays
@@ -92,8 +88,8 @@ class BenchOracle:
     """The cotangent of the output; 0 after the first tokens."""
     head: int
     """The number of first tokens."""
-    out: np.ndarray
-    gradients: Arrays
+    results: Arrays
+    """The output of the first tokens, and all gradients, by the names of a run's results."""
 
     @property
     def is_whole(self) -> bool:
@@ -111,77 +107,71 @@ def inputs_of(mechanism: str, layout: CallLayout, dtype: str, library: str) -> A
 def _rounded(array: np.ndarray, dtype: str, library: str) -> np.ndarray:
     if dtype != "bfloat16":
         return array.astype(dtype).astype(np.float64)
-    from precondattn_conformance import libraries
-
-    of_library = libraries.named(library)
-    return of_library.numpy(of_library.array(array, dtype))
+    return named(library).numpy(named(library).array(array, dtype))
 
 
 @lru_cache(maxsize=4)
 def oracle(mechanism: str, layout: CallLayout, dtype: str, library: str) -> BenchOracle:
     """The oracle's results, for all tokens or, if they are too many, for the first ones.
 
-    Raises
-    ------
-    UncheckedError
-        if there are too many tokens, and the first outputs are not those of a shorter call.
+    Raises `UncheckedError` if there are too many, and the first outputs are not those of a shorter
+    call.
     """
     m = pa.parse(mechanism)
-    inputs = inputs_of(mechanism, layout, dtype, library)
-    head = min(layout.t, HEAD)
+    inputs = compared = inputs_of(mechanism, layout, dtype, library)
     is_linear = any(isinstance(leaf, pa.WholeSequence) for leaf in m.program.leaves)
     largest = LARGEST if m.offers.causal else LARGEST_NOT_CAUSAL
-    if is_linear or layout.b * layout.h * layout.t * layout.s <= largest:
-        head = layout.t
-    has_pairs = any(pattern.is_pairwise for pattern in m.inputs.values())
-    is_of_all = any(leaf.reads_all_queries for leaf in m.program.leaves)
-    if head < layout.t and (has_pairs or is_of_all):
-        raise UncheckedError(
-            f"{m} at t={layout.t} can not be compared with the oracle: the output of the first "
-            f"tokens is not that of a shorter call"
-        )
-    if head == layout.t:
-        first = inputs
-    elif m.offers.causal:
-        first = slice_tokens(m, inputs, 0, head)
-    else:  # Fewer queries, of all keys.
-        first = {**inputs, "q": inputs["q"][:, :head]}
-    out, pullback = m.vjp(**first, backend="reference")
+    is_small = is_linear or layout.b * layout.h * layout.t * layout.s <= largest
+    head = layout.t if is_small else min(layout.t, HEAD)
+    if head < layout.t:
+        has_pairs = any(pattern.is_pairwise for pattern in m.inputs.values())
+        if has_pairs or any(leaf.reads_all_queries for leaf in m.program.leaves):
+            raise UncheckedError(
+                f"{m} at t={layout.t} can not be compared with the oracle: the output of the first "
+                f"tokens is not that of a shorter call"
+            )
+        if m.offers.causal:
+            compared = slice_tokens(m, inputs, 0, head)
+        else:  # Fewer queries, of all keys.
+            compared = {**inputs, "q": inputs["q"][:, :head]}
+    out, pullback = m.vjp(**compared, backend="reference")
     cotangent = _rounded(np.random.default_rng(1).normal(size=out.shape), dtype, library)
-    gradients = pullback(cotangent)
-    rest = [(0, 0), (0, layout.t - head), (0, 0), (0, 0)]
-    for name, gradient in gradients.items():
-        axis = m.inputs[name].time_axis
-        if axis is not None and gradient.shape != inputs[name].shape:
-            padding = [(0, 0)] * gradient.ndim
-            padding[axis] = (0, inputs[name].shape[axis] - gradient.shape[axis])
-            gradients[name] = np.pad(gradient, padding)
-    return BenchOracle(inputs, np.pad(cotangent, rest), head, out, gradients)
+    results: Arrays = {OUTPUT: out}
+    for name, gradient in pullback(cotangent).items():
+        later = np.subtract(inputs[name].shape, gradient.shape)
+        results[gradient_of(name)] = np.pad(gradient, [(0, size) for size in later])
+    cotangent = np.pad(cotangent, [(0, 0), (0, layout.t - head), (0, 0), (0, 0)])
+    return BenchOracle(inputs, cotangent, head, results)
 
 
-def check_forward(
+def check(
     computation: Computation, expected: BenchOracle, library: Library, dtype: str, results: Arrays
 ) -> Checked:
-    """The output of a forward run. Raises `WrongResultError`."""
-    out = library.numpy(results["the output"])
+    """The output of a run, and its gradients if it has any. Raises `WrongResultError`.
+
+    Without gradients the output of the last tokens is compared too.
+    """
     limit = bound(dtype, KIND)
-    total = expected.cotangent.shape[1]
+    out = library.numpy(results[OUTPUT])
     if out.shape != expected.cotangent.shape:
-        raise WrongResultError(f"the output, of shape {out.shape},", np.inf, limit)
+        raise WrongResultError(f"{OUTPUT}, of shape {out.shape},", np.inf, limit)
     if not np.all(np.isfinite(out)):
-        raise WrongResultError("the output, which is not finite,", np.inf, limit)
-    worst = _compare("the output", out[:, : expected.head], expected.out, limit)
-    if expected.is_whole:
-        return Checked(worst, limit, "all tokens")
-    last = _last_tokens(computation, expected.inputs, library, dtype)
+        raise WrongResultError(f"{OUTPUT}, which is not finite,", np.inf, limit)
+    worst = _compare(OUTPUT, out[:, : expected.head], expected.results[OUTPUT], limit)
+    gradients = [name for name in expected.results if name != OUTPUT] if len(results) > 1 else []
+    for name in gradients:
+        array = library.numpy(results[name])
+        worst = max(worst, _compare(name, array, expected.results[name], limit))
+    what = "all tokens" if expected.is_whole else f"the first {expected.head} tokens"
+    last = None
+    if not expected.is_whole and not gradients:
+        last = _last_tokens(computation, expected.inputs, library, dtype)
     if last is None:
-        return Checked(worst, limit, f"the first {expected.head} tokens")
-    what, result = "the output of the last tokens", out[:, total - TAIL :]
-    of_tail = error(result, last)
-    if dtype == "float32" and limit < of_tail:
+        return Checked(worst, limit, what)
+    if dtype == "float32" and limit < error(out[:, -TAIL:], last):
         limit = max(limit, 2 * lost_by_definition(computation.mechanism, expected.inputs, dtype))
-    tail = _compare(what, result, last, limit)
-    return Checked(max(worst, tail), limit, f"the first {expected.head} tokens and the last {TAIL}")
+    tail = _compare("the output of the last tokens", out[:, -TAIL:], last, limit)
+    return Checked(max(worst, tail), limit, f"{what} and the last {TAIL}")
 
 
 def lost_by_definition(m: pa.Mechanism, inputs: Arrays, dtype: str) -> float:
@@ -229,75 +219,46 @@ def _last_tokens(
 
     None if it has no cache, or one that the reference would have to fill.
     """
-    m = computation.mechanism
-    tokens = token_count(m, inputs)
+    m, tokens = computation.mechanism, token_count(computation.mechanism, inputs)
     if computation.decoder is None or not m.program.slots or not m.offers.causal:
         return None
     if computation.name == "sdpa":
-        rounded = {**inputs, "q": inputs["q"][:, -TAIL:]}
-        return np.asarray(m(**rounded, backend="reference"))
+        return np.asarray(m(**inputs | {"q": inputs["q"][:, -TAIL:]}, backend="reference"))
     before = slice_tokens(m, inputs, 0, tokens - TAIL + 1)
     decoder = computation.decoder(library, dtype, before)
-    assert isinstance(decoder, CacheDecoder)
     if decoder.is_by_the_reference:
         return None
     decoder.fill()
-    new = slice_tokens(m, inputs, tokens - TAIL, tokens)
     store = {}
     for name, array in decoder.cache.store.items():
-        axis = m.program.slots[name][1].letters.find("c")
-        store[name] = _with_capacity(library.numpy(array), axis)
+        # A buffer with a slot for each token gets slots for the last ones.
+        letters = m.program.slots[name][1].letters
+        padding = [(0, TAIL if letter == "c" else 0) for letter in letters]
+        store[name] = np.pad(library.numpy(array), padding)
+    new = slice_tokens(m, inputs, tokens - TAIL, tokens)
     cache = Cache(decoder.length.copy(), store)
     return np.asarray(m.extend(cache, **new, backend="reference")[0])
 
 
-def _with_capacity(buffer: np.ndarray, axis: int) -> np.ndarray:
-    """A buffer whose capacity axis, if it has one, has slots for the last tokens."""
-    if axis < 0:
-        return buffer
-    padding = [(0, 0)] * buffer.ndim
-    padding[axis] = (0, TAIL)
-    return np.pad(buffer, padding)
-
-
-def check_backward(expected: BenchOracle, library: Library, dtype: str, results: Arrays) -> Checked:
-    """The output and the gradients at the oracle's cotangent. Raises `WrongResultError`."""
-    limit = bound(dtype, KIND)
-    out = library.numpy(results["the output"])
-    worst = _compare("the output", out[:, : expected.head], expected.out, limit)
-    for name, wanted in expected.gradients.items():
-        what = f"the gradient of {name}"
-        worst = max(worst, _compare(what, library.numpy(results[what]), wanted, limit))
-    what = "all tokens" if expected.is_whole else f"the first {expected.head} tokens"
-    return Checked(worst, limit, what)
-
-
 def check_decode(
-    computation: Computation,
-    layout: CallLayout,
-    library: Library,
-    dtype: str,
-    decoder: TokenDecoder,
-    run: Run,
+    computation: Computation, layout: CallLayout, decoder: CacheDecoder, run: Run
 ) -> Checked:
     """One token after a short context, and after the measured one. Raises `WrongResultError`."""
-    limit = bound(dtype, KIND)
-    m = computation.mechanism
-    short = layout._replace(t=min(layout.t, 256), s=min(layout.t, 256))
-    inputs = inputs_of(str(m), short, dtype, library.name)
+    m, library, dtype = computation.mechanism, decoder.library, decoder.dtype
+    limit, short = bound(dtype, KIND), min(layout.t, 256)
+    inputs = inputs_of(str(m), layout._replace(t=short, s=short), dtype, library.name)
     assert computation.decoder is not None  # The caller has checked it.
     brief = computation.decoder(library, dtype, inputs)
     brief.fill()
     brief.reset()
     whole = np.asarray(m(**inputs, backend="reference"))
-    what = f"the token after {short.t - 1} others"
-    brief_out = decode_run(library, brief).call()["the output"]
-    worst = _compare(what, library.numpy(brief_out), whole[:, -1:], limit)
+    out = library.numpy(decode_run(library, brief).call()[OUTPUT])
+    worst = _compare(f"the token after {short - 1} others", out, whole[:, -1:], limit)
     expected = decoder.oracle_step()
     run.reset()
-    out = library.numpy(run.call()["the output"])
+    out = library.numpy(run.call()[OUTPUT])
     worst = max(worst, _compare(f"the token after {layout.t - 1} others", out, expected, limit))
-    return Checked(worst, limit, f"one token after {short.t - 1} and {layout.t - 1}")
+    return Checked(worst, limit, f"one token after {short - 1} and {layout.t - 1}")
 
 
 def _compare(what: str, result: np.ndarray, expected: np.ndarray, limit: float) -> float:

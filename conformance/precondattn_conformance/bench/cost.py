@@ -25,22 +25,18 @@ Sizes = Mapping[str, int]
 
 def flops(mechanism: pa.Mechanism, sizes: Sizes, work: str) -> float | None:
     """The floating-point operations of one run; None where those of a leaf are unknown."""
-    total = 0.0
-    for each in leaf_flops(mechanism.program, sizes):
-        if each is None:
-            return None
-        total += each.of(work)
-    return total
+    of_leaves = leaf_flops(mechanism.program, sizes)
+    return None if None in of_leaves else sum((each.of(work) for each in of_leaves if each), 0.0)
 
 
 def leaf_flops(program: Program, sizes: Sizes) -> list[pa.Flops | None]:
     """The FLOPs of each leaf of a program, in order; None where a leaf declares none."""
-    found: list[pa.Flops | None] = []
+    counts: list[pa.Flops | None] = []
     for call, axes in zip(program.calls, program.axes, strict=True):
         leaf_sizes = {letter: axis.size(sizes) for letter, axis in axes.items() if letter != FIXED}
         of_sequence = call.leaf.flops(leaf_sizes)
-        found.append(of_sequence and of_sequence.times(leaf_sizes.get("b", 1)))
-    return found
+        counts.append(of_sequence and of_sequence.times(leaf_sizes.get("b", 1)))
+    return counts
 
 
 def keeps_tokens(leaf: LeafProtocol) -> bool:

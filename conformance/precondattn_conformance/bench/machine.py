@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from precondattn.arrays import Array
+from precondattn.arrays import Array, device_of, namespace, writes_in_place
 from precondattn.json_types import JsonObject
 from precondattn_conformance.bench.computation import finished
 from precondattn_conformance.bench.paired import timed
@@ -29,14 +29,8 @@ COPY_BYTES = {"cpu": 2**27, "gpu": 2**30}
 """Large enough that the launch takes a negligible part of the time."""
 ROUNDS = 7
 PACKAGES = (
-    "precondattn",
-    "numpy",
-    "torch",
-    "jax",
-    "cupy-cuda13x",
-    "transformers",
-    "flash-linear-attention",
-    "fla-core",
+    *("precondattn", "numpy", "torch", "jax", "cupy-cuda13x"),
+    *("transformers", "flash-linear-attention", "fla-core"),
 )
 
 
@@ -53,48 +47,37 @@ class Rates(NamedTuple):
 
 
 @cache
-def rates(library: str, device: str | None, dtype: str, *, quick: bool = False) -> Rates:
+def rates(name: str, device: str | None, dtype: str, *, quick: bool = False) -> Rates:
     """The best of a few rounds each."""
-    array_library = named(library, device)
-    kind = "cpu" if device in (None, "cpu") and library != "cupy" else "gpu"
+    library = named(name, device)
+    kind = "cpu" if device in (None, "cpu") and name != "cupy" else "gpu"
     size, count = (128, 2**16) if quick else (GEMM_SIZE[kind], COPY_BYTES[kind])
-    rng = np.random.default_rng(0)
-    with array_library.precision(dtype):
-        matrix = array_library.array(rng.normal(size=(size, size)), dtype)
-        vector = array_library.array(np.zeros(count // 4, dtype=np.float32), "float32")
-        gemm = best(array_library, lambda: matrix @ matrix)
-        copy = best(array_library, _copy_of(vector))
-    return Rates(
-        library, device_name(array_library, matrix), dtype, 2.0 * size**3 / gemm, 2.0 * count / copy
-    )
+    with library.precision(dtype):
+        values = np.random.default_rng(0).normal(size=(size, size))
+        matrix = library.array(values, dtype)
+        vector = library.array(np.zeros(count // 4, dtype=np.float32), "float32")
+        target = namespace(vector).zeros_like(vector)
+
+        def copy() -> Array:
+            if not writes_in_place(vector):
+                return namespace(vector).asarray(vector, copy=True)
+            target[...] = vector
+            return target
+
+        product = 2.0 * size**3 / _best(library, lambda: matrix @ matrix)
+        return Rates(
+            name, device_name(library, matrix), dtype, product, 2.0 * count / _best(library, copy)
+        )
 
 
-def best(library: Library, call: Callable[[], Array]) -> float:
+def _best(library: Library, call: Callable[[], Array]) -> float:
     """The shortest of a few rounds, in seconds."""
     finished(library, {"": call()})
     return min(timed(lambda: finished(library, {"": call()})) for _ in range(ROUNDS))
 
 
-def _copy_of(vector: Array) -> Callable[[], Array]:
-    """A copy into existing memory, if the library can write to arrays."""
-    from precondattn.arrays import namespace, writes_in_place
-
-    xp = namespace(vector)
-    if not writes_in_place(vector):
-        return lambda: xp.asarray(vector, copy=True)
-    target = xp.zeros_like(vector)
-
-    def copy() -> Array:
-        target[...] = vector
-        return target
-
-    return copy
-
-
 def device_name(library: Library, array: Array) -> str:
     """The kind of device, such as `cpu`; for a GPU also its model."""
-    from precondattn.arrays import device_of
-
     kind = device_of(array)
     if kind == "cuda" and library.name == "torch":
         import torch
@@ -104,29 +87,23 @@ def device_name(library: Library, array: Array) -> str:
 
 
 def describe() -> JsonObject:
-    """The machine and the versions of packages, without names of hosts or users."""
+    """The machine and the versions of packages, without names of hosts or users.
+
+    The threads are those of PyTorch if it is loaded, else the number of cores.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch = sys.modules.get("torch")
+    versions = {name: version(name) for name in PACKAGES}
     return {
         "processor": processor(),
-        "cores": _cores(),
-        "threads": _threads(),
+        "cores": cores or 1,
+        "threads": int(torch.get_num_threads()) if torch is not None else cores or 1,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: found for name in PACKAGES if (found := version(name))},
+        "versions": {name: number for name, number in versions.items() if number},
     }
 
 
 def now() -> str:
     """The date and time, in UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _threads() -> int:
-    """PyTorch's number of threads if it is loaded, else the number of cores."""
-    torch = sys.modules.get("torch")
-    return int(torch.get_num_threads()) if torch is not None else _cores()

@@ -10,41 +10,41 @@ from __future__ import annotations
 import itertools
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-import precondattn as pa
-from precondattn.arrays import Array
+from precondattn.arrays import Arrays
 from precondattn.backend import UnsupportedError
-from precondattn_conformance import libraries
 from precondattn_conformance.bench import machine
-from precondattn_conformance.bench.cases import BenchCase
+from precondattn_conformance.bench.cases import BenchCase, columns_of
 from precondattn_conformance.bench.computation import (
+    OUTPUT,
     Computation,
+    allowed,
     backward_run,
     decode_run,
     forward_run,
+    gradient_of,
     ours,
     packed,
 )
 from precondattn_conformance.bench.correct import (
+    LARGEST,
     Checked,
     UncheckedError,
     WrongResultError,
-    check_backward,
+    check,
     check_decode,
-    check_forward,
     inputs_of,
     oracle,
 )
-from precondattn_conformance.bench.cost import flops, moved_bytes
-from precondattn_conformance.bench.paired import Run, Turns, spread, timed
+from precondattn_conformance.bench.cost import flops, keeps_tokens, moved_bytes
+from precondattn_conformance.bench.paired import Run, Turns, ratio, spread, timed
 from precondattn_conformance.bench.peers import TimedPeer, lacks, peers_of
-from precondattn_conformance.bench.plan import empty_row, plan
 from precondattn_conformance.bench.record import FAILED, TIMED, UNSUPPORTED, WRONG, Row
-from precondattn_conformance.libraries import Library
 from precondattn_conformance.memory import MeasuredCall, NoPeakError, peak_bytes
 
 BUDGET = 8.0
@@ -53,12 +53,14 @@ BUDGET = 8.0
 LEAST_ROUNDS, MOST_ROUNDS = 5, 200
 QUICK_ROUNDS = 3
 
+Benchmark = Any
+"""The fixture of pytest-benchmark, which has no types."""
+
 
 @dataclass(frozen=True)
 class MeasureOptions:
     """How to measure."""
 
-    device: str | None = None
     rounds: int | None = None
     memory: bool = False
     quick: bool = False
@@ -66,25 +68,63 @@ class MeasureOptions:
     """Called before each round, with its number and how many there are. The warm-up is round 0."""
 
 
-Benchmark = Any
-"""The fixture of pytest-benchmark, which has no types."""
+class CheckedRun(NamedTuple):
+    """A run to be timed, its check, and the duration of its first call."""
+
+    run: Run
+    checked: Checked
+    first_call_seconds: float
 
 
-def measure(
-    case: BenchCase, backend: str | None, options: MeasureOptions, benchmark: Benchmark
-) -> Row:
+def empty_row(case: BenchCase) -> Row:
+    """A row with the description of a measurement, and no results."""
+    letters = {x for pattern in case.parsed.inputs.values() for x in pattern.letters}
+    sizes = {letter: case.layout.sizes[letter] for letter in "btshnudem" if letter in letters}
+    where = (case.library, case.device or "cpu", case.dtype)
+    return Row(
+        case.name, str(case.parsed), case.work, *where, sizes, asked=case.backend or "default"
+    )
+
+
+def plan(case: BenchCase, row: Row) -> None:
+    """Write the backends to the row, and refuse sizes at which the reference is too expensive."""
+    m, layout, library = case.parsed, case.call_layout, case.arrays
+    few = layout._replace(t=1, s=1) if case.work == "decode" else layout
+    like = {n: library.array(np.zeros(p.shape(few.sizes)), case.dtype) for n, p in m.inputs.items()}
+    row.device = machine.device_name(library, next(iter(like.values())))
+    names = allowed(case.backend)
+    if case.work == "decode":
+        cache = m.init_cache(**like, capacity=layout.t)
+        explanation = m.explain(**like, cache=cache, backend=names)
+    else:
+        verb = "forward" if case.work == "forward" else "vjp"
+        explanation = m.explain(**like, verb=verb, backend=names)
+    row.backends = list(explanation.backends)
+    if names is not None and names[0] not in row.backends:
+        raise UnsupportedError(f"{names[0]} supports none of this:\n{explanation}")
+    is_quadratic = any(
+        call.backend.name == "reference" and any(map(keeps_tokens, call.piece.program.leaves))
+        for call in explanation.plan.calls
+    )
+    if is_quadratic and layout.b * layout.h * layout.t * layout.s > 16 * LARGEST:
+        raise UnsupportedError(
+            f"the reference would run a piece of this, and needs memory quadratic in t={layout.t}"
+        )
+
+
+def measure(case: BenchCase, options: MeasureOptions, benchmark: Benchmark) -> Row:
     """A row of any status. `benchmark` is pytest-benchmark's fixture; it times correct results.
 
     A case of memory has peaks at multiples of the number of tokens, each call in its own process.
     """
-    row = empty_row(case, backend, options.device)
+    row = empty_row(case)
     try:
         if case.work == "memory":
-            plan(case, backend, options.device, row)
-            _measure_peaks(case, backend, options, case.multiples, row)
+            plan(case, row)
+            _measure_peaks(case, case.multiples, row)
         else:
-            with libraries.named(case.library, options.device).precision(case.dtype):
-                _measure(case, backend, options, benchmark, row)
+            with case.arrays.precision(case.dtype):
+                _measure(case, options, benchmark, row)
         row.status = TIMED
     except (UnsupportedError, UncheckedError, NoPeakError) as reason:
         row.status, row.reason = UNSUPPORTED, str(reason)
@@ -97,39 +137,12 @@ def measure(
     return row
 
 
-def _measure(
-    case: BenchCase,
-    backend: str | None,
-    options: MeasureOptions,
-    benchmark: Benchmark,
-    row: Row,
-) -> None:
-    run, checked, row.first_call_seconds = our_run(case, backend, options.device, row)
-    row.error, row.bound, row.checked = checked.error, checked.bound, checked.what
-    peers = _correct_peers(case, backend, options, row)
-    _time(run, peers, case, options, benchmark, row)
-    _add_rates(case, options, row)
-    row.status = TIMED
-    if options.memory and case.work != "decode":
-        try:
-            _measure_peaks(case, backend, options, (1,), row)
-        except NoPeakError as reason:
-            row.reason = str(reason)
-    benchmark.extra_info.update(row=vars(row) | {"key": [str(part) for part in row.key]})
-
-
-def _time(
-    run: Run,
-    peers: dict[str, Run],
-    case: BenchCase,
-    options: MeasureOptions,
-    benchmark: Benchmark,
-    row: Row,
-) -> None:
-    """Write the times of the rounds, and the ratios to peers, to the row."""
-    turns = Turns(peers)
+def _measure(case: BenchCase, options: MeasureOptions, benchmark: Benchmark, row: Row) -> None:
+    run, checked, row.first_call_seconds = our_run(case, row)
+    row.error, row.bound, row.checked = checked
+    peers = _correct_peers(case, row)
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else _affordable(run, peers))
-    numbers = itertools.count()
+    turns, numbers = Turns(peers), itertools.count()
 
     def before_each_round() -> None:
         options.at_round(next(numbers), rounds)
@@ -137,77 +150,117 @@ def _time(
         run.reset()
 
     benchmark.pedantic(run.call, setup=before_each_round, rounds=rounds, warmup_rounds=1)
-    times = list(benchmark.stats.stats.data)
-    of_peers = {name: peer[-len(times) :] for name, peer in turns.times.items()}
-    benchmark.extra_info.update(peer_seconds=of_peers)
-    row.seconds = spread(seconds / case.calls for seconds in times)._asdict()
-    for name, ratio in turns.ratios(times).items():
-        own = spread(of_peers[name]).median / case.calls
-        row.ratios[name] |= {**ratio._asdict(), "seconds": own}
+    _write_times(case, turns, benchmark, row)
+    _add_rates(case, options, row)
+    row.status = TIMED
+    if options.memory and case.work != "decode":
+        try:
+            _measure_peaks(case, (1,), row)
+        except NoPeakError as reason:
+            row.reason = str(reason)
+    benchmark.extra_info["row"] = vars(row) | {"key": [str(part) for part in row.key]}
 
 
-CheckedRun = tuple[Run, Checked, float]
-"""The run to be timed, its check, and the duration of its first call."""
+def _write_times(case: BenchCase, turns: Turns, benchmark: Benchmark, row: Row) -> None:
+    """Write the times of a call, and the ratios to peers, to the row.
+
+    In pytest-benchmark each peer is a row of its own beside the case.
+    """
+    times = benchmark.stats.stats.data
+    times[:] = [seconds / case.calls for seconds in times]
+    benchmark.stats.iterations = case.calls
+    row.seconds = spread(times)._asdict()
+    for peer in (peer for peer in peers_of(case) if peer.name in turns.times):
+        beside = copy(benchmark)
+        describe(beside, case, peer)
+        statistics = beside._make_stats(case.calls)
+        for seconds in turns.times[peer.name][1:]:  # The warm-up is left out.
+            statistics.update(seconds)
+        of_peer = statistics.stats.data
+        row.ratios[peer.name] |= ratio(times, of_peer)._asdict()
+        row.ratios[peer.name]["seconds"] = spread(of_peer).median
 
 
-def our_run(case: BenchCase, backend: str | None, device: str | None, row: Row) -> CheckedRun:
+def describe(benchmark: Benchmark, case: BenchCase, peer: TimedPeer | None = None) -> None:
+    """Give a row of pytest-benchmark the group, columns and name of a case, or of its peer."""
+    columns, computed = columns_of(case), ""
+    if peer is not None:
+        columns, computed = columns_of(case, peer), str(peer.computes(case.parsed))
+        benchmark.extra_info = {"case": case.name, "computes": computed, "is_peer": True}
+    benchmark.group = columns.group
+    benchmark.params, benchmark.param = columns._asdict(), columns.id(computed)
+    benchmark.name = benchmark.fullname = f"{case.name}[{benchmark.param}]"
+
+
+def our_run(case: BenchCase, row: Row) -> CheckedRun:
     """Our run of a case, whose backends are written to the row."""
-    plan(case, backend, device, row)
-    library = libraries.named(case.library, device)
-    computation = ours(pa.parse(case.mechanism), backend)
-    return checked_run(packed(computation, library) if case.packed else computation, case, library)
+    plan(case, row)
+    return checked_run(ours(case.parsed, case.backend), case, is_packed=case.packed)
 
 
-def peer_run(
-    peer: TimedPeer, case: BenchCase, backend: str | None, device: str | None
-) -> CheckedRun:
+def peer_run(peer: TimedPeer, case: BenchCase) -> CheckedRun:
     """A peer's run of a case, in its own library."""
-    library = libraries.named(peer.library or case.library, device)
-    return checked_run(peer.make(pa.parse(case.mechanism), backend), case, library)
+    of_peer = replace(case, library=peer.library or case.library)
+    return checked_run(peer.make(case.parsed, case.backend), of_peer)
 
 
-def checked_run(computation: Computation, case: BenchCase, library: Library) -> CheckedRun:
+def checked_run(
+    computation: Computation, case: BenchCase, *, is_packed: bool = False
+) -> CheckedRun:
     """The run of a computation, after its result was compared with the oracle."""
-    results: list[Array] = []
-    text, layout = str(computation.mechanism), case.call_layout
+    results: Arrays = {}
+
+    def first_call(run: Run) -> float:
+        return timed(lambda: results.update(run.call()))
+
+    library, dtype = case.arrays, case.dtype
+    oracle_of = (str(computation.mechanism), case.call_layout, dtype, library.name)
     if case.work == "decode":
         if computation.decoder is None:
             raise UnsupportedError(f"{computation.name} has no decoding")
-        inputs = inputs_of(text, layout, case.dtype, library.name)
-        decoder = computation.decoder(library, case.dtype, inputs)
+        decoder = computation.decoder(library, dtype, inputs_of(*oracle_of))
         decoder.fill()
-        run = decode_run(library, decoder, case.calls)
-        run.reset()
         once = decode_run(library, decoder)
-        first = timed(lambda: results.append(once.call()))
-        return run, check_decode(computation, layout, library, case.dtype, decoder, once), first
-    expected = oracle(text, layout, case.dtype, library.name)
-    arrays = {name: library.array(a, case.dtype) for name, a in expected.inputs.items()}
-    if case.work == "forward":
-        once = forward_run(computation, library, arrays)
-        first = timed(lambda: results.append(once.call()))
-        checked = check_forward(computation, expected, library, case.dtype, results.pop())
-        run = forward_run(computation, library, arrays, case.calls) if case.calls > 1 else once
-        return run, checked, first
-    run = backward_run(computation, library, arrays, library.array(expected.cotangent, case.dtype))
-    first = timed(lambda: results.append(run.call()))
-    checked = check_backward(expected, library, case.dtype, results.pop())
+        once.reset()
+        seconds = first_call(once)
+        checked = check_decode(computation, case.call_layout, decoder, once)
+        return CheckedRun(decode_run(library, decoder, case.calls), checked, seconds)
+    expected = oracle(*oracle_of)
+    arrays = {name: library.array(a, dtype) for name, a in expected.inputs.items()}
+    timed_computation = computation
+    if is_packed:
+        timed_computation, arrays = packed(computation, library, arrays)
+
+    def run_of(cotangent: np.ndarray, calls: int = 1) -> Run:
+        if case.work == "forward":
+            return forward_run(timed_computation, library, arrays, calls)
+        array = library.array(cotangent, dtype)
+        if is_packed:
+            array = array.reshape(1, -1, *array.shape[2:])
+        return backward_run(timed_computation, library, arrays, array)
+
+    run, cotangent = run_of(expected.cotangent), expected.cotangent
+    seconds = first_call(run)
+    if is_packed:
+        shapes = {gradient_of(name): array.shape for name, array in expected.inputs.items()}
+        shapes[OUTPUT] = expected.cotangent.shape
+        results = {name: array.reshape(shapes[name]) for name, array in results.items()}
+    checked = check(computation, expected, library, dtype, results)
     if not expected.is_whole:  # The timed run has a cotangent for all tokens.
-        everywhere = np.random.default_rng(2).normal(size=expected.cotangent.shape)
-        run = backward_run(computation, library, arrays, library.array(everywhere, case.dtype))
-    return run, checked, first
+        cotangent = np.random.default_rng(2).normal(size=expected.cotangent.shape)
+    if case.calls > 1 or not expected.is_whole:
+        run = run_of(cotangent, case.calls)
+    return CheckedRun(run, checked, seconds)
 
 
-def _correct_peers(
-    case: BenchCase, backend: str | None, options: MeasureOptions, row: Row
-) -> dict[str, Run]:
+def _correct_peers(case: BenchCase, row: Row) -> dict[str, Run]:
     """The peers that are installed and correct; the row gets the reasons of the others."""
     runs: dict[str, Run] = {}
     for peer in peers_of(case):
         reason = lacks(peer, case, row.device)
         if not reason:
             try:
-                runs[peer.name], checked, _ = peer_run(peer, case, backend, options.device)
+                runs[peer.name], checked, _ = peer_run(peer, case)
                 row.ratios[peer.name] = {"error": checked.error}
                 continue
             except (WrongResultError, UnsupportedError, UncheckedError) as error:
@@ -228,37 +281,22 @@ def _affordable(run: Run, peers: dict[str, Run]) -> int:
 
 
 def _add_rates(case: BenchCase, options: MeasureOptions, row: Row) -> None:
-    """Write FLOPs, bytes, and the shares of the machine's own rates to the row."""
-    m = pa.parse(case.mechanism)
-    shapes = {name: p.shape(case.call_layout.sizes) for name, p in m.inputs.items()}
-    sizes = m.inputs.sizes(str(m), shapes)
-    own = machine.rates(case.library, options.device, case.dtype, quick=options.quick)
-    row.flops = flops(m, sizes, case.work)
+    """Write FLOPs, bytes, and the shares of the machine's rates to the row."""
+    rates = machine.rates(case.library, case.device, case.dtype, quick=options.quick)
     itemsize = {"float64": 8, "float32": 4}.get(case.dtype, 2)
-    row.bytes = moved_bytes(m, sizes, case.work, itemsize)
+    row.flops = flops(case.parsed, case.input_sizes, case.work)
+    row.bytes = moved_bytes(case.parsed, case.input_sizes, case.work, itemsize)
     median = row.seconds["median"]
     if row.flops is not None:
-        row.gemm_share = row.flops / median / own.flops_per_second
-    row.copy_share = row.bytes / median / own.bytes_per_second
+        row.gemm_share = row.flops / median / rates.flops_per_second
+    row.copy_share = row.bytes / median / rates.bytes_per_second
 
 
-def _measure_peaks(
-    case: BenchCase,
-    backend: str | None,
-    options: MeasureOptions,
-    multiples: tuple[int, ...],
-    row: Row,
-) -> None:
+def _measure_peaks(case: BenchCase, multiples: tuple[int, ...], row: Row) -> None:
     for multiple in multiples:
         tokens = multiple * case.layout.t
-        call = MeasuredCall(
-            case.mechanism,
-            case.layout._replace(t=tokens, s=tokens),
-            case.library,
-            case.dtype,
-            has_backward=case.work != "forward",
-            backend=backend,
-            device=options.device,
-        )
+        layout = case.layout._replace(t=tokens, s=tokens)
+        sizes = (case.mechanism, layout, case.library, case.dtype)
+        call = MeasuredCall(*sizes, case.work != "forward", case.backend, case.device)
         row.peak_bytes.append(peak_bytes(call))
         row.peak_tokens.append(tokens)

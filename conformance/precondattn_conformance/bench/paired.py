@@ -1,8 +1,7 @@
 """The ratio of two times that were measured in turns.
 
 The speed of a shared machine varies. So contender and peers run in turns, A B A B …, and each round
-gives one ratio of two times measured right after each other. The median of these ratios is
-reported, with their quartiles.
+gives one ratio of two times measured right after each other.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class MeasuredSpread(NamedTuple):
 def spread(measurements: Iterable[float]) -> MeasuredSpread:
     """Median and quartiles."""
     data = np.asarray(list(measurements), dtype=np.float64)
-    q1, median, q3 = np.quantile(data, [0.25, 0.5, 0.75])
-    return MeasuredSpread(float(median), float(q1), float(q3), int(data.size))
+    q1, median, q3 = map(float, np.quantile(data, [0.25, 0.5, 0.75]))
+    return MeasuredSpread(median, q1, q3, data.size)
 
 
 def ratio(contender: Iterable[float], peer: Iterable[float]) -> MeasuredSpread:
@@ -49,22 +48,16 @@ class Run(NamedTuple):
 
 
 class Turns:
-    """The peers' turns. Called once per round, before the contender, it times every peer once."""
+    """The peers' turns: called once per round, before the contender."""
 
     def __init__(self, peers: Mapping[str, Run]) -> None:
-        self.peers = dict(peers)
+        self.peers = peers
         self.times: dict[str, list[float]] = {name: [] for name in peers}
 
     def __call__(self) -> None:
         for name, peer in self.peers.items():
             peer.reset()
             self.times[name].append(timed(peer.call))
-
-    def ratios(self, contender: list[float]) -> dict[str, MeasuredSpread]:
-        """The contender's ratio to every peer. The peers' warm-up rounds are dropped."""
-        return {
-            name: ratio(contender, times[-len(contender) :]) for name, times in self.times.items()
-        }
 
 
 def timed(call: Callable[[], object]) -> float:

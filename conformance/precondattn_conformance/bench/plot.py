@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from precondattn.installed import is_installed
-from precondattn_conformance.bench.beside_plain import ratios_to_plain
 from precondattn_conformance.bench.record import BenchRecord, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMATS = ("svg", "png")
+Curves = dict[str, dict[str, list[tuple[int, float]]]]
+"""Numbers of tokens and ratios, by work and mechanism (with its library, if there are several)."""
+
+
+def ratios_to_plain(rows: list[Row]) -> Curves:
+    """How many times plain attention's time a row takes, at each number of tokens.
+
+    Plain attention is PyTorch's `scaled_dot_product_attention`, the peer `sdpa`. Where it is a peer
+    of the row, the ratio is that of the rounds in turns. Other rows are compared with its time
+    beside `softmax`, in the same run at the same sizes.
+    """
+    plain = {
+        (row.work, row.tokens): row.ratios["sdpa"]["seconds"]
+        for row in rows
+        if row.mechanism == "softmax" and "seconds" in row.ratios.get("sdpa", {})
+    }
+    several = len({row.library for row in rows}) > 1
+    curves: Curves = defaultdict(lambda: defaultdict(list))
+    for row in sorted(rows, key=lambda row: row.tokens):
+        ratio = row.ratios.get("sdpa", {}).get("median")
+        if row.seconds and ratio is None and (row.work, row.tokens) in plain:
+            ratio = row.seconds["median"] / plain[row.work, row.tokens]
+        if row.seconds and ratio is not None:
+            name = f"{row.mechanism} ({row.library})" if several else row.mechanism
+            curves[row.work][name].append((row.tokens, ratio))
+    return {work: dict(of) for work, of in curves.items()}
 
 
 def draw(record: BenchRecord, folder: Path) -> list[Path]:
-    """Write the figures for which the record has data, and return their paths.
-
-    Raises
-    ------
-    ImportError
-        if matplotlib is not installed.
-    """
+    """Write the figures for which the record has data, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     figures = {"ratios": ratio_bars, "beside_plain": curves_beside_plain}
-    paths = {folder / f"{name}.{kind}": of for name, of in figures.items() for kind in FORMATS}
+    paths = {
+        folder / f"{name}.{kind}": of for name, of in figures.items() for kind in ("svg", "png")
+    }
     return [path for path, of in paths.items() if draw_one(of, record, path)]
 
 
@@ -61,8 +82,7 @@ def curves_beside_plain(rows: list[Row]) -> Figure | None:
     panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
     for axes, (work, of_work) in zip(panels, curves.items(), strict=True):
         for mechanism, points in of_work.items():
-            tokens, ratios = zip(*points, strict=True)
-            axes.plot(tokens, ratios, marker="o", markersize=4, label=mechanism)
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=mechanism)
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -79,18 +99,24 @@ def ratio_bars(rows: list[Row]) -> Figure | None:
     """A bar for each ratio to a peer, with its quartiles; None if there are no ratios."""
     from matplotlib.figure import Figure
 
-    bars = [(row, name, ratio) for row in rows for name, ratio in row.ratios.items()]
-    bars = [bar for bar in bars if "median" in bar[2]]
+    bars = [
+        (f"{row.case} / {name}", ratio)
+        for row in rows
+        for name, ratio in row.ratios.items()
+        if "median" in ratio
+    ]
     if not bars:
         return None
     figure = Figure(figsize=(6.4, 0.9 + 0.3 * len(bars)))
     axes = figure.add_subplot()
-    medians = [ratio["median"] for _, _, ratio in bars]
-    below = [ratio["median"] - ratio["q1"] for _, _, ratio in bars]
-    above = [ratio["q3"] - ratio["median"] for _, _, ratio in bars]
+    medians, low, high = ([ratio[n] for _, ratio in bars] for n in ("median", "q1", "q3"))
+    ranges = [
+        [m - q1 for m, q1 in zip(medians, low, strict=True)],
+        [q3 - m for m, q3 in zip(medians, high, strict=True)],
+    ]
     positions = range(len(bars))
-    axes.barh(positions, medians, xerr=(below, above), height=0.6, capsize=3, color="#5b8db8")
-    axes.set_yticks(positions, [f"{row.case} / {name}" for row, name, _ in bars], fontsize=8)
+    axes.barh(positions, medians, xerr=ranges, height=0.6, capsize=3, color="#5b8db8")
+    axes.set_yticks(positions, [label for label, _ in bars], fontsize=8)
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")

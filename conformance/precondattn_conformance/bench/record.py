@@ -60,16 +60,19 @@ class Row:
     @property
     def key(self) -> tuple[object, ...]:
         """Rows of two records with the same key are comparable."""
-        sizes = tuple(sorted(self.sizes.items()))
         where = (self.library, self.device, self.dtype, self.asked)
-        return (self.case, self.mechanism, self.work, *where, sizes)
+        return (self.case, self.mechanism, self.work, *where, tuple(sorted(self.sizes.items())))
 
     @property
     def name(self) -> str:
         """The case with its number of tokens, library, dtype and backend."""
         backend = "" if self.asked == "default" else f" on {self.asked}"
-        t = self.sizes.get("t") or self.sizes.get("s")
-        return f"{self.case} t={t} {self.library} {self.dtype}{backend}"
+        return f"{self.case} t={self.tokens} {self.library} {self.dtype}{backend}"
+
+    @property
+    def tokens(self) -> int:
+        """The number of queries, or of keys where there are no queries."""
+        return self.sizes.get("t") or self.sizes.get("s") or 0
 
     @property
     def growth(self) -> list[float]:
@@ -94,13 +97,7 @@ class BenchRecord:
 
 
 def load(path: Path) -> BenchRecord:
-    """A record from its file.
-
-    Raises
-    ------
-    ValueError
-        if the file is no record, or has another format.
-    """
+    """A record from its file. Raises `ValueError` if that is no record, or has another format."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -114,10 +111,7 @@ def load(path: Path) -> BenchRecord:
         rows = [Row(**row) for row in content.pop("rows")]
         record = BenchRecord(**content, rows=rows)
         # What `compare` reads first. A file that is edited by hand may have anything else.
-        are_mappings = [
-            isinstance(each, dict) for each in (record.machine, *(r.sizes for r in rows))
-        ]
-        if not all(are_mappings):
+        if not all(isinstance(each, dict) for each in (record.machine, *(r.sizes for r in rows))):
             raise TypeError("the machine and the sizes of rows are objects")
         return record
     except (TypeError, KeyError) as error:

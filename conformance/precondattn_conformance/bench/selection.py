@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 import precondattn as pa
 from precondattn.execution.cache_checks import check_cacheable
-from precondattn_conformance import libraries
+from precondattn_conformance import libraries as array_libraries
 from precondattn_conformance.bench.cases import (
     COMPARED,
     SIZES,
@@ -22,89 +22,109 @@ from precondattn_conformance.bench.cases import (
 from precondattn_conformance.inputs import CallLayout
 
 
-def chosen(
-    names: tuple[str, ...] = (),
-    *,
-    mechanisms: tuple[str, ...] = (),
-    works: tuple[str, ...] = (),
-    libraries_: tuple[str, ...] = (),
-    sizes: tuple[str, ...] = (),
-    dtype: str | None = None,
-    peers: tuple[str, ...] | None = None,
-    memory: bool = False,
-    quick: bool = False,
-) -> list[BenchCase]:
-    """The requested cases.
+@dataclass(frozen=True)
+class Selection:
+    """What is requested: cases by name (`*` matches any text), or by mechanism.
 
-    They are selected by name (`*` matches any text) or by mechanism. Where neither is given, they
-    are the timed ones of `COMPARED`. The other arguments narrow or change the selection; where
-    `peers` is None, each case has its own.
-
-    Raises
-    ------
-    ValueError
-        for a name that does not exist; of cases, with the nearest.
+    Where neither is named, they are the timed ones of `COMPARED`. The other fields narrow or change
+    the selection; where `peers` is None, each case has its own.
     """
-    _check("work", works, WORKS)
-    _check("array library", libraries_, tuple(cls.name for cls in libraries.ALL))
-    _check("dtype", (dtype,) if dtype else (), libraries.WIDE + libraries.HALF)
-    if mechanisms:
-        if names:
+
+    names: tuple[str, ...] = ()
+    mechanisms: tuple[str, ...] = ()
+    works: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
+    dtype: str | None = None
+    peers: tuple[str, ...] | None = None
+    backends: tuple[str, ...] = ()
+    """Backends, each for a run of its own; none is the default choice."""
+    device: str | None = None
+    memory: bool = False
+    quick: bool = False
+
+    def cases(self) -> list[BenchCase]:
+        """The requested cases.
+
+        Raises
+        ------
+        ValueError
+            for a name that does not exist; of cases, with the nearest.
+        """
+        _check("work", self.works, WORKS)
+        _check("array library", self.libraries, tuple(cls.name for cls in array_libraries.ALL))
+        dtypes = array_libraries.WIDE + array_libraries.HALF
+        _check("dtype", (self.dtype,) if self.dtype else (), dtypes)
+        if self.names and self.mechanisms:
             raise ValueError("select cases by name or by mechanism, not by both")
+        cases = self._of_mechanisms() if self.mechanisms else self._named()
+        if not cases:
+            raise ValueError("no case is left of those requested; `--list` names them all")
         cases = [
+            replace(
+                case,
+                layout=with_sizes(case.layout, text) if text else case.layout,
+                backend=backend,
+                device=self.device,
+            )
+            for case in cases
+            for text in self.sizes or ("",)
+            for backend in self.backends or (None,)
+        ]
+        if self.quick:
+            cases = [
+                replace(case, layout=_small(case.layout), calls=min(case.calls, 2))
+                for case in cases
+            ]
+        changed: dict[str, Any] = {"dtype": self.dtype, "peers": self.peers}
+        changed = {name: value for name, value in changed.items() if value is not None}
+        cases = [replace(case, **changed) for case in cases]
+        for case in cases:
+            if case.work == "decode":
+                check_cacheable(pa.parse(case.mechanism))
+            if case.dtype not in array_libraries.named(case.library).dtypes:
+                raise ValueError(f"{case.library} is not measured in {case.dtype} ({case.name})")
+        return cases
+
+    def _of_mechanisms(self) -> list[BenchCase]:
+        return [
             BenchCase(f"{work}_{m}", str(pa.parse(m)), work, layout(), library)
-            for m in mechanisms
-            for work in works or ("forward", *(("memory",) if memory else ()))
-            for library in libraries_ or ("torch",)
+            for m in self.mechanisms
+            for work in self.works or ("forward", *(("memory",) if self.memory else ()))
+            for library in self.libraries or ("torch",)
         ]
-    else:
-        named = _named(names, memory or "memory" in works)
-        cases = [case for case in named if not works or case.work in works]
-        cases = [case for case in cases if not libraries_ or case.library in libraries_]
-    if not cases:
-        raise ValueError("no case is left of those requested; `--list` names them all")
-    if sizes:
-        cases = [
-            replace(case, layout=with_sizes(case.layout, text)) for case in cases for text in sizes
-        ]
-    if quick:
-        cases = [
-            replace(case, layout=_small(case.layout), calls=min(case.calls, 2)) for case in cases
-        ]
-    if dtype:
-        cases = [replace(case, dtype=dtype) for case in cases]
-    if peers is not None:
-        cases = [replace(case, peers=peers) for case in cases]
-    for case in cases:
-        if case.work == "decode":
-            check_cacheable(pa.parse(case.mechanism))
-        if case.dtype not in libraries.named(case.library).dtypes:
-            raise ValueError(f"{case.library} is not measured in {case.dtype} ({case.name})")
-    return cases
 
-
-def _check(what: str, given: Iterable[str], known: tuple[str, ...]) -> None:
-    for each in given:
-        if each not in known:
-            raise ValueError(f"unknown {what} {each!r}; known are {', '.join(known)}")
-
-
-def _named(names: tuple[str, ...], memory: bool) -> list[BenchCase]:
-    if not names:
+    def _named(self) -> list[BenchCase]:
+        if self.names:
+            cases = declared()
+        else:
+            memory = self.memory or "memory" in self.works
+            cases = tuple(
+                case
+                for case in COMPARED
+                if case.work != "memory" or (memory and not case.name.startswith("long_"))
+            )
+        for name in self.names:
+            if not any(fnmatchcase(case.name, name) for case in cases):
+                near = get_close_matches(name, [case.name for case in cases], n=4, cutoff=0.5)
+                nearest = f"the nearest are {', '.join(near)}; " if near else ""
+                raise ValueError(
+                    f"unknown case {name!r}; {nearest}`precondattn bench --list` names all "
+                    f"{len(cases)}"
+                )
         return [
             case
-            for case in COMPARED
-            if case.work != "memory" or (memory and not case.name.startswith("long_"))
+            for case in cases
+            if any(fnmatchcase(case.name, name) for name in self.names or ("*",))
+            and (not self.works or case.work in self.works)
+            and (not self.libraries or case.library in self.libraries)
         ]
-    cases = declared()
+
+
+def _check(what: str, names: Iterable[str], existing: tuple[str, ...]) -> None:
     for name in names:
-        if not any(fnmatchcase(case.name, name) for case in cases):
-            near = get_close_matches(name, [case.name for case in cases], n=4, cutoff=0.5)
-            nearest = f"the nearest are {', '.join(near)}; " if near else ""
-            raise ValueError(
-                f"unknown case {name!r}; {nearest}`precondattn bench --list` names all {len(cases)}"
-            )
-    return [case for case in cases if any(fnmatchcase(case.name, name) for name in names)]
+        if name not in existing:
+            raise ValueError(f"unknown {what} {name!r}; known are {', '.join(existing)}")
 
 
 def with_sizes(old: CallLayout, text: str) -> CallLayout:
@@ -118,12 +138,9 @@ def with_sizes(old: CallLayout, text: str) -> CallLayout:
                 f"found {part!r}"
             )
         sizes[letter] = int(size)
-    if "h" in sizes and "n" not in sizes and old.h == old.n:
-        sizes["n"] = sizes["h"]
-    if "d" in sizes and "e" not in sizes and old.d == old.e:
-        sizes["e"] = sizes["d"]
-    if "t" in sizes:
-        sizes["s"] = sizes["t"]
+    for letter, follower in (("h", "n"), ("d", "e"), ("t", "s")):
+        if letter in sizes and getattr(old, letter) == getattr(old, follower):
+            sizes.setdefault(follower, sizes[letter])
     new = old._replace(**sizes)
     if new.h % new.n:
         raise ValueError(f"h must be a multiple of n; found h={new.h}, n={new.n}")

@@ -11,12 +11,24 @@ from precondattn_conformance.bench.record import TIMED, WRONG, BenchRecord, Row
 
 def print_record(record: BenchRecord, console: Console) -> None:
     """Print times, ratios, rates and errors; then peaks; then what was not measured, and why."""
-    timed = [row for row in record.rows if row.seconds]
-    if timed:
-        console.print(_times(timed))
-    peaks = [row for row in record.rows if len(row.peak_bytes) > 1 or not row.seconds]
-    if any(row.peak_bytes for row in peaks):
-        console.print(_peaks([row for row in peaks if row.peak_bytes]))
+    table = Table(title="median times, with quartiles", title_justify="left", show_lines=True)
+    table.add_column("case", overflow="fold")
+    table.add_column("by", overflow="fold")
+    for heading in ("error", "time", "time / peer's", "FLOP/s, bytes/s", "peak", "first call"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    peaks = Table("case", "by", title="peak memory, inputs included", title_justify="left")
+    for heading in ("tokens", "peak", "growth"):
+        peaks.add_column(heading, justify="right")
+    for row in record.rows:
+        if row.seconds:
+            table.add_row(*_times(row))
+        if len(row.peak_bytes) > 1 or (row.peak_bytes and not row.seconds):
+            growth = " ".join(f"{factor:.2f}" for factor in row.growth) or "–"
+            tokens, sizes = " ".join(map(str, row.peak_tokens)), " ".join(map(size, row.peak_bytes))
+            peaks.add_row(escape(row.case), _backends(row), tokens, sizes, growth)
+    for each in (table, peaks):
+        if each.row_count:
+            console.print(each)
     for row in record.rows:
         if row.status != TIMED:
             colour = "red" if row.status != "unsupported" else "yellow"
@@ -29,50 +41,27 @@ def print_record(record: BenchRecord, console: Console) -> None:
         console.print(f"no ratio to {escape(name)}: {escape(why)}", soft_wrap=True)
 
 
-def _times(rows: list[Row]) -> Table:
-    table = Table(title="median times, with quartiles", title_justify="left", show_lines=True)
-    table.add_column("case", overflow="fold")
-    table.add_column("by", overflow="fold")
-    for heading in ("error", "time", "time / peer's", "FLOP/s, bytes/s", "peak", "first call"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        seconds = row.seconds
-        ratios = [
-            f"{escape(name)} {r['median']:.2f}\n({r['q1']:.2f}–{r['q3']:.2f})"
-            for name, r in row.ratios.items()
-        ]
-        rates = (
-            rate(row.flops, seconds["median"], row.gemm_share),
-            rate(row.bytes, seconds["median"], row.copy_share),
-        )
-        table.add_row(
-            escape(f"{row.case} t={row.sizes.get('t', row.sizes.get('s'))}"),
-            escape(", ".join(dict.fromkeys(row.backends))),
-            f"{row.error:.0e}",
-            f"{duration(seconds['median'])}\n{duration(seconds['q1'])}–{duration(seconds['q3'])}",
-            "\n".join(ratios) or "–",
-            "\n".join(rates),
-            size(row.peak_bytes[0]) if row.peak_bytes else "–",
-            duration(row.first_call_seconds or 0.0),
-        )
-    return table
+def _times(row: Row) -> tuple[str, ...]:
+    median, q1, q3 = (row.seconds[name] for name in ("median", "q1", "q3"))
+    ratios = [
+        f"{escape(name)} {r['median']:.2f}\n({r['q1']:.2f}–{r['q3']:.2f})"
+        for name, r in row.ratios.items()
+    ]
+    rates = rate(row.flops, median, row.gemm_share), rate(row.bytes, median, row.copy_share)
+    return (
+        escape(f"{row.case} t={row.tokens}"),
+        _backends(row),
+        f"{row.error:.0e}",
+        f"{duration(median)}\n{duration(q1)}–{duration(q3)}",
+        "\n".join(ratios) or "–",
+        "\n".join(rates),
+        size(row.peak_bytes[0]) if row.peak_bytes else "–",
+        duration(row.first_call_seconds or 0.0),
+    )
 
 
-def _peaks(rows: list[Row]) -> Table:
-    table = Table(title="peak memory, inputs included", title_justify="left")
-    table.add_column("case")
-    table.add_column("by")
-    for heading in ("tokens", "peak", "growth"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
-            escape(row.case),
-            escape(", ".join(dict.fromkeys(row.backends))),
-            " ".join(map(str, row.peak_tokens)),
-            " ".join(map(size, row.peak_bytes)),
-            " ".join(f"{factor:.2f}" for factor in row.growth) or "–",
-        )
-    return table
+def _backends(row: Row) -> str:
+    return escape(", ".join(dict.fromkeys(row.backends)))
 
 
 def duration(seconds: float) -> str:
