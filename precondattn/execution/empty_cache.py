@@ -6,7 +6,15 @@ from collections.abc import Mapping
 
 from precondattn.algebra.declaration import FIXED, ShapeError
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import Array, Arrays, is_distributed, namespace, placement, traceable
+from precondattn.arrays import (
+    Array,
+    Arrays,
+    ByName,
+    is_distributed,
+    namespace,
+    placement,
+    traceable,
+)
 from precondattn.cache import KEY_MASK, Cache, new_buffer
 from precondattn.cache.kinds import TOKENS, WINDOW, Kind, Kinds
 from precondattn.cache.known_lengths import remembered
@@ -22,7 +30,7 @@ from precondattn.given import at_least
 def empty_cache(
     mechanism: Piece,
     arrays: tuple[Array, ...],
-    named: Arrays,
+    named: ByName,
     capacity: int | None,
     key_mask: bool,
     states: Mapping[str, Array] | None = None,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from precondattn.algebra.call import Keeping
 from precondattn.algebra.declaration import Inputs
 from precondattn.arrays import (
     Array,
@@ -29,7 +30,7 @@ from precondattn.arrays import (
 from precondattn.backend import UnsupportedError
 from precondattn.cache import KEY_MASK, Cache, Replace, Updates
 from precondattn.execution.arguments import BoundCall
-from precondattn.execution.keeping import Keeping, Places, Tokens, stacked
+from precondattn.execution.keeping import Places, Tokens, stacked
 from precondattn.execution.masks import nan_where_invalid, zero_padding
 from precondattn.frame import EXTENSION, Frame, Layout, extending_frame
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
+from precondattn.algebra.call import Call
 from precondattn.algebra.declaration import Inputs, Pattern, ShapeError, Sizes
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
@@ -46,7 +47,6 @@ from precondattn.execution.input_names import (
     shapes_of,
 )
 from precondattn.execution.pair_masks import check_takes_masks
-from precondattn.execution.signature import GivenCall
 from precondattn.execution.torch.autocast import cast_inputs, hint
 from precondattn.execution.transposed_layout import advice
 from precondattn.frame import FULL, Layout
@@ -88,7 +88,7 @@ READ_AT_ONCE = ("numpy", "torch")
 """The libraries whose arrays on the CPU are read without waiting."""
 
 
-def prepared(call: GivenCall, signature: Hashable | None) -> PreparedCall:
+def prepared(call: Call, signature: Hashable | None) -> PreparedCall:
     """The preparation of a call: looked up by its signature, or made if it is new or None.
 
     Invalid arguments raise an error here, except for invalid entries of arrays.
@@ -104,7 +104,7 @@ def prepared(call: GivenCall, signature: Hashable | None) -> PreparedCall:
     return known
 
 
-def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
+def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
     mechanism, owner, cache = call.mechanism, str(call.mechanism), call.cache
     is_full = call.verb in ("forward", "vjp")
     if not is_full:

@@ -8,6 +8,7 @@ buffers; otherwise it has copies with more rows.
 
 from __future__ import annotations
 
+from precondattn.algebra.call import Call
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import cast, fresh, is_traced, namespace, writes_in_place
 from precondattn.cache import KEY_MASK, Cache
@@ -15,14 +16,13 @@ from precondattn.cache.capacity import grown
 from precondattn.cache.integers import entries
 from precondattn.cache.kinds import TOKENS, Kind
 from precondattn.cache.windows import FIRST, dropped, moved_to_front, rows_of
-from precondattn.execution.signature import GivenCall
 
 
 def is_window(cache: Cache) -> bool:
     return isinstance(cache, Cache) and FIRST in cache.store
 
 
-def ordinary(call: GivenCall) -> Cache:
+def ordinary(call: Call) -> Cache:
     """A cache without a window that has the same tokens, and room for the new ones."""
     mechanism, cache = call.mechanism, call.cache
     length, first = cache.length, cache.store[FIRST]
@@ -53,7 +53,7 @@ def _kinds(mechanism: Piece) -> dict[str, Kind]:
     return {**slots, KEY_MASK: Kind(TOKENS)}
 
 
-def _token_count(call: GivenCall) -> int:
+def _token_count(call: Call) -> int:
     """The number of new tokens; 0 if no input has tokens, which `extend` then refuses."""
     given = {**dict(zip(call.mechanism.inputs, call.arrays, strict=False)), **call.named}
     for name, pattern in call.mechanism.inputs.items():

@@ -33,6 +33,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from precondattn.algebra.call import Call
 from precondattn.arrays import Array, Device, arange_like, cast, namespace, zero_where_not
 from precondattn.cache import Cache
 from precondattn.execution import run
@@ -154,8 +155,8 @@ def extended(
 
     The states in the cache belong to the segment of the first token.
     """
-    given = {"lengths": None, "key_mask": None, **masks}
-    return run.extend(leaf, cache, (), dict(inputs), backend, given, donate=False)
+    masks = {"lengths": None, "key_mask": None, **masks}
+    return run.extend(Call("extend", leaf, (), dict(inputs), masks, backend, cache))
 
 
 def extended_vjp(
@@ -166,8 +167,8 @@ def extended_vjp(
     masks: Mapping[str, Array],
 ) -> tuple[Array, Cache, ExtendPullback]:
     """`leaf.extend_vjp`, with the masks of `extended`."""
-    given = {"lengths": None, "key_mask": None, **masks}
-    return run.extend_vjp(leaf, cache, (), dict(inputs), backend, given)
+    masks = {"lengths": None, "key_mask": None, **masks}
+    return run.extend_vjp(Call("extend_vjp", leaf, (), dict(inputs), masks, backend, cache))
 
 
 def columns_of_transition(leaf: Leaf, d: int) -> int:

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import precondattn as pa
+from precondattn.algebra.call import Call
 from precondattn.execution import checks, examined_values
 from precondattn.execution.arguments import bind
 from precondattn.execution.examined_values import examine
 from precondattn.execution.input_names import MASKS
-from precondattn.execution.signature import GivenCall, signature_of
+from precondattn.execution.signature import signature_of
 from precondattn_conformance.declared import expressions
 from precondattn_conformance.inputs import CallLayout, make_inputs
 
@@ -29,7 +30,7 @@ def inputs_of(expression, kind="random"):
 
 def examined(mechanism, x):
     """Examine a call without computing it."""
-    call = GivenCall("forward", mechanism, (), x, dict.fromkeys(MASKS), "reference")
+    call = Call("forward", mechanism, (), x, dict.fromkeys(MASKS), "reference")
     examine(mechanism, bind(call, signature_of(call)), checks.Checks(layout=False), is_full=True)
 
 
