@@ -7,8 +7,9 @@ import precondattn as pa
 from precondattn.algebra.call import Call
 from precondattn.execution import containment
 from precondattn.execution.arguments import bind
-from precondattn.execution.containment import INF, NAN, _are_good, examined
+from precondattn.execution.containment import INF, NAN, _are_good
 from precondattn.execution.input_names import MASKS
+from precondattn.execution.preparation import examined
 from precondattn.execution.signature import signature_of
 from precondattn.native.scan import running_maximum
 from precondattn_conformance import libraries

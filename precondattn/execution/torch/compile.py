@@ -17,7 +17,7 @@ from torch import Tensor
 
 from precondattn.algebra import registry
 from precondattn.algebra.call import Call
-from precondattn.algebra.names import piece_named
+from precondattn.algebra.group import piece_named
 from precondattn.algebra.options import OptionValue
 from precondattn.algebra.registry import AnyMechanism, MechanismClass
 from precondattn.algebra.text import read
