@@ -8,13 +8,13 @@ imports a package above its own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from precondattn.algebra.call import Call, Keeping
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
-from precondattn.arrays import Array, Arrays, is_compiling, library_of
+from precondattn.arrays import Array, Arrays, ByName, is_compiling, library_of
 from precondattn.cache import Cache
 from precondattn.cache.conversion import in_library_of, ordinary, with_writable_buffers
 from precondattn.cache.kept import without_kept
@@ -164,7 +164,7 @@ class Verbs(Piece):
         *arrays: Array,
         capacity: int | None = None,
         key_mask: bool = False,
-        states: Mapping[str, Array] | None = None,
+        states: ByName | None = None,
         sequences: int | None = None,
         **named: Array,
     ) -> Cache:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from precondattn.algebra.declaration import FIXED, ShapeError
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
@@ -33,7 +31,7 @@ def empty_cache(
     named: ByName,
     capacity: int | None,
     key_mask: bool,
-    states: Mapping[str, Array] | None = None,
+    states: ByName | None = None,
     sequences: int | None = None,
 ) -> Cache:
     """A cache without tokens, with room for `capacity` tokens per sequence, or with `states`."""

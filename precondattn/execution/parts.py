@@ -10,7 +10,7 @@ long.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from precondattn.algebra.declaration import Inputs
 from precondattn.arrays import (
     Array,
     Arrays,
+    ByName,
     arange_like,
     as_index,
     cast,
@@ -154,7 +155,7 @@ class Parts(Places):
             source = xp.where(token >= here, base + token - here, source)
         return as_index(xp.clip(source, 0, count - 1))
 
-    def keep(self, owned: Sequence[tuple[str, str]], rows: Mapping[str, Array]) -> None:
+    def keep(self, owned: Sequence[tuple[str, str]], rows: ByName) -> None:
         """Keep a piece's states at the places, the first n of (b, n + 1, …)."""
         call = self.call
         for name, key in owned:
@@ -179,7 +180,7 @@ def _is_traced_by_jax(*arrays: Array) -> bool:
     return library_of(arrays[0]) == "jax" and any(map(is_traced, arrays))
 
 
-def _as_row(states: Mapping[str, Array]) -> Arrays:
+def _as_row(states: ByName) -> Arrays:
     return {name: state[:, None, ...] for name, state in states.items()}
 
 

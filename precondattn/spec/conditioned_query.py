@@ -27,14 +27,13 @@ large, but the absolute error stays at rounding, since ‖C‖ ≤ 1 for rows of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.options import choice, non_negative, text_of
-from precondattn.arrays import Array, Arrays, namespace
+from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -126,7 +125,7 @@ class ConditionedQuery(Stateful):
         count = f"count({{k}}{decay})"
         return (*moments, Slot("count", count, f"b {heads}", wide=True, symbol="count"))
 
-    def log_decay(self, x: Mapping[str, Array], frame: Frame) -> Array:
+    def log_decay(self, x: ByName, frame: Frame) -> Array:
         """(b, m, s, 1, 1), for the heads m that have statistics."""
         k = swap_time_and_heads(x["k"])
         xp = namespace(k)
@@ -149,7 +148,7 @@ class ConditionedQuery(Stateful):
         return unit
 
     def _streams(
-        self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame, form: Form
+        self, state: ByName, x: ByName, frame: Frame, form: Form
     ) -> list[tuple[Stream, Array]]:
         """The recurrences of n C, n μ and n, each with its state."""
         g = self.log_decay(x, frame)
@@ -167,11 +166,7 @@ class ConditionedQuery(Stateful):
         ]
 
     def run(
-        self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
     ) -> tuple[Array, Arrays]:
         streams = self._streams(state, x, frame, form)
         q = streams[0][0].q
@@ -183,11 +178,11 @@ class ConditionedQuery(Stateful):
 
     def run_vjp(
         self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
+        state: ByName,
+        x: ByName,
         frame: Frame,
         cotangent: Array,
-        d_state: Mapping[str, Array],
+        d_state: ByName,
         form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         xp = namespace(cotangent)

@@ -34,7 +34,7 @@ from precondattn.algebra.flops import Flops, pair_flops, visible_pairs
 from precondattn.algebra.mechanism import Leaf
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import positive_or_none, text_of
-from precondattn.arrays import Array, Arrays, Residuals, namespace
+from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.cache import Append, Slot, Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -109,26 +109,21 @@ class DeltaFormer(Leaf):
             softmax(mask_scores(frame.visible(causal=True), scores)),
         )
 
-    def _rows(self, x: Mapping[str, Array]) -> tuple[Array, Array, Array, Array]:
+    def _rows(self, x: ByName) -> tuple[Array, Array, Array, Array]:
         """q, k, v and β with heads before time, and as many of each."""
         q, k, v = (swap_time_and_heads(x[name]) for name in ("q", "k", "v"))
         h = q.shape[1]
         beta = swap_time_and_heads(x["beta"])[..., None]
         return q, repeat_heads(k, h), repeat_heads(v, h), beta
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         q, k, v, beta = self._rows(x)
         before, weights = self._maps(q, k, frame)
         u = solve_lower(identity_like(before) + beta * before, v)
         return swap_time_and_heads(weights @ u), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         q, k, v, beta = self._rows(x)
         n, d = x["k"].shape[2], q.shape[3]
@@ -155,9 +150,7 @@ class DeltaFormer(Leaf):
         solved = f"deltaformer{scale}.solved({{q}}, {{k}}, {{v}}, {{beta}})"
         return (Slot("key", "{k}", "b c n d"), Slot("solved", solved, "b c h e"))
 
-    def step(
-        self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Updates]:
+    def step(self, past: ByName, x: ByName, frame: Frame) -> tuple[Array, Updates]:
         q, k, v, beta = self._rows(x)
         xp, h = namespace(q), q.shape[1]
         past_k = repeat_heads(swap_time_and_heads(past["key"]), h)

@@ -29,7 +29,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops, state_flops
 from precondattn.algebra.options import choice, count_or_none, flag, positive_or_none
-from precondattn.arrays import Array, Arrays, namespace
+from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -165,7 +165,7 @@ class MesaQuery(Stateful):
         solve = ITERATIONS * each.forward
         return Flops(solve, 2 * solve + each.backward, decode).times(sizes["h"])
 
-    def _stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
+    def _stream(self, x: ByName, frame: Frame) -> Stream:
         """The recurrence of H, without queries."""
         g = ConditionedQuery(self.decay).log_decay(x, frame)
         m = g.shape[1]
@@ -174,7 +174,7 @@ class MesaQuery(Stateful):
         v = k * self._beta(x, m) if self.beta else k
         return Stream(k[:, :, :0, None, :], k, v, g)
 
-    def _beta(self, x: Mapping[str, Array], m: int) -> Array:
+    def _beta(self, x: ByName, m: int) -> Array:
         return repeat_heads(swap_time_and_heads(x["beta_mesa"]), m)[..., None]
 
     def _solved(
@@ -190,16 +190,12 @@ class MesaQuery(Stateful):
         matrix = moments[:, :, :, None, ...] + one[:, :, :, None, ...] * ridge[..., None]
         return solve_positive(matrix, q[..., None])[..., 0], final
 
-    def _ridge(self, x: Mapping[str, Array], m: int) -> Array:
+    def _ridge(self, x: ByName, m: int) -> Array:
         """λ (1, m, 1, r, d)"""
         return queries_of_states(x["lam_mesa"][None, None, ...], m)
 
     def run(
-        self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
     ) -> tuple[Array, Arrays]:
         stream, moment = self._stream(x, frame), _symmetric(state["moment"])
         m = stream.k.shape[1]
@@ -209,11 +205,11 @@ class MesaQuery(Stateful):
 
     def run_vjp(
         self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
+        state: ByName,
+        x: ByName,
         frame: Frame,
         cotangent: Array,
-        d_state: Mapping[str, Array],
+        d_state: ByName,
         form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         xp = namespace(cotangent)

@@ -30,14 +30,13 @@ and M_t = dm_t + [g_{t+1} + m_t ≥ i_{t+1}] M_{t+1} is passed on to g_t, or to 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.options import non_negative
 from precondattn.algebra.recurrence import Recurrence
-from precondattn.arrays import Array, Arrays, namespace
+from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.native.scan import linear_scan
@@ -121,7 +120,7 @@ class MLSTM(LinearFamily):
     def computes_with_states(self) -> bool:
         return True
 
-    def _scaled(self, first: Array, x: Mapping[str, Array], frame: Frame) -> Scaled:
+    def _scaled(self, first: Array, x: ByName, frame: Frame) -> Scaled:
         """The recurrence of C and n together, from m_0."""
         plain = self.stream(x, frame)
         xp, v = namespace(plain.v), plain.v
@@ -152,11 +151,7 @@ class MLSTM(LinearFamily):
         return rows[..., :-1] * inverse, inverse, mass >= least
 
     def run(
-        self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
     ) -> tuple[Array, Arrays]:
         stream, _, maximum, _ = self._scaled(state["maximum"], x, frame)
 
@@ -170,11 +165,11 @@ class MLSTM(LinearFamily):
 
     def run_vjp(
         self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
+        state: ByName,
+        x: ByName,
         frame: Frame,
         cotangent: Array,
-        d_state: Mapping[str, Array],
+        d_state: ByName,
         form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         xp = namespace(cotangent)

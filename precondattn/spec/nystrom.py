@@ -31,7 +31,7 @@ from precondattn.algebra.declaration import Inputs, ShapeError
 from precondattn.algebra.flops import Flops
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import choice, count, flag, positive_or_none
-from precondattn.arrays import Array, Arrays, Residuals, zero_where_not
+from precondattn.arrays import Array, Arrays, ByName, zero_where_not
 from precondattn.spec import token_convolution
 from precondattn.spec.array_functions import (
     mask_scores,
@@ -175,30 +175,23 @@ class Nystrom(WholeSequence):
     def _inverse(self, a: Array) -> Array:
         return iterated_inverse(a, self.iterations, of_all=self.start == "batch")
 
-    def _rows(self, x: Mapping[str, Array], k_valid: Array | None) -> tuple[Array, Array, Array]:
+    def _rows(self, x: ByName, k_valid: Array | None) -> tuple[Array, Array, Array]:
         """q, k and v (b, h, tokens, ·), with values 0 at masked tokens."""
         h = x["q"].shape[2]
         q, k, v = (swap_time_and_heads(x[name]) for name in "qkv")
         v = v if k_valid is None else zero_where_not(k_valid[:, None, :, None], v)
         return q, repeat_heads(k, h), repeat_heads(v, h)
 
-    def attend(
-        self, x: Mapping[str, Array], q_valid: Array | None, k_valid: Array | None
-    ) -> tuple[Array, Residuals]:
+    def attend(self, x: ByName, q_valid: Array | None, k_valid: Array | None) -> Array:
         q, k, v = self._rows(x, k_valid)
         f, a, b = self._kernels(q, k, self._means(q, k, q_valid, k_valid), k_valid)[2:]
         o = f @ (self._inverse(a) @ (b @ v))
         if self.skip:
             o = o + token_convolution.convolved(v, x["skip"])
-        return swap_time_and_heads(o), ()
+        return swap_time_and_heads(o)
 
     def attend_vjp(
-        self,
-        x: Mapping[str, Array],
-        q_valid: Array | None,
-        k_valid: Array | None,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, q_valid: Array | None, k_valid: Array | None, cotangent: Array
     ) -> Arrays:
         q, k, v = self._rows(x, k_valid)
         d_o, s, n = swap_time_and_heads(cotangent), self.scale_for(q.shape[-1]), x["k"].shape[2]

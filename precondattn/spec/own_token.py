@@ -20,7 +20,7 @@ from precondattn.algebra import registry
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.mechanism import TokenWise
 from precondattn.algebra.options import choice, positive_or_none
-from precondattn.arrays import Array, Arrays, Residuals, namespace
+from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum
 from precondattn.spec.linear_family import (
@@ -101,7 +101,7 @@ class OwnToken(TokenWise):
     def check_call(self, sizes: Mapping[str, int], masks: frozenset[str]) -> None:
         check_same_tokens(self, "each token reads itself,", sizes)
 
-    def _rows(self, x: Mapping[str, Array], frame: Frame) -> tuple[Stream, Stream]:
+    def _rows(self, x: ByName, frame: Frame) -> tuple[Stream, Stream]:
         """The stream of the recurrence, and of its last step: what a token writes, and reads."""
         stream, n = self.recurrent.stream(x, frame), self.recurrent.steps_per_token
         q, k, v = (of_last(rows, n) for rows in (stream.q, stream.k, stream.v))
@@ -111,11 +111,11 @@ class OwnToken(TokenWise):
         return stream, Stream(q, k[:, :, :, None, :], v[:, :, :, None, :], stream.g, beta)
 
     @staticmethod
-    def _bonus(x: Mapping[str, Array], m: int) -> Array:
+    def _bonus(x: ByName, m: int) -> Array:
         """u (1, m, 1, r, d)"""
         return queries_of_states(x["u"][None, None, ...], m)
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         _, own = self._rows(x, frame)
         c = row_sum(own.q * own.k)
         if own.beta is not None:
@@ -123,12 +123,7 @@ class OwnToken(TokenWise):
         return rows_of_states(c * own.v), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         stream, own = self._rows(x, frame)
         xp, n = namespace(cotangent), self.recurrent.steps_per_token

@@ -25,7 +25,7 @@ from typing import ClassVar
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops
 from precondattn.algebra.options import flag, number, positive
-from precondattn.arrays import Array, Arrays, namespace
+from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum, swap_time_and_heads, where_valid
@@ -121,7 +121,7 @@ class PreconditionedKey(Stateful):
         tokens = sizes["s"] if "s" in sizes else sizes["t"]
         return Flops(tokens * one_token, 2.5 * tokens * one_token, one_token)
 
-    def _stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
+    def _stream(self, x: ByName, frame: Frame) -> Stream:
         """The recurrence of A, whose outputs are A_t (b, h, s, 1, d)."""
         k = where_valid(swap_time_and_heads(x["k"]), frame)
         weight = swap_time_and_heads(x["beta_atk"])[..., None]
@@ -129,7 +129,7 @@ class PreconditionedKey(Stateful):
         one = namespace(k).ones_like(weight)[..., None]
         return Stream(one, weight, k * k, forget_other_segments(g, frame))
 
-    def _center(self, x: Mapping[str, Array], k: Array) -> tuple[Array, ...]:
+    def _center(self, x: ByName, k: Array) -> tuple[Array, ...]:
         """c (b, h, s, 1), where it is learnt."""
         if not self.learned:
             return ()
@@ -142,11 +142,7 @@ class PreconditionedKey(Stateful):
         return filled, namespace(squares).log(filled) - (center[0] if center else self.center)
 
     def run(
-        self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
     ) -> tuple[Array, Arrays]:
         k = swap_time_and_heads(x["k"])
 
@@ -160,11 +156,11 @@ class PreconditionedKey(Stateful):
 
     def run_vjp(
         self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
+        state: ByName,
+        x: ByName,
         frame: Frame,
         cotangent: Array,
-        d_state: Mapping[str, Array],
+        d_state: ByName,
         form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         k, d_out = swap_time_and_heads(x["k"]), swap_time_and_heads(cotangent)

@@ -19,13 +19,12 @@ has
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.recurrence import Recurrence
-from precondattn.arrays import Array, Arrays, arange_like, namespace, zero_where_not
+from precondattn.arrays import Array, Arrays, ByName, arange_like, namespace, zero_where_not
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.native.scan import TIME
@@ -83,11 +82,7 @@ class RWKV6(LinearFamily):
         return True
 
     def run(
-        self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
     ) -> tuple[Array, Arrays]:
         stream = self.stream(x, frame)
         o, final = read_before(form, stream, state["state"], frame)
@@ -97,11 +92,11 @@ class RWKV6(LinearFamily):
 
     def run_vjp(
         self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
+        state: ByName,
+        x: ByName,
         frame: Frame,
         cotangent: Array,
-        d_state: Mapping[str, Array],
+        d_state: ByName,
         form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         xp, stream = namespace(cotangent), self.stream(x, frame)
@@ -120,7 +115,7 @@ class RWKV6(LinearFamily):
         gradients["u"] = queries_of_rows(d_u, x["q"].shape[2])[0, 0, ...]
         return gradients, {"state": d.state}
 
-    def _bonus(self, x: Mapping[str, Array]) -> Array:
+    def _bonus(self, x: ByName) -> Array:
         """u (1, m, 1, r, d)"""
         return queries_of_states(x["u"][None, None, ...], self.state_heads(x))
 

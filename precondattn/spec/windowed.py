@@ -28,8 +28,7 @@ from precondattn.algebra.flops import Flops, pair_flops
 from precondattn.algebra.mechanism import Leaf
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import counts, flag, one_of, positive_or_none
-from precondattn.arrays import Array, Arrays, Namespace, Residuals, as_index, namespace
-from precondattn.cache import Updates
+from precondattn.arrays import Array, Arrays, ByName, Namespace, Residuals, as_index, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
     log_softmax,
@@ -164,9 +163,7 @@ class Windowed(Leaf):
         pairs = 2.0 * sizes["t"] * keys
         return pair_flops(pairs, keys, sizes["d"], sizes["e"]).times(sizes["h"])
 
-    def _log_weights(
-        self, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[tuple[Array, Array], Array]:
+    def _log_weights(self, x: ByName, frame: Frame) -> tuple[tuple[Array, Array], Array]:
         """log A (b, h, t, s) and λ (b, h, t, 1), and the table's entry of each pair."""
         q, k = swap_time_and_heads(x["q"]), swap_time_and_heads(x["k"])
         q_position, k_position = positions(frame)
@@ -178,18 +175,13 @@ class Windowed(Leaf):
         visible = visible & frame.visible(causal=False)
         return log_softmax(mask_scores(visible, scores)), entry
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         v = repeat_heads(swap_time_and_heads(x["v"]), x["q"].shape[2])
         (log_weights, log_total), _ = self._log_weights(x, frame)
         return swap_time_and_heads(self.read.forward(log_weights, log_total, v)), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         q, k, v = (swap_time_and_heads(x[name]) for name in ("q", "k", "v"))
         h, n, s = q.shape[1], k.shape[1], self.scale_for(q.shape[3])
@@ -204,11 +196,6 @@ class Windowed(Leaf):
         if self.bias:
             gradients["bias_table"] = _sums_by_entry(d_scores, entry, self.windows.entries)
         return gradients
-
-    def step(
-        self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Updates]:
-        raise NotImplementedError(f"{self}: is not causal, so it can not have a cache")
 
 
 def _entries(table: Array, entry: Array) -> Array:
