@@ -26,9 +26,9 @@ from precondattn.arrays import (
     on_device_of,
 )
 from precondattn.cache import KEY_MASK, Cache
-from precondattn.execution import checks
 from precondattn.execution.array_checks import check_arrays
 from precondattn.execution.cache_checks import check_cacheable, check_is_cache
+from precondattn.execution.checked import CHECKS
 from precondattn.execution.input_names import (
     EXTEND_OPTIONS,
     extending_inputs,
@@ -103,7 +103,7 @@ class PackedExtension:
             count = self.shape[0] * self.shape[1]
             self.moves = on_device(moves_to(self.groups, starts, lengths, count), self.like)
         self.sizes = [(len(n), max(int(n.max()), int(has_tokens))) for n in self.lengths]
-        if checks.contexts:
+        if CHECKS.get() is not None:
             self._examine()
 
     def _sequences(self, masks: Mapping[str, Given]) -> tuple[np.ndarray, np.ndarray]:
@@ -137,12 +137,11 @@ class PackedExtension:
                 )
 
     def _examine(self) -> None:
-        """Check the values of all inputs, in a checked context."""
-        if checks.current() is not None:
-            from precondattn.execution.examined_values import examine_whole
+        """Check the values of all inputs."""
+        from precondattn.execution.examined_values import examine_whole
 
-            is_token = np.arange(self.shape[0] * self.shape[1]).reshape(self.shape) < self.count
-            examine_whole(self.call.mechanism, self.inputs, is_token, self.key_mask)
+        is_token = np.arange(self.shape[0] * self.shape[1]).reshape(self.shape) < self.count
+        examine_whole(self.call.mechanism, self.inputs, is_token, self.key_mask)
 
     def batches(self) -> list[tuple[list[int], Call]]:
         """The calls of the sequences that are extended together, and their rows of the cache."""

@@ -14,10 +14,11 @@ from precondattn.cache import Cache
 from precondattn.cache.kinds import empty_if_donated
 from precondattn.dispatch.discovery import discover
 from precondattn.dispatch.explanation import Explanation
-from precondattn.execution import checks, evaluation, packed, packed_extension, windows
+from precondattn.execution import evaluation, packed, packed_extension, windows
 from precondattn.execution.arguments import BoundCall, bind, bind_extension
 from precondattn.execution.array_checks import check_cotangent
 from precondattn.execution.cache_checks import check_has_states
+from precondattn.execution.checked import CHECKS
 from precondattn.execution.containment import contained, contained_after
 from precondattn.execution.keeping import can_keep, needs_lengths
 from precondattn.execution.masks import zero_padding
@@ -36,7 +37,7 @@ def forward(call: Call) -> Array:
 
         return dtensor.forward(call)
     mechanism, bound = call.mechanism, bind(call, signature)
-    if checks.contexts:
+    if CHECKS.get() is not None:
         _check_values(mechanism, bound, is_full=True)
     if bound.prepared.examined:
         bound = contained(mechanism, bound)
@@ -64,7 +65,7 @@ def vjp(call: Call) -> tuple[Array, Callable[[Array], Arrays]]:
         return dtensor.vjp(call)
     call, check_unchanged = guarded(call)
     bound = bind(call, signature)
-    if checks.contexts:
+    if CHECKS.get() is not None:
         _check_values(mechanism, bound, is_full=True)
     bound = contained(mechanism, bound)
     divided = packed.divided(mechanism, bound)
@@ -132,7 +133,7 @@ def extend(call: Call) -> tuple[Array, Cache]:
         b, t = (bound.sizes[letter] for letter in "bt")
         call = call._replace(masks={**masks, "lengths": [t] * b})
         bound = bind_extension(call, signature_of(call))
-    if checks.contexts:
+    if CHECKS.get() is not None:
         _check_values(mechanism, bound, is_full=False)
     ready = bound.prepared
     if ready.examined or bound.frame.k_segment is not None:
@@ -183,7 +184,7 @@ def extend_vjp(call: Call) -> tuple[Array, Cache, ExtendPullback]:
         return dtensor.extend_vjp(call)
     call, check_unchanged = guarded(call)
     bound = bind_extension(call, signature)
-    if checks.contexts:
+    if CHECKS.get() is not None:
         _check_values(mechanism, bound, is_full=False)
     bound, cache = contained_after(mechanism, bound, call.cache)
     with autocast.off(cache.length):
@@ -272,12 +273,10 @@ def explain(call: Call) -> Explanation:
 
 
 def _check_values(mechanism: Piece, bound: BoundCall, *, is_full: bool) -> None:
-    """Check the values of the inputs, if this context is a checked one."""
-    current = checks.current()
-    if current is not None:
-        from precondattn.execution.examined_values import examine
+    """Check the values of the inputs."""
+    from precondattn.execution.examined_values import examine
 
-        examine(mechanism, bound, current, is_full=is_full)
+    examine(mechanism, bound, is_full=is_full)
 
 
 def _is_distributed(call: Call) -> bool:
