@@ -133,8 +133,8 @@ def mechanisms() -> dict[str, type[Mechanism]]:
     >>> pa.mechanisms()["lucid"].__name__
     'Lucid'
     """
-    known = cast("dict[str, type[Mechanism]]", registry.registered())
-    return {n: c for n, c in known.items() if c.role in ("base", "preconditioner")}
+    classes = cast("dict[str, type[Mechanism]]", registry.registered())
+    return {n: c for n, c in classes.items() if c.role in ("base", "preconditioner")}
 
 
 class Leaf(LeafProtocol, Mechanism):
@@ -212,8 +212,8 @@ class Preconditioner(Mechanism):
 
     def _check_base(self) -> None:
         if not isinstance(self.base, Mechanism):
-            given = name_given(self.base)
-            advice = "" if given is None else f"; {around(self.name, given)}"
+            expression = name_given(self.base)
+            advice = "" if expression is None else f"; {around(self.name, expression)}"
             raise TypeError(f"{self.name}: base must be a mechanism; found {self.base!r}{advice}")
         if self.base._depth >= NESTED:
             raise ValueError(
@@ -270,8 +270,8 @@ def with_base(
     """A preconditioner around another base, with some other options; None if it is refused."""
     # The constructor would search for advice too.
     unchecked = object.__new__(type(outer))
-    given = {field.name: getattr(outer, field.name) for field in dataclasses.fields(outer)}
-    for name, value in {**given, **options, "base": base}.items():
+    fields = {field.name: getattr(outer, field.name) for field in dataclasses.fields(outer)}
+    for name, value in {**fields, **options, "base": base}.items():
         object.__setattr__(unchecked, name, value)
     if unchecked.refuses() is not None:
         return None

@@ -89,13 +89,13 @@ class Places:
 
     def _every(self, m: int) -> tuple[int, int]:
         xp, t = namespace(self.length), self.t
-        held = host_array(self.length)
+        counts = host_array(self.length)
         self.before = m - self.length % m
-        if held is not None and len({*(held % m).tolist()}) == 1:
-            first = m - int(held[0]) % m
+        if counts is not None and len({*(counts % m).tolist()}) == 1:
+            first = m - int(counts[0]) % m
             self.columns = [*range(first, t + 1, m)]
             return min(first, t), t - self.columns[-1] if self.columns else 0
-        most = -(-t // m) if held is None else max((held % m + t).tolist(), default=0) // m
+        most = -(-t // m) if counts is None else max((counts % m + t).tolist(), default=0) // m
         self.columns = [xp.clip(self.before + m * j, max=t) for j in range(most)]
         return min(m, t), min(m, t)
 

@@ -126,10 +126,10 @@ class PackedExtension:
     def _check_capacity(self, lengths: np.ndarray) -> None:
         """Raise an error that gives the index of a sequence in the call, not in its batch."""
         capacity = self.cache.capacity
-        held = None if capacity is None else host_array(self.cache.length)
-        if held is None:  # There is no limit, or the length is traced.
+        old_lengths = None if capacity is None else host_array(self.cache.length)
+        if old_lengths is None:  # There is no limit, or the length is traced.
             return
-        for i, (before, new) in enumerate(zip(held.tolist(), lengths.tolist(), strict=True)):
+        for i, (before, new) in enumerate(zip(old_lengths.tolist(), lengths.tolist(), strict=True)):
             if before + new > capacity:
                 raise ValueError(
                     f"{self.call.mechanism}: capacity exceeded: the cache holds at most {capacity} "

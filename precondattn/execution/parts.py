@@ -73,11 +73,11 @@ class Parts(Places):
 
         def one(past: Arrays, number: int, part: Part) -> tuple[Arrays, Array]:
             width, frame = self.widths[number], self._frame(number, part)
-            given = inputs | part.inputs
+            of_part = inputs | part.inputs
             if part.lengths is not None:
-                given = zero_padding(given, declared, frame.q_valid, frame.valid_keys(width))
+                of_part = zero_padding(of_part, declared, frame.q_valid, frame.valid_keys(width))
             count = width if part.lengths is None else part.lengths
-            out, updates = step(past, given, frame, part.length, count)
+            out, updates = step(past, of_part, frame, part.length, count)
             return {name: _state(updates[name], array) for name, array in past.items()}, out
 
         def between(past: Arrays, part: Part) -> tuple[Arrays, tuple[Arrays, Array]]:
@@ -139,8 +139,8 @@ class Parts(Places):
     def _frame(self, number: int, part: Part) -> Frame:
         frame, width = self.call.frame, self.widths[number]
         if part.lengths is None and part.mask is None and frame.held is not None:
-            held = frame.held + self.starts[number]
-            layout = Layout(EXTENSION, width, frame.layout.s or 0, held=held, longest=held)
+            cached = frame.held + self.starts[number]
+            layout = Layout(EXTENSION, width, frame.layout.s or 0, held=cached, longest=cached)
             return Frame.of(layout, part.length)
         longest = None if frame.longest is None else frame.longest + self.t
         masks = {"lengths": part.lengths, "key_mask": part.mask}
@@ -151,8 +151,8 @@ class Parts(Places):
         token = arange_like(self.t, self.length)[None, :]
         xp, source = namespace(token), token + 0 * self.length[:, None]
         for column, base in zip(self.columns, accumulate(self.widths), strict=False):
-            here = column[:, None]
-            source = xp.where(token >= here, base + token - here, source)
+            place = column[:, None]
+            source = xp.where(token >= place, base + token - place, source)
         return as_index(xp.clip(source, 0, count - 1))
 
     def keep(self, owned: Sequence[tuple[str, str]], rows: ByName) -> None:

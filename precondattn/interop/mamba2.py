@@ -81,19 +81,19 @@ def mamba2_inputs(
     >>> pa.SSD()(**inputs).shape
     (1, 5, 8, 4)
     """
-    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
-    given = _checked(given if dt_bias is None else {**given, "dt_bias": dt_bias})
-    x, dt = given["x"], given["dt"]
+    arguments = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
+    arguments = _checked(arguments if dt_bias is None else {**arguments, "dt_bias": dt_bias})
+    x, dt = arguments["x"], arguments["dt"]
     low, high = _limits(dt_limit)
     xp = namespace(x)
     step = upcast(dt)
     if dt_bias is not None:
-        step = step + upcast(given["dt_bias"])
+        step = step + upcast(arguments["dt_bias"])
     if dt_softplus:
         step = softplus(step)
     step = xp.clip(step, min=low, max=None if high == math.inf else high)
     v = cast(step[..., None] * upcast(x), x.dtype)
-    return {"q": given["C"], "k": given["B"], "v": v, "g": step * upcast(given["A"])}
+    return {"q": arguments["C"], "k": arguments["B"], "v": v, "g": step * upcast(arguments["A"])}
 
 
 def mamba2(
@@ -163,16 +163,16 @@ def _limits(dt_limit: Given) -> tuple[float, float]:
     return low, high
 
 
-def _checked(given: Arrays) -> Arrays:
+def _checked(arguments: Arrays) -> Arrays:
     """The checked arguments, cast by PyTorch's autocast if it is on."""
     from precondattn.execution.array_checks import check_arrays
     from precondattn.execution.torch.autocast import cast_inputs
 
-    for name, array in given.items():
+    for name, array in arguments.items():
         if library_of(array) is None:
             raise TypeError(f"mamba2: {name} must be an array; found {type(array).__name__}")
-    declared = Inputs(**{name: DECLARED[name] for name in given})
-    given, _ = cast_inputs(declared, given)
-    check_arrays("mamba2", declared, given)
-    declared.sizes("mamba2", {name: tuple(array.shape) for name, array in given.items()})
-    return given
+    declared = Inputs(**{name: DECLARED[name] for name in arguments})
+    arguments, _ = cast_inputs(declared, arguments)
+    check_arrays("mamba2", declared, arguments)
+    declared.sizes("mamba2", {name: tuple(array.shape) for name, array in arguments.items()})
+    return arguments

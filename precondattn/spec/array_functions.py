@@ -197,9 +197,9 @@ def log_softmax(x: Array, more: Array | None = None) -> tuple[Array, Array]:
     total = row_sum(xp.exp(shifted))
     if more is not None:
         total = total + xp.exp(more - shift)
-    some = total != 0
-    log_total = xp.log(xp.where(some, total, 1.0))
-    return shifted - log_total, xp.where(some, shift + log_total, -math.inf)
+    is_nonzero = total != 0
+    log_total = xp.log(xp.where(is_nonzero, total, 1.0))
+    return shifted - log_total, xp.where(is_nonzero, shift + log_total, -math.inf)
 
 
 def softmax(x: Array) -> Array:

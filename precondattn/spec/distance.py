@@ -106,7 +106,7 @@ def starts(buckets: int, longest: int) -> tuple[int, ...]:
     """
     exact = buckets // 2
     rest = buckets - exact
-    first = [*range(exact)]
+    starting = [*range(exact)]
     for c in range(rest):
         least = longest**c * exact ** (rest - c)
         n = math.ceil(exact * (longest / exact) ** (c / rest))
@@ -114,8 +114,8 @@ def starts(buckets: int, longest: int) -> tuple[int, ...]:
             n -= 1
         while n**rest < least:
             n += 1
-        first.append(n)
-    return tuple(first)
+        starting.append(n)
+    return tuple(starting)
 
 
 def entry(leaf: HasDistance, ahead: Array) -> Array:

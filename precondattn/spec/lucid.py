@@ -205,8 +205,8 @@ class LucidSolve(Leaf):
         scores = mask_scores(below | (on_diagonal & valid), scores)
         at_maximum = None
         if self.normalize == "rows":
-            first = xp.argmax(nonempty(scores, -1), axis=-1)[..., None]
-            at_maximum = cast(first, xp.int32) == column
+            largest = xp.argmax(nonempty(scores, -1), axis=-1)[..., None]
+            at_maximum = cast(largest, xp.int32) == column
             maximum = row_sum(xp.where(at_maximum, finite_or_zero(scores), 0.0))
             scores = scores - (stop_gradient(maximum) if self.detach_max else maximum)
         weights = xp.exp(scores)

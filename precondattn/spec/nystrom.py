@@ -197,13 +197,13 @@ class Nystrom(WholeSequence):
         d_o, s, n = swap_time_and_heads(cotangent), self.scale_for(q.shape[-1]), x["k"].shape[2]
         means = self._means(q, k, q_valid, k_valid)
         q_mean, k_mean, f, a, b = self._kernels(q, k, means, k_valid)
-        z, read = self._inverse(a), b @ v
+        z, read_values = self._inverse(a), b @ v
         d_w = transpose(f) @ d_o
         d_read = transpose(z) @ d_w
         d_a = iterated_inverse_vjp(
-            a, self.iterations, d_w @ transpose(read), of_all=self.start == "batch"
+            a, self.iterations, d_w @ transpose(read_values), of_all=self.start == "batch"
         )
-        d_f = s * softmax_vjp(f, d_o @ transpose(z @ read))
+        d_f = s * softmax_vjp(f, d_o @ transpose(z @ read_values))
         d_a = s * softmax_vjp(a, d_a)
         d_b = s * softmax_vjp(b, d_read @ transpose(v))
         d_q_mean = d_a @ k_mean + d_b @ k

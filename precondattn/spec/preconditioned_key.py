@@ -164,7 +164,7 @@ class PreconditionedKey(Stateful):
         form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         k, d_out = swap_time_and_heads(x["k"]), swap_time_and_heads(cotangent)
-        stream, first = self._stream(x, frame), state["squares"][:, :, None, :]
+        stream, initial = self._stream(x, frame), state["squares"][:, :, None, :]
         rate = math.log(self.bound)
 
         def pulled(squares: Array, k: Array, d_out: Array, *center: Array) -> tuple[Array, ...]:
@@ -174,8 +174,8 @@ class PreconditionedKey(Stateful):
             return m * d_out, row_sum(d_r), (d_r / filled)[:, :, :, None, :]
 
         arrays = (k, d_out, *self._center(x, k))
-        (d_k, d_r, d_squares), _ = form.read([(stream, first)], pulled, *arrays)
-        d = form.vjp(stream, first, d_squares, d_state["squares"][:, :, None, :])
+        (d_k, d_r, d_squares), _ = form.read([(stream, initial)], pulled, *arrays)
+        d = form.vjp(stream, initial, d_squares, d_state["squares"][:, :, None, :])
         gradients = {
             "k": swap_time_and_heads(d_k + where_valid(2 * k * d.stream.v, frame)),
             "g_atk": swap_time_and_heads(d.stream.g[..., 0, 0]),

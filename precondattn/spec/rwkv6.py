@@ -139,13 +139,13 @@ def read_before_vjp(
 ) -> StreamGradients:
     """The gradients of `read_before`, from those of its outputs and of the final state."""
     xp = namespace(d_o)
-    first, later = _first_and_later(_of_same_segment(x.q, x, frame), x)
+    q_first, q_later = _first_and_later(_of_same_segment(x.q, x, frame), x)
     d_first, d_later = _first_and_later(d_o, x)
-    earlier = x._replace(q=_then_zero(later, x.q))
+    earlier = x._replace(q=_then_zero(q_later, x.q))
     d = form.vjp(earlier, state, _then_zero(d_later, d_o), d_final)
     d_q_first = xp.sum(d_first[..., None, :] * state[:, :, None, None, ...], axis=-1)
     d_q = xp.concat([d_q_first, d.stream.q[:, :, :-1, ...]], axis=TIME)
-    d_state = d.state + xp.sum(first[..., None] * d_first[..., None, :], axis=(2, 3))
+    d_state = d.state + xp.sum(q_first[..., None] * d_first[..., None, :], axis=(2, 3))
     return StreamGradients(d.stream._replace(q=_of_same_segment(d_q, x, frame)), d_state)
 
 

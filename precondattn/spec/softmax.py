@@ -101,8 +101,8 @@ class SoftmaxAttention(Leaf):
         gate: dict[str, str] = {"g": "b s h in (-inf, 0]"} if self.forget != "none" else {}
         sink: dict[str, str] = {"sink": "h"} if self.sink else {}
         added = distance_input(self)
-        own: dict[str, str | Pattern] = {**self.metric.inputs, **gate, **bias, **sink, **added}
-        return Inputs(q="b t h d", k="b s n d", v="b s n e", **own)
+        optional: dict[str, str | Pattern] = {**self.metric.inputs, **gate, **bias, **sink, **added}
+        return Inputs(q="b t h d", k="b s n d", v="b s n e", **optional)
 
     @property
     def offers(self) -> Offers:

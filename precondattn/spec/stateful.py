@@ -130,8 +130,8 @@ def defines_its_own(leaf: type[Stateful]) -> bool:
     for each in leaf.__mro__:
         if "declares" in vars(each):
             return False
-        own = {name for name in vars(each) if not name.startswith("__")}
-        if own - fields - DESCRIBED:
+        defined = {name for name in vars(each) if not name.startswith("__")}
+        if defined - fields - DESCRIBED:
             return True
     return False
 
