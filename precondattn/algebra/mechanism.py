@@ -146,6 +146,12 @@ class Leaf(LeafProtocol, Mechanism):
     """
 
     role: ClassVar[str] = "base"
+    scale: float | None
+    """The option of leaves that multiply the products of queries and keys by a scale s."""
+
+    def scale_for(self, d: int) -> float:
+        """The scale s for rows of width d: the option, or d^{-1/2}."""
+        return d**-0.5 if self.scale is None else self.scale
 
 
 def leaf_of(call: LeafCall) -> Leaf:

@@ -28,9 +28,9 @@ from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import choice, positive_or_none
 from precondattn.arrays import Array, Arrays, ByName, cast, namespace
 from precondattn.spec.array_functions import (
+    input_gradients,
     softmax,
     softmax_vjp,
-    sum_heads,
     swap_time_and_heads,
     transpose,
 )
@@ -135,8 +135,4 @@ class Channel(BetweenChannels):
         weights = softmax(s * (transpose(q) @ k))
         d_o = only_valid(valid, swap_time_and_heads(cotangent))
         d_logits = s * softmax_vjp(weights, transpose(d_o) @ v)
-        return {
-            "q": swap_time_and_heads(k @ transpose(d_logits)),
-            "k": swap_time_and_heads(sum_heads(q @ d_logits, n)),
-            "v": swap_time_and_heads(sum_heads(d_o @ weights, n)),
-        }
+        return input_gradients(k @ transpose(d_logits), q @ d_logits, d_o @ weights, n)

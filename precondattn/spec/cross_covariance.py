@@ -26,9 +26,9 @@ from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import non_negative
 from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.spec.array_functions import (
+    input_gradients,
     softmax,
     softmax_vjp,
-    sum_heads,
     swap_time_and_heads,
     transpose,
 )
@@ -102,9 +102,5 @@ class CrossCovariance(BetweenChannels):
         d_q, d_k, d_v = (
             only_valid(valid, each) for each in (transpose(d_q), transpose(d_k), d_o @ weights)
         )
-        return {
-            "q": swap_time_and_heads(d_q),
-            "k": swap_time_and_heads(sum_heads(d_k, n)),
-            "v": swap_time_and_heads(sum_heads(d_v, n)),
-            "logit_scale": xp.sum(d_logits * cosines, axis=(0, 2, 3)),
-        }
+        d_scale = xp.sum(d_logits * cosines, axis=(0, 2, 3))
+        return input_gradients(d_q, d_k, d_v, n) | {"logit_scale": d_scale}

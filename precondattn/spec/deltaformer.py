@@ -39,13 +39,13 @@ from precondattn.cache import Append, Slot, Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
     identity_like,
+    input_gradients,
     mask_scores,
     repeat_heads,
     row_sum,
     softmax,
     solve_lower,
     solve_upper,
-    sum_heads,
     swap_time_and_heads,
     transpose,
 )
@@ -91,9 +91,6 @@ class DeltaFormer(Leaf):
     def offers(self) -> Offers:
         return Offers(scale=self.scale)
 
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
-
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         """The FLOPs of attention: one product with u serves the solve and the read."""
         s = sizes["s"]
@@ -138,12 +135,8 @@ class DeltaFormer(Leaf):
         # The sum of P ∘ dP over a row is β dβ.
         d_scores = d_scores - beta * before * (d_v @ transpose(u) + d_beta)
         d_scores = self.scale_for(d) * d_scores
-        return {
-            "q": swap_time_and_heads(d_scores @ k),
-            "k": swap_time_and_heads(sum_heads(transpose(d_scores) @ q, n)),
-            "v": swap_time_and_heads(sum_heads(d_v, n)),
-            "beta": swap_time_and_heads(d_beta[..., 0]),
-        }
+        gradients = input_gradients(d_scores @ k, transpose(d_scores) @ q, d_v, n)
+        return gradients | {"beta": swap_time_and_heads(d_beta[..., 0])}
 
     def slots(self) -> tuple[Slot, ...]:
         scale = "" if self.scale is None else f"[scale={text_of(self.scale)}]"

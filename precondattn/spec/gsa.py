@@ -90,9 +90,6 @@ class GSA(Stateful):
             Slot("values", "gsa.values({v}, {s}, {g})", "b n m e", wide=True, symbol="V"),
         )
 
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
-
     def _streams(
         self, state: ByName, x: ByName, frame: Frame, form: Form
     ) -> tuple[Stream, Stream, Array]:

@@ -149,9 +149,6 @@ class LinearFamily(Stateful):
         each = state_flops(sizes["s"], sizes["d"], sizes["e"], is_delta=is_delta)
         return each.times(state_heads(sizes))
 
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
-
     def state_heads(self, x: ByName) -> int:
         """The number of heads with a state."""
         return int(x["q" if self.declares.heads == "h" else "v"].shape[2])

@@ -174,9 +174,6 @@ class LucidSolve(Leaf):
         # A cached key is transported once, for the base.
         return each._replace(decode=2.0 * keys * (d + e)).times(sizes["n"])
 
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
-
     def _extra(self, x: ByName) -> Arrays:
         return {name: swap_time_and_heads(x[name]) for name in self.metric.inputs}
 

@@ -34,11 +34,11 @@ from precondattn.algebra.options import choice, count, flag, positive_or_none
 from precondattn.arrays import Array, Arrays, ByName, zero_where_not
 from precondattn.spec import token_convolution
 from precondattn.spec.array_functions import (
+    input_gradients,
     mask_scores,
     repeat_heads,
     softmax,
     softmax_vjp,
-    sum_heads,
     swap_time_and_heads,
     transpose,
 )
@@ -139,9 +139,6 @@ class Nystrom(WholeSequence):
                 f'is that of all sequences; start="matrix" is expected'
             )
 
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
-
     def flops(self, sizes: Mapping[str, int]) -> Flops:
         t, s, d, e = (sizes[letter] for letter in "tsde")
         m = min(self.landmarks, t, s)
@@ -216,9 +213,4 @@ class Nystrom(WholeSequence):
             d_v = d_v + d_skipped
         if k_valid is not None:
             d_v = zero_where_not(k_valid[:, None, :, None], d_v)
-        return {
-            "q": swap_time_and_heads(d_q),
-            "k": swap_time_and_heads(sum_heads(d_k, n)),
-            "v": swap_time_and_heads(sum_heads(d_v, n)),
-            **gradients,
-        }
+        return input_gradients(d_q, d_k, d_v, n) | gradients

@@ -144,9 +144,6 @@ class Outlook(Leaf):
         check_same_tokens(self, "windows sum", sizes)
         check_tokens(self, self.grid, sizes["s"], masks)
 
-    def scale_for(self, e: int) -> float:
-        return e**-0.5 if self.scale is None else self.scale
-
     def flops(self, sizes: Mapping[str, int]) -> Flops:
         t, columns = sizes["t"], self.columns
         shape = (t,) if columns is None else (-(-t // columns), columns)

@@ -40,6 +40,7 @@ from precondattn.cache import Append, Slot, Updates
 from precondattn.frame import Frame
 from precondattn.spec import forget_gate, soft_cap
 from precondattn.spec.array_functions import (
+    input_gradients,
     log_softmax,
     mask_scores,
     repeat_heads,
@@ -139,9 +140,6 @@ class SoftmaxAttention(Leaf):
     def with_read(self, read: Read) -> SoftmaxAttention:
         return replace(self, read=read)
 
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
-
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         t, s = sizes["t"], sizes["s"]
         pairs = visible_pairs(t, s, causal=self.causal, window=self.window)
@@ -203,11 +201,7 @@ class SoftmaxAttention(Leaf):
         d_q, d_k, d_extra = self.metric.vjp(
             q, repeat_heads(k, h), self._extra(x, h), frame, self.scale_for(d) * d_logits
         )
-        gradients = {
-            "q": swap_time_and_heads(d_q),
-            "k": swap_time_and_heads(sum_heads(d_k, n)),
-            "v": swap_time_and_heads(sum_heads(d_v, n)),
-        }
+        gradients = input_gradients(d_q, d_k, d_v, n)
         for name, d_input in d_extra.items():
             gradients[name] = swap_time_and_heads(sum_heads(d_input, n))
         if self.forget != "none":

@@ -116,9 +116,6 @@ class SymmetricLucidSolve(Leaf):
         solve = ITERATIONS * each.forward
         return Flops(solve, solve + each.backward - each.forward, 0.0).times(sizes["n"])
 
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
-
     def unit_keys(self, k: Array) -> Array:
         """RN(k) of keys (…, d)."""
         return k / rms(k, self.eps) if self.normalize == "keys" else k

@@ -31,10 +31,10 @@ from precondattn.algebra.options import counts, flag, one_of, positive_or_none
 from precondattn.arrays import Array, Arrays, ByName, Namespace, Residuals, as_index, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
+    input_gradients,
     log_softmax,
     mask_scores,
     repeat_heads,
-    sum_heads,
     swap_time_and_heads,
     transpose,
 )
@@ -155,9 +155,6 @@ class Windowed(Leaf):
     def with_read(self, read: Read) -> Windowed:
         return replace(self, read=read)
 
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
-
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         keys = min(prod(self.windows.size), sizes["s"])
         pairs = 2.0 * sizes["t"] * keys
@@ -188,11 +185,8 @@ class Windowed(Leaf):
         o, d_o = swap_time_and_heads(out), swap_time_and_heads(cotangent)
         (log_weights, _), entry = self._log_weights(x, frame)
         d_scores, d_v = self.read.backward(log_weights, repeat_heads(v, h), o, d_o)
-        gradients = {
-            "q": swap_time_and_heads(s * (d_scores @ repeat_heads(k, h))),
-            "k": swap_time_and_heads(sum_heads(s * (transpose(d_scores) @ q), n)),
-            "v": swap_time_and_heads(sum_heads(d_v, n)),
-        }
+        d_q, d_k = s * (d_scores @ repeat_heads(k, h)), s * (transpose(d_scores) @ q)
+        gradients = input_gradients(d_q, d_k, d_v, n)
         if self.bias:
             gradients["bias_table"] = _sums_by_entry(d_scores, entry, self.windows.entries)
         return gradients
