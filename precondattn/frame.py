@@ -227,16 +227,7 @@ class Frame:
     @property
     def arrays(self) -> tuple[Array | None, ...]:
         """All arrays, in the order of the constructor's arguments; None for those not given."""
-        return (
-            self.q_position,
-            self.k_position,
-            self.q_valid,
-            self.k_valid,
-            self.q_segment,
-            self.k_segment,
-            self.q_prefix,
-            self.pairs,
-        )
+        return tuple([getattr(self, name) for name in ARRAYS])
 
     @property
     def computed(self) -> Frame:

@@ -95,7 +95,7 @@ class Parts(Places):
                 if self.widths[number] or not last:
                     past, out = one(past, number, self._part(tokens, number))
                     outs.append(out)
-                rows.append(_as_row(past))
+                rows.append({name: state[:, None, ...] for name, state in past.items()})
                 number += 1
         xp = namespace(outs[0])
         joined = outs[0] if len(outs) == 1 else xp.concat(outs, axis=1)
@@ -178,10 +178,6 @@ class Parts(Places):
 
 def _is_traced_by_jax(*arrays: Array) -> bool:
     return library_of(arrays[0]) == "jax" and any(map(is_traced, arrays))
-
-
-def _as_row(states: ByName) -> Arrays:
-    return {name: state[:, None, ...] for name, state in states.items()}
 
 
 def _divided(array: Array, count: int) -> Array:

@@ -12,7 +12,7 @@ import math
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.arrays import Array, Arrays, cast, is_compiling, library_of, namespace, upcast
-from precondattn.given import Given
+from precondattn.given import Arguments, Given
 from precondattn.spec.scaled_dims import softplus
 from precondattn.spec.ssd import SSD
 
@@ -124,32 +124,21 @@ def mamba2(
     >>> pa.mamba2(x, dt, A, ones, ones, D=np.asarray([10.0])).ravel()
     array([11.  ,  0.5 ,  0.25])
     """
-    arguments = x, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit
+    arrays = x, dt, A, B, C
+    options = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
     if is_compiling():
         from precondattn.execution.torch.compile import captured
 
-        return captured("precondattn.interop.mamba2:compute", *arguments)
-    return compute(*arguments)
+        return captured("precondattn.interop.mamba2:compute", D, arrays, options)
+    return compute(D, arrays, options)
 
 
-def compute(
-    x: Array,
-    dt: Array,
-    A: Array,
-    B: Array,
-    C: Array,
-    D: Array | None,
-    dt_bias: Array | None,
-    dt_softplus: bool,
-    dt_limit: tuple[float, float],
-) -> Array:
-    """The output of `mamba2`, with all arguments by position."""
+def compute(D: Array | None, arrays: tuple[Array, ...], options: Arguments) -> Array:
+    """The output of `mamba2`, from the arrays and the options of `mamba2_inputs`."""
+    x = arrays[0]
     if D is not None:
         _checked({"x": x, "D": D})
-    inputs = mamba2_inputs(
-        x, dt, A, B, C, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit
-    )
-    y = SSD()(**inputs)
+    y = SSD()(**mamba2_inputs(*arrays, **options))
     return y if D is None else y + cast(upcast(D)[:, None] * upcast(x), y.dtype)
 
 
