@@ -163,10 +163,7 @@ class TokenWise(Leaf):
     """A leaf without a cache: it computes each token from that token alone, or is not causal."""
 
     role: ClassVar[str] = "piece"
-
-    @property
-    def relates_tokens(self) -> bool:
-        return False
+    relates_tokens = False
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         """Three FLOPs for each element of the output, as in a norm.

@@ -73,9 +73,7 @@ class CrossCovariance(BetweenChannels):
 
     inputs = Inputs(q="b t h d", k="b s n d", v="b s n d", logit_scale="h")
 
-    @property
-    def offers(self) -> Offers:
-        return Offers(causal=False, row_axis="channel", normalizes_query=True)
+    offers = Offers(causal=False, row_axis="channel", normalizes_query=True)
 
     def _logits(self, x: ByName, q: Array, k: Array) -> tuple[Array, Array, Array]:
         """q̂ᵀ and k̂ᵀ (b, h, d, t), and q̂ᵀ k̂."""

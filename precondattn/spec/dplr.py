@@ -81,9 +81,7 @@ class DPLR(LinearFamily):
             g="b s u d in (-inf, 0]",
         )
 
-    @property
-    def steps_per_token(self) -> int:
-        return STEPS
+    steps_per_token = STEPS
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         one_step = super().flops(sizes)

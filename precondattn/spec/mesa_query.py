@@ -131,9 +131,7 @@ class MesaQuery(KeyStatistics):
             q="b t h d", k="b s n d unit row", **self._gate, **beta, lam_mesa="h d in [0.25, 4]"
         )
 
-    @property
-    def computes_with_states(self) -> bool:
-        return True
+    computes_with_states = True
 
     def slots(self) -> tuple[Slot, ...]:
         heads, decay = self._heads_and_decay

@@ -116,9 +116,7 @@ class MLSTM(LinearFamily):
             ),
         )
 
-    @property
-    def computes_with_states(self) -> bool:
-        return True
+    computes_with_states = True
 
     def _scaled(self, initial: Array, x: ByName, frame: Frame) -> Scaled:
         """The recurrence of C and n together, from m_0."""

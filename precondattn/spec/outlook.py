@@ -132,13 +132,8 @@ class Outlook(Leaf):
         w = prod(self.sides)
         return Inputs(logits=f"b t h {w} {w}", v="b s n e")
 
-    @property
-    def offers(self) -> Offers:
-        return Offers(causal=False)
-
-    @property
-    def reads_all_queries(self) -> bool:
-        return True
+    offers = Offers(causal=False)
+    reads_all_queries = True
 
     def check_call(self, sizes: Mapping[str, int], masks: frozenset[str]) -> None:
         check_same_tokens(self, "windows sum", sizes)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
@@ -100,13 +99,8 @@ class PreconditionedKey(Stateful):
             **learned,
         )
 
-    @cached_property
-    def has_decay(self) -> bool:
-        return True
-
-    @property
-    def computes_with_states(self) -> bool:
-        return True
+    has_decay = True
+    computes_with_states = True
 
     def slots(self) -> tuple[Slot, ...]:
         return (

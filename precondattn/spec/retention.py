@@ -56,9 +56,7 @@ class Retention(LinearFamily):
     variants: ClassVar[tuple[str, ...]] = ("retention[scale=0.3]",)
     declares = Recurrence("add", gate="fixed", heads="h")
 
-    @property
-    def numbers_heads(self) -> bool:
-        return True
+    numbers_heads = True
 
     def log_decay(self, x: ByName, frame: Frame) -> Array:
         h = x["q"].shape[2]

@@ -53,17 +53,9 @@ class ReversedTokens(Leaf):
     def output(self) -> str:  # type: ignore[override]
         return "b t h d" if self.channels else "b t h"
 
-    @property
-    def offers(self) -> Offers:
-        return Offers(causal=False)
-
-    @property
-    def reads_all_queries(self) -> bool:
-        return True
-
-    @property
-    def reverses_tokens(self) -> bool:
-        return True
+    offers = Offers(causal=False)
+    reads_all_queries = True
+    reverses_tokens = True
 
     def flops(self, sizes: Mapping[str, int]) -> Flops:
         return Flops(0.0, 0.0, 0.0)

@@ -77,9 +77,7 @@ class RWKV6(LinearFamily):
     def slots(self) -> tuple[Slot, ...]:
         return (Slot("state", "rwkv6.state({k}, {v}, {g})", "b n d e", wide=True, symbol="S"),)
 
-    @property
-    def computes_with_states(self) -> bool:
-        return True
+    computes_with_states = True
 
     def run(
         self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT

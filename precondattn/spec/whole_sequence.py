@@ -39,9 +39,7 @@ class WholeSequence(Leaf):
     Subclasses define `attend` and `attend_vjp` of sequences that are not packed.
     """
 
-    @property
-    def reads_all_queries(self) -> bool:
-        return True
+    reads_all_queries = True
 
     def attend(self, x: ByName, q_valid: Array | None, k_valid: Array | None) -> Array:
         """The output. `q_valid` (b, t) and `k_valid` (b, s) are None where all

@@ -139,9 +139,7 @@ class Windowed(Leaf):
     def offers(self) -> Offers:
         return Offers(scale=self.scale, causal=False, read=self.read.name)
 
-    @property
-    def hides_later_keys(self) -> bool:
-        return True
+    hides_later_keys = True
 
     def check_call(self, sizes: Mapping[str, int], masks: frozenset[str]) -> None:
         t, s = sizes["t"], sizes["s"]
