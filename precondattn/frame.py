@@ -227,16 +227,7 @@ class Frame:
     @property
     def arrays(self) -> tuple[Array | None, ...]:
         """All arrays, in the order of the constructor's arguments; None for those not given."""
-        return (
-            self.q_position,
-            self.k_position,
-            self.q_valid,
-            self.k_valid,
-            self.q_segment,
-            self.k_segment,
-            self.q_prefix,
-            self.pairs,
-        )
+        return tuple([getattr(self, name) for name in ARRAYS])
 
     @property
     def computed(self) -> Frame:
@@ -402,8 +393,8 @@ def full_frame(
     """
     masks = {"lengths": lengths, "key_mask": key_mask, "segment_ids": segment_ids}
     masks |= {"prefix": prefix, "attn_mask": attn_mask}
-    given = frozenset(name for name, mask in masks.items() if mask is not None)
-    if not given:
+    given_masks = frozenset(name for name, mask in masks.items() if mask is not None)
+    if not given_masks:
         frame = Frame.of(Layout(FULL, t, s), like)
         return frame if isinstance(t, int) and isinstance(s, int) else frame.computed
     k_position = arange_like(s, like)[None, :]
@@ -414,7 +405,7 @@ def full_frame(
         q_valid = within if t == s else q_position < lengths[:, None]
         k_valid = within if key_mask is None else within & key_mask
     q_segment = None if segment_ids is None else segment_ids[:, s - t :]
-    layout = Layout(FULL, t, s, given).without_symbols
+    layout = Layout(FULL, t, s, given_masks).without_symbols
     of_tokens = q_position, k_position, q_valid, k_valid, q_segment, segment_ids
     return Frame(*of_tokens, prefix, attn_mask, layout=layout)
 
@@ -435,9 +426,9 @@ def extending_frame(
     The masks are `lengths` (b,), `key_mask` and `segment_ids` (b, t), `past_mask` (b, capacity),
     and `prefix` and `attn_mask`, which are the frame's `q_prefix` and `pairs`.
     """
-    given = {name: mask for name, mask in masks.items() if mask is not None}
-    layout = Layout(EXTENSION, t, capacity, frozenset(given), longest=longest)
-    frame = Frame.of(layout, length, given)
+    given_masks = {name: mask for name, mask in masks.items() if mask is not None}
+    layout = Layout(EXTENSION, t, capacity, frozenset(given_masks), longest=longest)
+    frame = Frame.of(layout, length, given_masks)
     return frame.computed if longest is None else frame
 
 

@@ -45,6 +45,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import precondattn as pa
+from precondattn.algebra.call import Call
 from precondattn.algebra.group import Group
 from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 from precondattn.algebra.program import Program
@@ -211,7 +212,7 @@ def _sizes_of_gradients(
     """The absolute gradients of a program's inputs, by the reference."""
     group = Group(program)
     inputs = {name: arrays[name] for name in group.inputs}
-    _, pullback = run.vjp(group, (), inputs, "reference", {**NO_MASKS, **masks})
+    _, pullback = run.vjp(Call("vjp", group, (), inputs, {**NO_MASKS, **masks}, "reference"))
     return {name: np.abs(gradient) for name, gradient in pullback(cotangent).items()}
 
 

@@ -105,15 +105,15 @@ def _equated(calls: Sequence[LeafCall], declarations: Declarations) -> _Families
     """The families of letters, after all axes of equal size are equated."""
     families = _Families()
     for value, declared in declarations.items():
-        first_number, first = declared[0]
+        number_of_last, last = declared[0]
         for number, pattern in declared[1:]:
-            fits = len(first.axes) == len(pattern.axes) and all(
-                families.equate(first_number, a, number, b)
-                for a, b in zip(first.axes, pattern.axes, strict=True)
+            fits = len(last.axes) == len(pattern.axes) and all(
+                families.equate(number_of_last, a, number, b)
+                for a, b in zip(last.axes, pattern.axes, strict=True)
             )
             if not fits:
                 raise TypeError(
-                    f"{value} can not be both what {calls[first_number].leaf} declares ({first}) "
+                    f"{value} can not be both what {calls[number_of_last].leaf} declares ({last}) "
                     f"and what {calls[number].leaf} declares ({pattern})"
                 )
     numbers: dict[str, int] = {}

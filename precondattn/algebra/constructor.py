@@ -40,5 +40,7 @@ def check_constructor(
     for name in options:
         if name not in parameters:
             hint = hint_at_option(cls, name, plain(options[name]), in_python=True)
-            known = ", ".join(fields_of(cls))
-            raise TypeError(f"{cls.name}: unknown option {name!r}{hint}; it has {known or 'none'}")
+            options_of_class = ", ".join(fields_of(cls))
+            raise TypeError(
+                f"{cls.name}: unknown option {name!r}{hint}; it has {options_of_class or 'none'}"
+            )

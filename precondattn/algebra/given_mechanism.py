@@ -26,8 +26,8 @@ def name_given(value: OptionValue) -> str | None:
 
 def not_a_mechanism(value: OptionValue) -> TypeError:
     """The error for an argument that is not a mechanism where a layer expects one."""
-    given = name_given(value)
-    advice = "" if given is None else f"; write mechanism={given!r}"
+    expression = name_given(value)
+    advice = "" if expression is None else f"; write mechanism={expression!r}"
     return TypeError(f"mechanism must be a text or a mechanism; found {value!r}{advice}")
 
 

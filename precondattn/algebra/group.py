@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
-from precondattn.algebra.names import name_of
+from precondattn.algebra.names import is_ours, name_of, named_pieces
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.program import Program
 from precondattn.algebra.text import read
@@ -72,3 +72,23 @@ def read_program(text: str) -> Program:
 def read_mechanism(text: str) -> Piece:
     """The leaf or group from its text, the inverse of `str`."""
     return Group(read_program(text)) if " = " in text else read(text)
+
+
+def piece_named(name: str) -> Piece:
+    """The mechanism or group of this name.
+
+    Raises
+    ------
+    ValueError
+        for a name from another process whose text does not determine a piece.
+    """
+    if name in named_pieces:
+        return named_pieces[name]
+    text, mark, _ = name.partition(" #")
+    if mark:
+        raise ValueError(
+            f"{text}: this graph was saved by another process, with a class that is not "
+            f"registered there by a name of its own; give the class a `name`, and save again"
+        )
+    piece = read_mechanism(name)
+    return piece if is_ours(piece) else named_pieces.setdefault(name, piece)

@@ -133,8 +133,8 @@ def mechanisms() -> dict[str, type[Mechanism]]:
     >>> pa.mechanisms()["lucid"].__name__
     'Lucid'
     """
-    known = cast("dict[str, type[Mechanism]]", registry.registered())
-    return {n: c for n, c in known.items() if c.role in ("base", "preconditioner")}
+    classes = cast("dict[str, type[Mechanism]]", registry.registered())
+    return {n: c for n, c in classes.items() if c.role in ("base", "preconditioner")}
 
 
 class Leaf(LeafProtocol, Mechanism):
@@ -146,6 +146,12 @@ class Leaf(LeafProtocol, Mechanism):
     """
 
     role: ClassVar[str] = "base"
+    scale: float | None
+    """The option of leaves that multiply the products of queries and keys by a scale s."""
+
+    def scale_for(self, d: int) -> float:
+        """The scale s for rows of width d: the option, or d^{-1/2}."""
+        return d**-0.5 if self.scale is None else self.scale
 
 
 def leaf_of(call: LeafCall) -> Leaf:
@@ -157,10 +163,7 @@ class TokenWise(Leaf):
     """A leaf without a cache: it computes each token from that token alone, or is not causal."""
 
     role: ClassVar[str] = "piece"
-
-    @property
-    def relates_tokens(self) -> bool:
-        return False
+    relates_tokens = False
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         """Three FLOPs for each element of the output, as in a norm.
@@ -212,8 +215,8 @@ class Preconditioner(Mechanism):
 
     def _check_base(self) -> None:
         if not isinstance(self.base, Mechanism):
-            given = name_given(self.base)
-            advice = "" if given is None else f"; {around(self.name, given)}"
+            expression = name_given(self.base)
+            advice = "" if expression is None else f"; {around(self.name, expression)}"
             raise TypeError(f"{self.name}: base must be a mechanism; found {self.base!r}{advice}")
         if self.base._depth >= NESTED:
             raise ValueError(
@@ -270,8 +273,8 @@ def with_base(
     """A preconditioner around another base, with some other options; None if it is refused."""
     # The constructor would search for advice too.
     unchecked = object.__new__(type(outer))
-    given = {field.name: getattr(outer, field.name) for field in dataclasses.fields(outer)}
-    for name, value in {**given, **options, "base": base}.items():
+    fields = {field.name: getattr(outer, field.name) for field in dataclasses.fields(outer)}
+    for name, value in {**fields, **options, "base": base}.items():
         object.__setattr__(unchecked, name, value)
     if unchecked.refuses() is not None:
         return None

@@ -20,27 +20,27 @@ from precondattn.algebra.options import fields_of
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.registry import AnyMechanism
 
-_pieces: dict[str, Piece] = {}
+named_pieces: dict[str, Piece] = {}
 """The pieces with classes outside this package, by name."""
 
 
 def name_of(piece: Piece) -> str:
-    """The name of a mechanism or group; `piece_named` returns an equal piece for it."""
+    """The name of a mechanism or group; `group.piece_named` returns an equal piece."""
     text = str(piece)
-    if _is_ours(piece) and parses_back(piece):
+    if is_ours(piece) and parses_back(piece):
         return text
-    if (text in _pieces or parses_back(piece)) and _owns(text, piece):
+    if (text in named_pieces or parses_back(piece)) and _owns(text, piece):
         return text
     return next(name for name in (f"{text} #{n}" for n in count(1)) if _owns(name, piece))
 
 
 def _owns(name: str, piece: Piece) -> bool:
     """Whether the name belongs to this piece; a free name is given to it."""
-    owner = _pieces.setdefault(name, piece)
+    owner = named_pieces.setdefault(name, piece)
     return owner is piece or bool(owner == piece)
 
 
-def _is_ours(piece: Piece) -> bool:
+def is_ours(piece: Piece) -> bool:
     """Whether all classes of a piece are in this package."""
     return all(type(m).__module__.startswith("precondattn.") for m in _mechanisms(piece))
 
@@ -61,25 +61,3 @@ def _mechanisms(piece: AnyMechanism) -> Iterator[AnyMechanism]:
         while mechanism is not None:
             yield mechanism
             mechanism = getattr(mechanism, "base", None)
-
-
-def piece_named(name: str) -> Piece:
-    """The mechanism or group of this name.
-
-    Raises
-    ------
-    ValueError
-        for a name from another process whose text does not determine a piece.
-    """
-    if name in _pieces:
-        return _pieces[name]
-    text, mark, _ = name.partition(" #")
-    if mark:
-        raise ValueError(
-            f"{text}: this graph was saved by another process, with a class that is not "
-            f"registered there by a name of its own; give the class a `name`, and save again"
-        )
-    from precondattn.algebra.group import read_mechanism
-
-    piece = read_mechanism(name)
-    return piece if _is_ours(piece) else _pieces.setdefault(name, piece)

@@ -140,8 +140,8 @@ def counts(default: tuple[int, ...] | None, lowest: int = 1) -> OptionValue:
     """
 
     def accept(value: OptionValue) -> tuple[int, ...]:
-        given = value if isinstance(value, tuple | list) else (value,)
-        numbers = tuple(_accepted_count(number, lowest, LONGEST) for number in given)
+        each_axis = value if isinstance(value, tuple | list) else (value,)
+        numbers = tuple(_accepted_count(number, lowest, LONGEST) for number in each_axis)
         return tuple(_accepted(numbers, len(numbers) in (1, 2)))
 
     def read(text: str) -> OptionValue:

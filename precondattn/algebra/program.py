@@ -83,8 +83,8 @@ class Program:
             for call in self.calls
             if any(slot.kind.has_tokens for slot in call.leaf.slots())
         ]
-        known = [reach for reach in reaches if reach is not None]
-        return max(known) if known and len(known) == len(reaches) else None
+        finite = [reach for reach in reaches if reach is not None]
+        return max(finite) if finite and len(finite) == len(reaches) else None
 
     @cached_property
     def readers(self) -> dict[str, frozenset[int]]:

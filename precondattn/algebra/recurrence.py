@@ -64,5 +64,5 @@ class Recurrence:
 
     def __repr__(self) -> str:
         values = ((field, getattr(self, field.name)) for field in fields(self))
-        given = (f"{f.name}={value!r}" for f, value in values if value != f.default)
-        return f"Recurrence({', '.join(given)})"
+        differing = (f"{f.name}={value!r}" for f, value in values if value != f.default)
+        return f"Recurrence({', '.join(differing)})"

@@ -41,10 +41,10 @@ broken = _plug_ins.broken
 def register(cls: type[Registered]) -> None:
     """Register a class under its name, which must not belong to another class."""
     with _lock:
-        known = _classes.setdefault(cls.name, cls)
+        other = _classes.setdefault(cls.name, cls)
         # A class may be defined twice, by reloading its module or by dataclass(slots=True).
-        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            owner = f"{known.__module__}.{known.__name__}"
+        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            owner = f"{other.__module__}.{other.__name__}"
             raise ValueError(f"the name {cls.name!r} is taken by {owner}")
         _classes[cls.name] = cls
 

@@ -104,15 +104,15 @@ class _Reader:
 
     def fail_at_unknown(self, name: str) -> NoReturn:
         """Raise the error of an unknown name, with the name that this library uses."""
-        known = sorted(registry.nameable())
+        names = sorted(registry.nameable())
         unknown = f"{self.shown}: unknown mechanism {_quoted(name)}"
         elsewhere = mechanism_elsewhere(name)
         if elsewhere is not None:
             raise ValueError(f"{unknown}; here it is {elsewhere!r}")
         broken = registry.broken.items()
         errors = "".join(f"\n  {entry} could not be imported: {e}" for entry, e in broken)
-        hint = nearest(in_our_spelling(name), known)
-        raise ValueError(f"{unknown}{hint}; known are {', '.join(known)}{errors}")
+        hint = nearest(in_our_spelling(name), names)
+        raise ValueError(f"{unknown}{hint}; known are {', '.join(names)}{errors}")
 
     def exchanged(self, base: type[Registered]) -> str:
         """The advice to put the preconditioner around the base, if they are in the wrong order."""
@@ -128,24 +128,24 @@ class _Reader:
         return f" (did you mean '{inner.name}({base.name})'?)"
 
     def options(self, cls: type[Registered]) -> dict[str, OptionValue]:
-        known, options = fields_of(cls), dict[str, Any]()
+        fields, options = fields_of(cls), dict[str, Any]()
         if not self.accept("["):
             return options
         while not self.accept("]"):
             name = self.word(_NAME, "the name of an option")
-            if name not in known:
+            if name not in fields:
                 setting = _SETTING.match(self.text, self.at)
                 hint = hint_at_option(cls, name, "..." if setting is None else setting[1].rstrip())
                 raise ValueError(
                     f"{self.shown}: {cls.name} has no option {_quoted(name)}{hint}; "
-                    f"it has {', '.join(known) or 'none'}"
+                    f"it has {', '.join(fields) or 'none'}"
                 )
             if name in options:
                 raise ValueError(f"{self.shown}: option {name} is given twice")
             if not self.accept("="):
                 self.fail(f"'=' and the value of {name}")
             value = self.word(_VALUE, f"the value of {name}")
-            options[name] = known[name].metadata["kind"].read(value)
+            options[name] = fields[name].metadata["kind"].read(value)
             if not self.accept(",") and not self.text.startswith("]", self.at):
                 is_at_end = self.at == len(self.text)
                 self.fail("']' (a bracket is missing)" if is_at_end else "',' or ']'")
@@ -171,7 +171,7 @@ def hint_at_option(cls: type[Registered], name: str, value: str, *, in_python: b
     return keyword_elsewhere(name) or nearest(name, fields_of(cls))
 
 
-def hint_at_keyword(owner: str, name: str, value: str, known: Iterable[str]) -> str:
+def hint_at_keyword(owner: str, name: str, value: str, keywords: Iterable[str]) -> str:
     """The hint for a keyword that a call of this mechanism does not accept."""
     for word in _MECHANISM_IN_TEXT.findall(owner):
         cls = registry.known(word)
@@ -180,7 +180,7 @@ def hint_at_keyword(owner: str, name: str, value: str, known: Iterable[str]) -> 
                 whose = each if isinstance(each, type) else type(each)
                 option = f"pa.{whose.__name__}({name}={value})"
                 return f" (an option, which is set before the call: {option})"
-    return keyword_elsewhere(name) or nearest(name, known)
+    return keyword_elsewhere(name) or nearest(name, keywords)
 
 
 def plain(value: OptionValue) -> str:
@@ -188,6 +188,6 @@ def plain(value: OptionValue) -> str:
     return repr(value) if isinstance(value, bool | int | float | str | None) else "..."
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name[:SHOWN], list(known), n=1)
+def nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name[:SHOWN], list(names), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from precondattn.algebra.declaration import ATTENTION_INPUTS
 from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 from precondattn.algebra.program import Program
+from precondattn.algebra.registry import AnyMechanism
 from precondattn.limits import KEPT
-
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf, Mechanism, Preconditioner
 
 
 @lru_cache(maxsize=KEPT)
-def program_of(mechanism: Leaf | Preconditioner) -> Program:
+def program_of(mechanism: AnyMechanism) -> Program:
     """The program of a mechanism: the programs of its steps, concatenated, with unique names.
 
     Raises
@@ -27,7 +24,7 @@ def program_of(mechanism: Leaf | Preconditioner) -> Program:
         call = LeafCall("out", mechanism, tuple([(name, name) for name in mechanism.inputs]))
         return Program([call], "out", {name: mechanism.meaning(name) for name in mechanism.inputs})
     calls: list[LeafCall] = []
-    known: dict[tuple[LeafProtocol, tuple[tuple[str, str], ...]], str] = {}
+    computed: dict[tuple[LeafProtocol, tuple[tuple[str, str], ...]], str] = {}
     values: dict[str, str] = {}  # The name of a step's output or of an input -> the value's name.
     meanings: dict[str, object] = {}
     outputs: set[str] = set()
@@ -54,10 +51,10 @@ def program_of(mechanism: Leaf | Preconditioner) -> Program:
         for call in inner.calls:
             arguments = tuple((formal, value_of[value]) for formal, value in call.arguments)
             name = step.out if call.out == inner.out else f"{step.out}.{call.out}"
-            if (call.leaf, arguments) not in known:
-                known[call.leaf, arguments] = name
+            if (call.leaf, arguments) not in computed:
+                computed[call.leaf, arguments] = name
                 calls.append(LeafCall(name, call.leaf, arguments))
-            value_of[call.out] = known[call.leaf, arguments]
+            value_of[call.out] = computed[call.leaf, arguments]
         if step.out in meanings:
             raise TypeError(f"{mechanism.name}: {step.out!r} is both a step and an input")
         outputs.add(step.out)
@@ -66,7 +63,7 @@ def program_of(mechanism: Leaf | Preconditioner) -> Program:
 
 
 def _declare(
-    owner: Preconditioner, piece: Mechanism, name: str, outer: str, meanings: dict[str, object]
+    owner: AnyMechanism, piece: AnyMechanism, name: str, outer: str, meanings: dict[str, object]
 ) -> None:
     """Record that `piece` reads the input `outer` as `name`; raises an error on a contradiction."""
     if outer != name and piece == owner.base and outer in owner.base.inputs:
@@ -96,7 +93,7 @@ def _declare(
         )
 
 
-def _without(owner: Preconditioner, does: str, *names: str) -> TypeError:
+def _without(owner: AnyMechanism, does: str, *names: str) -> TypeError:
     """The error of a base without the inputs that a preconditioner changes or reads."""
     return TypeError(
         f"{owner.name}({owner.base}) makes no sense: it {does} {', '.join(names)}, and "

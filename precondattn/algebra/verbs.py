@@ -8,12 +8,13 @@ imports a package above its own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from precondattn.algebra.call import Call, Keeping
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
-from precondattn.arrays import Array, Arrays, is_compiling, library_of
+from precondattn.arrays import Array, Arrays, ByName, is_compiling, library_of
 from precondattn.cache import Cache
 from precondattn.cache.conversion import in_library_of, ordinary, with_writable_buffers
 from precondattn.cache.kept import without_kept
@@ -115,14 +116,13 @@ class Verbs(Piece):
         >>> pa.Lucid()(q, k, v, lengths=[3]).shape
         (1, 5, 2, 4)
         """
-        masks = {"lengths": lengths, "key_mask": key_mask}
-        masks |= {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-        masks |= {"prefix": prefix, "attn_mask": attn_mask}
+        masks = {"lengths": lengths, "key_mask": key_mask, "segment_ids": segment_ids}
+        masks |= {"cu_seqlens": cu_seqlens, "prefix": prefix, "attn_mask": attn_mask}
         if is_compiling():
-            return in_graph().captured_call(self._name, arrays, named, backend, masks)
-        from precondattn.execution.run import call
+            return in_graph().captured_call(self._name, arrays, named, masks, backend)
+        from precondattn.execution.run import forward
 
-        return call(self, arrays, named, backend, masks)
+        return forward(Call("forward", self, arrays, named, masks, backend))
 
     def vjp(
         self,
@@ -155,17 +155,16 @@ class Verbs(Piece):
         """
         from precondattn.execution.run import vjp
 
-        masks = {"lengths": lengths, "key_mask": key_mask}
-        masks |= {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-        masks |= {"prefix": prefix, "attn_mask": attn_mask}
-        return vjp(self, arrays, named, backend, masks)
+        masks = {"lengths": lengths, "key_mask": key_mask, "segment_ids": segment_ids}
+        masks |= {"cu_seqlens": cu_seqlens, "prefix": prefix, "attn_mask": attn_mask}
+        return vjp(Call("vjp", self, arrays, named, masks, backend))
 
     def init_cache(
         self,
         *arrays: Array,
         capacity: int | None = None,
         key_mask: bool = False,
-        states: Mapping[str, Array] | None = None,
+        states: ByName | None = None,
         sequences: int | None = None,
         **named: Array,
     ) -> Cache:
@@ -295,12 +294,12 @@ class Verbs(Piece):
             raise TypeError(f"{self}: donate must be true or false; found {donate!r}")
         is_captured = is_compiling()
         whole, cache = cache, _read(cache, arrays, named, is_captured=is_captured)
-        masks, is_packed = _masks_of_extension(segment_ids, cu_seqlens, lengths, key_mask)
-        masks |= {"prefix": prefix, "attn_mask": attn_mask}
+        masks = {"lengths": lengths, "key_mask": key_mask, "prefix": prefix, "attn_mask": attn_mask}
+        is_packed = segment_ids is not None or cu_seqlens is not None
+        if is_packed:
+            masks |= {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         keeping = None
         if keep != 0 or type(keep) is not int or states_every is not None:
-            from precondattn.execution.keeping import Keeping
-
             keeping = Keeping.read(str(self), keep, states_every)
         if is_captured:
             if keeping is not None:
@@ -310,7 +309,7 @@ class Verbs(Piece):
                 )
             # A graph does not write in place; the compiler reuses memory itself.
             length, store = cache.length, dict(cache.store)
-            captured = self._name, length, store, arrays, named, backend, masks
+            captured = length, store, self._name, arrays, named, masks, backend
             if is_packed:
                 results = in_graph().captured_extend_packed(cache.kinds, *captured)
             else:
@@ -323,9 +322,10 @@ class Verbs(Piece):
 
         cache = with_writable_buffers(cache) if donate and isinstance(cache, Cache) else cache
         extend = run.extend_packed if is_packed else run.extend
-        given = self, cache, arrays, named, backend, masks
         try:
-            return extend(*given, donate=donate, keeping=keeping)
+            return extend(
+                Call("extend", self, arrays, named, masks, backend, cache, donate, keeping)
+            )
         finally:
             if whole is not cache:
                 empty_if_donated(whole, cache)
@@ -363,10 +363,13 @@ class Verbs(Piece):
         """
         from precondattn.execution import run
 
-        masks, is_packed = _masks_of_extension(segment_ids, cu_seqlens, lengths, key_mask)
+        masks = {"lengths": lengths, "key_mask": key_mask}
+        is_packed = segment_ids is not None or cu_seqlens is not None
+        if is_packed:
+            masks |= {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         cache = _read(cache, arrays, named, is_captured=is_compiling())
         extend_vjp = run.extend_vjp_packed if is_packed else run.extend_vjp
-        return extend_vjp(self, cache, arrays, named, backend, masks)
+        return extend_vjp(Call("extend_vjp", self, arrays, named, masks, backend, cache))
 
     def explain(
         self,
@@ -396,10 +399,9 @@ class Verbs(Piece):
         from precondattn.execution.run import explain
 
         cache = _read(cache, arrays, named, is_captured=is_compiling())
-        masks = {"lengths": lengths, "key_mask": key_mask}
-        masks |= {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-        masks |= {"prefix": prefix, "attn_mask": attn_mask}
-        return explain(self, verb, cache, arrays, named, backend, masks)
+        masks = {"lengths": lengths, "key_mask": key_mask, "segment_ids": segment_ids}
+        masks |= {"cu_seqlens": cu_seqlens, "prefix": prefix, "attn_mask": attn_mask}
+        return explain(Call(verb, self, arrays, named, masks, backend, cache))
 
 
 def _read(cache: Given, arrays: tuple[Array, ...], named: Arrays, *, is_captured: bool) -> Given:
@@ -412,16 +414,3 @@ def _read(cache: Given, arrays: tuple[Array, ...], named: Arrays, *, is_captured
         is_kept = is_captured or not cache.length.is_inference()
         return cache if is_kept else ordinary(cache)
     return in_library_of(next(iter((*arrays, *named.values())), None), cache)
-
-
-def _masks_of_extension(
-    segment_ids: Array | None,
-    cu_seqlens: Array | Sequence[int] | None,
-    lengths: Array | Sequence[int] | None,
-    key_mask: Array | None,
-) -> tuple[dict[str, Array], bool]:
-    """The masks by name, and whether the new tokens are packed sequences."""
-    masks = {"lengths": lengths, "key_mask": key_mask}
-    if segment_ids is None and cu_seqlens is None:
-        return masks, False
-    return {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens, **masks}, True

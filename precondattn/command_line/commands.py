@@ -278,12 +278,8 @@ def conformance(
             raise typer.Exit(code)
         if inside is not None and devices is None:
             raise ValueError("--inside needs --mutate or --devices")
-        of_mutants = {
-            "--equivalent": equivalent is not None,
-            "--most-cases": most_cases is not None,
-        }
-        for option, is_given in of_mutants.items():
-            if is_given:
+        for option, value in {"--equivalent": equivalent, "--most-cases": most_cases}.items():
+            if value is not None:
                 raise ValueError(f"{option} needs --mutate")
         raise typer.Exit(run(session, console, record=record, html=html, junit=junit))
 

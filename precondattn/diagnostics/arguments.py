@@ -25,8 +25,8 @@ def examined_inputs(
             f"{what}: a mechanism, such as pa.Lucid(), is expected; found {mechanism!r}"
         )
     options = {name: named[name] for name in CALL_OPTIONS if name in named}
-    given = {name: array for name, array in named.items() if name not in options}
-    inputs = inputs_by_name(str(mechanism), mechanism.inputs, arrays, given, CALL_OPTIONS)
+    by_name = {name: array for name, array in named.items() if name not in options}
+    inputs = inputs_by_name(str(mechanism), mechanism.inputs, arrays, by_name, CALL_OPTIONS)
     for name, array in inputs.items():
         if library_of(array) is None:
             raise TypeError(f"{mechanism}: {name} must be an array; found {type(array).__name__}")

@@ -111,8 +111,8 @@ def _check_names(mechanism: Mechanism, of: Sequence[str]) -> None:
 
 def _checked(tokens: Sequence[int] | None, t: int) -> list[int]:
     """The chosen tokens, after a check that they are from 0 to t − 1."""
-    given = range(t) if tokens is None else tokens
-    chosen = [-1 if (n := whole_number(x)) is None else n for x in given]
+    numbers = range(t) if tokens is None else tokens
+    chosen = [-1 if (n := whole_number(x)) is None else n for x in numbers]
     if not chosen or not all(0 <= x < t for x in chosen):
         raise ValueError(
             f"tokens must be whole numbers from 0 to t - 1 = {t - 1}; found {tokens!r}"

@@ -115,9 +115,9 @@ def _check(q: Array, k: Array, target: Array, contraction: Array) -> None:
     if library_of(target) is None or not dtype_name(target).startswith(("int", "uint")):
         raise TypeError(f"target must be an integer array (b, t); found {target!r}")
     check_like("target", target, k, "(b, t)", (b, t))
-    known = host_array(target)
-    if known is not None and known.size and not 0 <= known.min() <= known.max() < s:
+    on_host = host_array(target)
+    if on_host is not None and on_host.size and not 0 <= on_host.min() <= on_host.max() < s:
         raise ValueError(
             f"target must be numbers of keys, from 0 to s - 1 = {s - 1}; found "
-            f"{known.min()} to {known.max()}"
+            f"{on_host.min()} to {on_host.max()}"
         )

@@ -67,17 +67,17 @@ def weights(mechanism: Mechanism, *arrays: Array, **named: Any) -> Array:
     _check_values(mechanism)
     v = inputs["v"]
 
-    def read(values: np.ndarray) -> Array:
+    def output_of(values: np.ndarray) -> Array:
         """The output (b, h, t, e) for other values."""
-        given = on_device_of(v, np.ascontiguousarray(values.astype(dtype_name(v))))
-        return swap_time_and_heads(mechanism(**{**inputs, "v": given}, **options))
+        values_like_v = on_device_of(v, np.ascontiguousarray(values.astype(dtype_name(v))))
+        return swap_time_and_heads(mechanism(**{**inputs, "v": values_like_v}, **options))
 
     if v.ndim < 4:
         mechanism(**inputs, **options)  # This raises the error for the shape.
     tokens, heads, channels = tuple(v.shape[1:-2]), v.shape[-2], v.shape[-1]
     count = prod(tokens)
     tried = np.random.default_rng(0).normal(size=v.shape)
-    out = read(tried)
+    out = output_of(tried)
     by_head = np.moveaxis(tried.reshape(v.shape[0], count, heads, channels), 2, 1)
     by_head = np.repeat(by_head, out.shape[1] // heads, axis=1).astype(dtype_name(v))
     by_head = on_device_of(v, by_head)
@@ -87,7 +87,7 @@ def weights(mechanism: Mechanism, *arrays: Array, **named: Any) -> Array:
         columns = []
         for start in range(0, max(count, 1), width):
             one = np.eye(count, width, -start).reshape(1, *tokens, 1, width)
-            columns.append(read(np.broadcast_to(one, (*v.shape[:-1], width))))
+            columns.append(output_of(np.broadcast_to(one, (*v.shape[:-1], width))))
         matrix = namespace(out).concat(columns, axis=-1)[..., :count]
         error = _error(matrix, by_head, out)
         if error <= math.sqrt(namespace(out).finfo(out.dtype).eps):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from precondattn.algebra.call import Call
 from precondattn.algebra.declaration import ShapeError, Sizes
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Arrays, DType, host_integers, namespace
@@ -39,7 +40,7 @@ from precondattn.execution.pair_masks import (
     prefix_of_queries,
 )
 from precondattn.execution.preparation import PreparedCall, prepared, times
-from precondattn.execution.signature import GivenCall, signature_of
+from precondattn.execution.signature import signature_of
 from precondattn.execution.torch.autocast import cast_inputs
 from precondattn.execution.transposed_layout import advice_on_masks
 from precondattn.frame import EXTENSION, Frame, Layout, extending_frame, full_frame, held_by_all
@@ -71,7 +72,7 @@ class BoundCall(NamedTuple):
         return self.prepared.sizes
 
 
-def bind(call: GivenCall, signature: Hashable | None) -> BoundCall:
+def bind(call: Call, signature: Hashable | None) -> BoundCall:
     """The checked arguments of a full call, with its masks."""
     ready = prepared(call, signature)
     inputs, before = _inputs(call, ready)
@@ -124,11 +125,11 @@ def check_call(
 ) -> None:
     """Raise the errors of a full call for invalid arguments; `options` are masks and `backend`."""
     masks = {name: options.get(name) for name in MASKS}
-    call = GivenCall("forward", mechanism, arrays, named, masks, options.get("backend"))
+    call = Call("forward", mechanism, arrays, named, masks, options.get("backend"))
     bind(call, signature_of(call))
 
 
-def bind_extension(call: GivenCall, signature: Hashable | None) -> BoundCall:
+def bind_extension(call: Call, signature: Hashable | None) -> BoundCall:
     """The checked arguments of `extend`, with its masks.
 
     `segment_ids` (b, t) are only for caches of states, and no argument of the public verbs. The
@@ -186,7 +187,7 @@ def bind_extension(call: GivenCall, signature: Hashable | None) -> BoundCall:
     return BoundCall(ready, inputs, frame, lengths, checks.invalid, before, count=count)
 
 
-def _inputs(call: GivenCall, ready: PreparedCall) -> tuple[Arrays, Mapping[str, DType] | None]:
+def _inputs(call: Call, ready: PreparedCall) -> tuple[Arrays, Mapping[str, DType] | None]:
     """The inputs in the declared order, and under autocast their dtypes before the cast."""
     given = (*call.arrays, *call.named.values())
     if ready.numbers is not None:

@@ -40,11 +40,11 @@ def check_arrays(owner: str, declared: Inputs, inputs: ByName) -> str:
     if len(set(libraries.values())) > 1:
         raise TypeError(f"{owner}: inputs of one library expected; found {libraries}")
     devices = {name: exact_device(array) for name, array in inputs.items()}
-    known = {name: device for name, device in devices.items() if device is not None}
+    comparable = {name: device for name, device in devices.items() if device is not None}
     # Compared without a set, because CuPy's devices are not hashable.
-    first = next(iter(known.values()), None)
-    if any(device != first for device in known.values()):
-        names = {name: str(device) for name, device in known.items()}
+    expected_device = next(iter(comparable.values()), None)
+    if any(device != expected_device for device in comparable.values()):
+        names = {name: str(device) for name, device in comparable.items()}
         raise ValueError(f"{owner}: inputs on one device expected; found {names}")
     dtypes = {name: dtype_name(array) for name, array in inputs.items()}
     for name, dtype in dtypes.items():

@@ -29,10 +29,10 @@ Options = dict[str, Field[OptionValue]]
 @cache
 def options_of(cls: MechanismClass) -> tuple[Options, Options]:
     """The options of the mechanism, and the options of softmax if that is its base, by name."""
-    own, base = fields_of(cls), _base_of(cls)
+    options, base = fields_of(cls), _base_of(cls)
     if getattr(base, "name", None) != "softmax":
-        return own, {}
-    return own, {name: field for name, field in fields_of(base).items() if name not in own}
+        return options, {}
+    return options, {name: field for name, field in fields_of(base).items() if name not in options}
 
 
 def _base_of(cls: MechanismClass) -> MechanismClass:
@@ -58,15 +58,15 @@ def switches_of(cls: MechanismClass) -> Switches:
         for name, pattern in inputs.items():
             axes = len(pattern.axes)
             if name not in default or len(default[name].axes) != axes:
-                known = switches.setdefault(name, {})
-                known[axes] = (*known.get(axes, ()), (option, value))
+                settings = switches.setdefault(name, {})
+                settings[axes] = (*settings.get(axes, ()), (option, value))
     return switches
 
 
 def declared_by_options(cls: MechanismClass) -> Iterator[tuple[str, OptionValue, Inputs]]:
     """Each option with each of its settings, and the inputs that are then declared."""
-    own, of_base = options_of(cls)
-    for name, field in {**own, **of_base}.items():
+    options, of_base = options_of(cls)
+    for name, field in {**options, **of_base}.items():
         for value in field.metadata["kind"].settings:
             try:
                 yield name, value, with_options(cls, {name: value}).inputs
@@ -79,12 +79,12 @@ def build(cls: MechanismClass, named: Mapping[str, Given]) -> tuple[AnyMechanism
 
     An array for an optional input switches on the option that declares it.
     """
-    own, of_base = options_of(cls)
+    of_class, of_base = options_of(cls)
     switches = switches_of(cls)
     options: dict[str, OptionValue] = {}
     rest: Arrays = {}
     for name, value in named.items():
-        is_option = name in own or name in of_base
+        is_option = name in of_class or name in of_base
         # NumPy's True has a shape, but is the value of an option.
         is_array = hasattr(value, "shape") and not (is_option and value.ndim == 0)
         if is_array and name in switches:
@@ -101,16 +101,16 @@ def build(cls: MechanismClass, named: Mapping[str, Given]) -> tuple[AnyMechanism
         else:
             rest[name] = value
     mechanism = with_options(cls, options)
-    known = [*own, *of_base, *mechanism.inputs, *CALL_OPTIONS]
+    keywords = [*of_class, *of_base, *mechanism.inputs, *CALL_OPTIONS]
     for name in rest:
-        if name not in known:
+        if name not in keywords:
             settings = chain(*switches.get(name, {}).values())
             belongs = " or ".join(f"{option}={value!r}" for option, value in settings)
-            hint = keyword_elsewhere(name) or nearest(name, known)
+            hint = keyword_elsewhere(name) or nearest(name, keywords)
             hint = f" (it belongs to {belongs})" if belongs else hint
             raise TypeError(
                 f"{cls.name}: unknown keyword {name!r}{hint}; options are "
-                f"{', '.join([*own, *of_base])}, inputs {', '.join(mechanism.inputs)}, and "
+                f"{', '.join([*of_class, *of_base])}, inputs {', '.join(mechanism.inputs)}, and "
                 f"{', '.join(CALL_OPTIONS)}"
             )
     return mechanism, rest
@@ -126,9 +126,9 @@ PLAIN = frozenset({bool, int, float, str, type(None)})
 def built(cls: MechanismClass, named: Mapping[str, Given]) -> tuple[AnyMechanism, dict[str, Array]]:
     """The result of `build`, kept for all calls that differ only in masks and array entries."""
     key = _key(cls, named) if named else cls
-    known = _built.get(key)
-    if known is not None:
-        return known[0], {name: named[name] for name in known[1]} if named else {}
+    kept = _built.get(key)
+    if kept is not None:
+        return kept[0], {name: named[name] for name in kept[1]} if named else {}
     mechanism, rest = build(cls, named)
     if key is not None:
         if len(_built) >= KEPT:

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
 
-from precondattn.execution import checks
+
+class Checks(NamedTuple):
+    """What is checked besides the values of inputs (`examined_values.py`)."""
+
+    layout: bool = True
+    """Whether a call must not have more heads than tokens."""
+
+
+_always = os.environ.get("PRECONDATTN_CHECKED", "0") not in ("", "0")
+CHECKS: ContextVar[Checks | None] = ContextVar("checks", default=Checks() if _always else None)
+"""The checks of this context; None if there are none."""
 
 
 @contextmanager
@@ -41,8 +54,8 @@ def checked(*, layout: bool = True) -> Iterator[None]:
     >>> with pa.checked():
     ...     out = pa.delta(q, k, v, beta=np.ones((1, 6, 2)))
     """
-    token = checks.opened(checks.Checks(layout))
+    token = CHECKS.set(Checks(layout))
     try:
         yield
     finally:
-        checks.close(token)
+        CHECKS.reset(token)

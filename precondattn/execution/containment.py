@@ -32,7 +32,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from precondattn.algebra.declaration import Axis, Pattern
-from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
     Array,
@@ -49,6 +48,7 @@ from precondattn.arrays import (
     zero_where_not,
 )
 from precondattn.cache import Append, Cache, Replace, Rewrite, Update
+from precondattn.execution.preparation import examined, relating_leaves
 from precondattn.limits import KEPT
 from precondattn.native.ordinary import is_ordinary
 from precondattn.native.scan import running_maximum
@@ -230,7 +230,7 @@ def _plain_rows(mechanism: Piece) -> PlainRows | None:
 
 def _reaches_all_later(mechanism: Piece) -> bool:
     """Whether a bad row reaches its own and all later outputs, and no others."""
-    leaves = _relating_leaves(mechanism)
+    leaves = relating_leaves(mechanism)
     is_softmax = all(leaf.hides_later_keys for leaf in leaves)
     has_window = is_softmax and mechanism.offers.window is not None
     mixes_queries = any(leaf.reads_all_queries for leaf in mechanism.program.leaves)
@@ -258,27 +258,6 @@ def _good_and_bad(
     axis = _row_axes(output)[2]
     heads = 1 if axis is None else output.axes[axis].size(call.sizes)
     return good, _to_heads(xp.logical_not(rows), heads)
-
-
-@lru_cache(maxsize=KEPT)
-def examined(mechanism: Piece, *, is_packed: bool) -> dict[str, Pattern]:
-    """The inputs whose NaN or infinity could reach an output that does not depend on them."""
-    leaves = _relating_leaves(mechanism)
-    patterns = {
-        name: pattern
-        for name, pattern in mechanism.inputs.items()
-        if pattern.time_axis is not None and not pattern.is_pairwise
-    }
-    if is_packed:
-        return patterns if leaves else {}
-    if not mechanism.offers.causal or all(leaf.hides_later_keys for leaf in leaves):
-        return {}
-    return {n: p for n, p in patterns.items() if "s" in p.letters and "e" not in p.letters}
-
-
-def _relating_leaves(mechanism: Piece) -> list[LeafProtocol]:
-    """The leaves that relate tokens to other tokens."""
-    return [leaf for leaf in mechanism.program.leaves if leaf.relates_tokens]
 
 
 def _are_finite(arrays: Arrays, patterns: Mapping[str, Pattern], call: BoundCall) -> bool:
@@ -368,7 +347,7 @@ def _to_heads(bad: Array, heads: int) -> Array:
 def _reached(mechanism: Piece, bad: Array, call: BoundCall) -> Array:
     """The outputs (b, t, heads or 1) that depend on bad rows (b or 1, s, heads or 1)."""
     offers = mechanism.offers
-    is_softmax = all(leaf.hides_later_keys for leaf in _relating_leaves(mechanism))
+    is_softmax = all(leaf.hides_later_keys for leaf in relating_leaves(mechanism))
     window = offers.window if is_softmax else None
     segment = call.frame.k_segment
     if not offers.causal:

@@ -16,8 +16,8 @@ def output(piece: Piece, inputs: ByName, frame: Frame) -> Array:
     values, are_reversed = dict(inputs), piece.program.reversed_values
     for call in piece.program.calls:
         x = upcast_all({formal: values[value] for formal, value in call.arguments})
-        own = frame if call.reads.isdisjoint(are_reversed) else reversed_keys(frame)
-        values[call.out] = call.leaf.forward(x, own)[0]
+        frame_of_call = frame if call.reads.isdisjoint(are_reversed) else reversed_keys(frame)
+        values[call.out] = call.leaf.forward(x, frame_of_call)[0]
     return values[piece.program.out]
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from precondattn.algebra.declaration import FIXED, ShapeError
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import Array, Arrays, is_distributed, namespace, placement, traceable
+from precondattn.arrays import (
+    Array,
+    Arrays,
+    ByName,
+    is_distributed,
+    namespace,
+    placement,
+    traceable,
+)
 from precondattn.cache import KEY_MASK, Cache, new_buffer
 from precondattn.cache.kinds import TOKENS, WINDOW, Kind, Kinds
 from precondattn.cache.known_lengths import remembered
@@ -22,10 +28,10 @@ from precondattn.given import at_least
 def empty_cache(
     mechanism: Piece,
     arrays: tuple[Array, ...],
-    named: Arrays,
+    named: ByName,
     capacity: int | None,
     key_mask: bool,
-    states: Mapping[str, Array] | None = None,
+    states: ByName | None = None,
     sequences: int | None = None,
 ) -> Cache:
     """A cache without tokens, with room for `capacity` tokens per sequence, or with `states`."""

@@ -12,6 +12,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
+from precondattn.algebra.call import Keeping
 from precondattn.algebra.piece import ExtendPullback
 from precondattn.arrays import (
     Array,
@@ -39,7 +40,6 @@ from precondattn.execution.arguments import BoundCall
 from precondattn.execution.array_checks import values_of
 from precondattn.execution.containment import NAN
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
-from precondattn.execution.keeping import Keeping
 from precondattn.execution.masks import nan_where_invalid
 from precondattn.execution.parts import Parts
 from precondattn.frame import Frame

@@ -26,7 +26,7 @@ from precondattn.algebra.declaration import HEADS, Pattern, ShapeError
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import HALF, Array, ByName, cast, dtype_name, host_array, namespace
 from precondattn.backend import NotCheckedWarning
-from precondattn.execution.checks import Checks
+from precondattn.execution.checked import CHECKS
 from precondattn.execution.input_names import declared_inputs
 from precondattn.execution.preparation import times
 
@@ -39,9 +39,10 @@ LONGEST = 1 + 2.0**-7
 """The largest length of a row that was scaled to length 1 and rounded to bfloat16."""
 
 
-def examine(mechanism: Piece, call: BoundCall, checks: Checks, *, is_full: bool) -> None:
+def examine(mechanism: Piece, call: BoundCall, *, is_full: bool) -> None:
     """Raise a ValueError for the first value that is not finite or out of its range."""
-    if is_full and checks.layout:
+    checks = CHECKS.get()
+    if is_full and checks is not None and checks.layout:
         _check_layout(mechanism, call)
     keys = call.frame.k_valid if is_full else call.frame.valid_keys(call.sizes["t"])
     valid = {"t": call.frame.q_valid, "s": keys}

@@ -14,22 +14,22 @@ from precondattn.execution.array_checks import check_device, check_stored
 from precondattn.given import Given
 
 
-def given_states(mechanism: Piece, given: Given, sizes: Sizes, like: Array) -> Arrays:
+def given_states(mechanism: Piece, states: Given, sizes: Sizes, like: Array) -> Arrays:
     """Copies of the given states, by the names of their buffers."""
     owner, slots = str(mechanism), mechanism.program.slots
     of_leaves = _states_of_leaves(mechanism)
-    if not isinstance(given, Mapping):
+    if not isinstance(states, Mapping):
         raise TypeError(
             f"{owner}: states must be a dict of arrays by name, as cache.states has them; "
-            f"found {type(given).__name__}"
+            f"found {type(states).__name__}"
         )
-    known = {name for names in of_leaves for name in names}
-    names = names_of_states({n: slot.kind for n, (slot, _) in slots.items() if n in known})
-    if given and not names:
+    of_states = {name for names in of_leaves for name in names}
+    names = names_of_states({n: slot.kind for n, (slot, _) in slots.items() if n in of_states})
+    if states and not names:
         raise ValueError(f"{owner}: its cache holds tokens and no states; found states")
     short_names = {name: short for short, name in names.items()}
     store: Arrays = {}
-    for short, state in given.items():
+    for short, state in states.items():
         name = str(names.get(short, short))
         if name not in short_names:
             hint = nearest(short, [*names]) if isinstance(short, str) else ""

@@ -42,28 +42,28 @@ def inputs_by_name(
     complete: bool = True,
 ) -> dict[str, Array]:
     """The inputs in the declared order; without `complete`, some may be missing."""
-    takes, first = f"{owner} takes {', '.join(declared)}", min(3, len(declared))
-    if len(arrays) > first:
+    takes, positional = f"{owner} takes {', '.join(declared)}", min(3, len(declared))
+    if len(arrays) > positional:
         call = ", ".join(name if i < 3 else f"{name}={name}" for i, name in enumerate(declared))
-        example = f", as in ({call})" if len(declared) > first else ""
+        example = f", as in ({call})" if len(declared) > positional else ""
         raise TypeError(
-            f"{takes}: at most {first} by position, the others by name{example}; "
+            f"{takes}: at most {positional} by position, the others by name{example}; "
             f"found {len(arrays)} by position"
         )
-    given = dict(zip(declared, arrays, strict=False))
+    by_name = dict(zip(declared, arrays, strict=False))
     for name, array in named.items():
-        if name in given:
+        if name in by_name:
             raise TypeError(f"{owner}: {name} is given by position and by name")
         if name not in declared:
             hint = hint_at_keyword(owner, name, plain(array), [*declared, *options])
             raise TypeError(
                 f"{owner}: unknown keyword {name!r}{hint}; {takes}, and {', '.join(options)}"
             )
-        given[name] = array
-    missing = [name for name in declared if name not in given]
+        by_name[name] = array
+    missing = [name for name in declared if name not in by_name]
     if missing and complete:
         raise TypeError(f"{owner}: missing {', '.join(missing)}; {takes}{_of_bases(owner, arrays)}")
-    return {name: given[name] for name in declared if name in given}
+    return {name: by_name[name] for name in declared if name in by_name}
 
 
 def _of_bases(owner: str, arrays: Sequence[Array]) -> str:

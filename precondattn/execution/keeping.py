@@ -11,8 +11,8 @@ places are then moved to the front, and form a batch of new tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from precondattn.algebra.call import Call, Keeping
 from precondattn.arrays import (
     Array,
     Arrays,
@@ -27,52 +27,30 @@ from precondattn.cache import Cache
 from precondattn.cache.kept import states_in, with_kept, without_way_back
 from precondattn.execution.arguments import BoundCall
 from precondattn.execution.cache_checks import check_is_cache
-from precondattn.given import Given, at_least
 
 
-class Keeping(NamedTuple):
-    """The states to keep: before each of the `last` tokens, or after `every` tokens. One is 0."""
+def can_keep(call: Call) -> bool:
+    """Whether the cache has states; raises an error if it has buffers that can not be kept."""
+    owner, cache = call.mechanism, call.cache
+    assert call.keeping is not None
+    (option,) = call.keeping.options
+    check_is_cache(str(owner), cache)
+    if is_distributed((cache.length,), {}):
+        raise TypeError(f"{owner}: DTensors have no {option}")
+    others = without_way_back(cache)
+    if others:
+        raise ValueError(
+            f"{owner}: {option} is for states; {', '.join(map(repr, others))} of this cache "
+            f"can not go back; take a snapshot() before the tokens, and restore() it"
+        )
+    return bool(states_in(cache))
 
-    last: int
-    every: int
 
-    @classmethod
-    def read(cls, owner: str, keep: Given, states_every: Given) -> Keeping | None:
-        """The states that the arguments of `extend` ask for; None if they ask for none."""
-        keep = at_least(0, f"{owner}: keep", keep)
-        if states_every is not None:
-            states_every = at_least(1, f"{owner}: states_every", states_every)
-        if keep and states_every is not None:
-            raise ValueError(
-                f"{owner}: keep and states_every are two ways to keep states; give one"
-            )
-        return cls(keep, states_every or 0) if keep or states_every else None
-
-    @property
-    def options(self) -> dict[str, int]:
-        """The option of `extend` that it was read from, with its value."""
-        return {"keep": self.last} if self.last else {"states_every": self.every}
-
-    def check(self, owner: str, cache: Cache) -> bool:
-        """Whether the cache has states; raises an error if it has buffers that can not be kept."""
-        (option,) = self.options
-        check_is_cache(owner, cache)
-        if is_distributed((cache.length,), {}):
-            raise TypeError(f"{owner}: DTensors have no {option}")
-        others = without_way_back(cache)
-        if others:
-            raise ValueError(
-                f"{owner}: {option} is for states; {', '.join(map(repr, others))} of this cache "
-                f"can not go back; take a snapshot() before the tokens, and restore() it"
-            )
-        return bool(states_in(cache))
-
-    def needs_lengths(self, call: BoundCall, length: Array) -> bool:
-        """Whether the parts of a call without `lengths` are ragged, so that its plan must have
-        `lengths`."""
-        if call.lengths is not None or not self.every:
-            return False
-        return Places(length, call.sizes["t"], None, self).is_ragged
+def needs_lengths(keeping: Keeping, bound: BoundCall, length: Array) -> bool:
+    """Whether the parts of a call without `lengths` are ragged, so that its plan must have them."""
+    if bound.lengths is not None or not keeping.every:
+        return False
+    return Places(length, bound.sizes["t"], None, keeping).is_ragged
 
 
 class Places:
@@ -111,13 +89,13 @@ class Places:
 
     def _every(self, m: int) -> tuple[int, int]:
         xp, t = namespace(self.length), self.t
-        held = host_array(self.length)
+        counts = host_array(self.length)
         self.before = m - self.length % m
-        if held is not None and len({*(held % m).tolist()}) == 1:
-            first = m - int(held[0]) % m
+        if counts is not None and len({*(counts % m).tolist()}) == 1:
+            first = m - int(counts[0]) % m
             self.columns = [*range(first, t + 1, m)]
             return min(first, t), t - self.columns[-1] if self.columns else 0
-        most = -(-t // m) if held is None else max((held % m + t).tolist(), default=0) // m
+        most = -(-t // m) if counts is None else max((counts % m + t).tolist(), default=0) // m
         self.columns = [xp.clip(self.before + m * j, max=t) for j in range(most)]
         return min(m, t), min(m, t)
 

@@ -182,7 +182,9 @@ def segments_of(
     return packed_by(owner, cu_seqlens, like, b, s, checks)
 
 
-def packed_by(owner: str, given: Given, like: Array, b: int, s: int, checks: ValueChecks) -> Packed:
+def packed_by(
+    owner: str, borders: Given, like: Array, b: int, s: int, checks: ValueChecks
+) -> Packed:
     """The segments given by `cu_seqlens`: non-decreasing integers (n + 1,), from 0 to at most s."""
     name = f"{owner}: cu_seqlens"
     if b != 1:
@@ -190,10 +192,10 @@ def packed_by(owner: str, given: Given, like: Array, b: int, s: int, checks: Val
             f"{name} divides one row of tokens, so b = 1 is expected; found b = {b} "
             f"(use segment_ids)"
         )
-    bounds = _checked_bounds(name, given, like)
-    known = bounds if isinstance(bounds, np.ndarray) else host_array(bounds)
-    if known is not None:
-        numbers = known.tolist()  # Python's integers do not overflow.
+    bounds = _checked_bounds(name, borders, like)
+    on_host = bounds if isinstance(bounds, np.ndarray) else host_array(bounds)
+    if on_host is not None:
+        numbers = on_host.tolist()  # Python's integers do not overflow.
         _check_values(name, numbers, s)
         end, lengths = numbers[-1], None
         if end < s:
@@ -218,26 +220,26 @@ def sequences_between(bounds: Given) -> int:
     return (len(bounds) if isinstance(bounds, list | tuple) else int(bounds.shape[0])) - 1
 
 
-def _checked_bounds(name: str, given: Given, like: Array) -> Array:
+def _checked_bounds(name: str, bounds: Given, like: Array) -> Array:
     """`given` as a NumPy array or an array of the inputs' library, with checked type and shape."""
-    if isinstance(given, list | tuple):
-        given = np.asarray(whole_numbers(name, given), dtype=object)
-    library = library_of(given)
+    if isinstance(bounds, list | tuple):
+        bounds = np.asarray(whole_numbers(name, bounds), dtype=object)
+    library = library_of(bounds)
     if library not in ("numpy", library_of(like)):
-        known = " or ".join(dict.fromkeys(("numpy", str(library_of(like)))))
-        found = type(given).__name__ if library is None else f"one of {library}"
+        libraries = " or ".join(dict.fromkeys(("numpy", str(library_of(like)))))
+        found = type(bounds).__name__ if library is None else f"one of {library}"
         raise TypeError(
-            f"{name} must be a list of whole numbers or an array of {known}; found {found}"
+            f"{name} must be a list of whole numbers or an array of {libraries}; found {found}"
         )
-    if dtype_name(given) not in (*INTEGERS, "object"):
-        raise TypeError(f"{name} must have an integer dtype; found {dtype_name(given)}")
-    if given.ndim != 1 or given.shape[0] < 2:
+    if dtype_name(bounds) not in (*INTEGERS, "object"):
+        raise TypeError(f"{name} must have an integer dtype; found {dtype_name(bounds)}")
+    if bounds.ndim != 1 or bounds.shape[0] < 2:
         raise ShapeError(
-            f"{name} must have shape (n + 1,) for n sequences; found {tuple(given.shape)}"
+            f"{name} must have shape (n + 1,) for n sequences; found {tuple(bounds.shape)}"
         )
-    if library != "numpy" and not is_traced(given) and device_of(given) != "cpu":
-        check_device(name, given, like, " (or give it on the CPU)")
-    return given
+    if library != "numpy" and not is_traced(bounds) and device_of(bounds) != "cpu":
+        check_device(name, bounds, like, " (or give it on the CPU)")
+    return bounds
 
 
 def _check_values(name: str, bounds: list[int], s: int) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
+from precondattn.algebra.call import Call
 from precondattn.algebra.declaration import ShapeError
 from precondattn.algebra.piece import ExtendPullback
 from precondattn.arrays import (
@@ -26,9 +26,9 @@ from precondattn.arrays import (
     on_device_of,
 )
 from precondattn.cache import KEY_MASK, Cache
-from precondattn.execution import checks
 from precondattn.execution.array_checks import check_arrays
 from precondattn.execution.cache_checks import check_cacheable, check_is_cache
+from precondattn.execution.checked import CHECKS
 from precondattn.execution.input_names import (
     EXTEND_OPTIONS,
     extending_inputs,
@@ -45,41 +45,30 @@ from precondattn.execution.packed import (
     returned,
     similar,
 )
-from precondattn.execution.signature import GivenCall
 from precondattn.frame import runs
 from precondattn.given import Given
 
 PACKINGS = ("segment_ids", "cu_seqlens")
 
 
-class Batch(NamedTuple):
-    """The sequences that are extended together."""
-
-    rows: list[int]
-    """The rows of the cache that these sequences have."""
-    cache: Cache
-    inputs: Arrays
-    masks: dict[str, Given]
-
-
 class PackedExtension:
     """A packed extension, and its batches."""
 
-    def __init__(self, given: GivenCall) -> None:
-        mechanism, cache = given.mechanism, given.cache
+    def __init__(self, call: Call) -> None:
+        mechanism, cache = call.mechanism, call.cache
         owner = str(mechanism)
-        self.mechanism, self.cache = mechanism, cache
+        self.call, self.cache = call, cache
         check_is_cache(owner, cache)
-        if is_distributed(given.arrays, given.named, cache.length):
+        if is_distributed(call.arrays, call.named, cache.length):
             raise TypeError(f"{owner}: DTensors have no packed sequences in extend")
         check_cacheable(mechanism)
-        if given.masks.get("lengths") is not None:
+        if call.masks.get("lengths") is not None:
             raise ValueError(
                 f"{owner}: lengths of packed sequences are those between their borders; leave "
                 f"lengths out, and let cu_seqlens end before padding"
             )
         declared = extending_inputs(mechanism)
-        inputs = inputs_by_name(owner, declared, given.arrays, given.named, EXTEND_OPTIONS)
+        inputs = inputs_by_name(owner, declared, call.arrays, call.named, EXTEND_OPTIONS)
         check_arrays(owner, declared, inputs)
         self.of_tokens = [name for name in inputs if is_of_tokens(declared[name])]
         for name in inputs:
@@ -93,7 +82,7 @@ class PackedExtension:
         sizes = declared.sizes(owner, shapes_of(token_inputs))
         self.inputs, self.shape = inputs, (sizes["b"], sizes["t"])
         self.like = next(iter(inputs.values()))
-        starts, lengths = self._sequences(given.masks)
+        starts, lengths = self._sequences(call.masks)
         self.count = int(lengths.sum())
         """The number of new tokens, without padding at the end of a single row."""
         if len(lengths) != cache.length.shape[0]:
@@ -102,7 +91,7 @@ class PackedExtension:
                 f"the cache; init_cache(..., sequences={len(lengths)}) makes one for them"
             )
         self._check_capacity(lengths)
-        key_mask = given.masks.get(KEY_MASK)
+        key_mask = call.masks.get(KEY_MASK)
         self.key_mask = check_mask(
             owner, KEY_MASK, key_mask, self.like, self.shape, ("bool",), "(b t)"
         )
@@ -114,10 +103,12 @@ class PackedExtension:
             count = self.shape[0] * self.shape[1]
             self.moves = on_device(moves_to(self.groups, starts, lengths, count), self.like)
         self.sizes = [(len(n), max(int(n.max()), int(has_tokens))) for n in self.lengths]
+        if CHECKS.get() is not None:
+            self._examine()
 
     def _sequences(self, masks: Mapping[str, Given]) -> tuple[np.ndarray, np.ndarray]:
         """The first token and the number of tokens of each sequence, counted over all rows."""
-        owner, (b, t) = str(self.mechanism), self.shape
+        owner, (b, t) = str(self.call.mechanism), self.shape
         borders = {name: masks.get(name) for name in PACKINGS}
         packed = segments_of(owner, borders, self.like, b, t, ValueChecks(owner))
         if packed.on_host is None:
@@ -135,25 +126,25 @@ class PackedExtension:
     def _check_capacity(self, lengths: np.ndarray) -> None:
         """Raise an error that gives the index of a sequence in the call, not in its batch."""
         capacity = self.cache.capacity
-        held = None if capacity is None else host_array(self.cache.length)
-        if held is None:  # There is no limit, or the length is traced.
+        old_lengths = None if capacity is None else host_array(self.cache.length)
+        if old_lengths is None:  # There is no limit, or the length is traced.
             return
-        for i, (before, new) in enumerate(zip(held.tolist(), lengths.tolist(), strict=True)):
+        for i, (before, new) in enumerate(zip(old_lengths.tolist(), lengths.tolist(), strict=True)):
             if before + new > capacity:
                 raise ValueError(
-                    f"{self.mechanism}: capacity exceeded: the cache holds at most {capacity} "
+                    f"{self.call.mechanism}: capacity exceeded: the cache holds at most {capacity} "
                     f"tokens, and the new ones do not fit (sequence {i} of the packed ones)"
                 )
 
-    def examine(self) -> None:
-        """Check the values of all inputs, in a checked context."""
-        if checks.current() is not None:
-            from precondattn.execution.examined_values import examine_whole
+    def _examine(self) -> None:
+        """Check the values of all inputs."""
+        from precondattn.execution.examined_values import examine_whole
 
-            is_token = np.arange(self.shape[0] * self.shape[1]).reshape(self.shape) < self.count
-            examine_whole(self.mechanism, self.inputs, is_token, self.key_mask)
+        is_token = np.arange(self.shape[0] * self.shape[1]).reshape(self.shape) < self.count
+        examine_whole(self.call.mechanism, self.inputs, is_token, self.key_mask)
 
-    def batches(self) -> list[Batch]:
+    def batches(self) -> list[tuple[list[int], Call]]:
+        """The calls of the sequences that are extended together, and their rows of the cache."""
         parts = {name: self.gathered(self.inputs[name]) for name in self.of_tokens}
         key_masks = [None] * len(self.groups)
         if self.key_mask is not None:
@@ -166,7 +157,8 @@ class PackedExtension:
             is_ragged = (lengths < self.sizes[i][1]).any()
             masks = {"lengths": lengths.tolist() if is_ragged else None, KEY_MASK: key_masks[i]}
             cache = self.cache if is_whole else self.cache.select(rows)
-            batches.append(Batch(rows, cache, inputs, masks))
+            batch = self.call._replace(arrays=(), named=inputs, masks=masks, cache=cache)
+            batches.append((rows, batch))
         return batches
 
     def gathered(self, array: Array) -> list[Array]:
@@ -193,61 +185,40 @@ class PackedExtension:
         whole = parts[0] if len(parts) == 1 else xp.concat(parts, axis=0)
         return whole if self.order is None else xp.take(whole, self._index(self.order), axis=0)
 
-    def states_of(self, batch: Batch, states: ByName) -> Arrays:
-        """The rows of a batch of arrays (n, …) by name."""
+    def states_of(self, rows: list[int], states: ByName) -> Arrays:
+        """The rows of a batch, of arrays (n, …) by name."""
         if len(self.groups) == 1:
             return dict(states)
-        index = self._index(batch.rows)
+        index = self._index(rows)
         return {n: namespace(a).take(a, index, axis=0) for n, a in states.items()}
 
     def _index(self, rows: list[int]) -> Array:
         return on_device_of(self.like, np.asarray(rows, dtype=np.int64))
 
 
-Extend = Callable[..., tuple[Array, Cache]]
-ExtendVjp = Callable[..., tuple[Array, Cache, ExtendPullback]]
+ExtendVjp = Callable[[Call], tuple[Array, Cache, ExtendPullback]]
 
 
-def extend(given: GivenCall, one_batch: Extend, *, donate: bool) -> tuple[Array, Cache]:
+def extend(call: Call, one_batch: Callable[[Call], tuple[Array, Cache]]) -> tuple[Array, Cache]:
     """The output for packed tokens, and the cache with them; `one_batch` extends each batch."""
-    packed = PackedExtension(given)
-    if checks.contexts:
-        packed.examine()
-    outs, caches = [], []
-    for batch in packed.batches():
-        out, cache = one_batch(
-            given.mechanism,
-            batch.cache,
-            (),
-            batch.inputs,
-            given.backend,
-            batch.masks,
-            donate=donate,
-        )
-        outs.append(out)
-        caches.append(cache)
-    if donate:
-        given.cache.store.clear()
+    packed = PackedExtension(call)
+    outs, caches = zip(*[one_batch(batch) for _, batch in packed.batches()], strict=True)
+    if call.donate:
+        call.cache.store.clear()
     return packed.of_tokens_in(outs), packed.cache_of(caches)
 
 
-def extend_vjp(given: GivenCall, one_batch: ExtendVjp) -> tuple[Array, Cache, ExtendPullback]:
+def extend_vjp(call: Call, one_batch: ExtendVjp) -> tuple[Array, Cache, ExtendPullback]:
     """The output for packed tokens, the cache with them, and the pullback."""
-    packed = PackedExtension(given)
-    if checks.contexts:
-        packed.examine()
+    packed = PackedExtension(call)
     batches = packed.batches()
-    results = [
-        one_batch(given.mechanism, each.cache, (), each.inputs, given.backend, each.masks)
-        for each in batches
-    ]
-    outs, caches, pulls = zip(*results, strict=True)
+    outs, caches, pulls = zip(*[one_batch(batch) for _, batch in batches], strict=True)
 
     def pullback(cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
         parts = packed.gathered(cotangent)
         pulled = [
-            pull(part, packed.states_of(batch, d_store))
-            for pull, part, batch in zip(pulls, parts, batches, strict=True)
+            pull(part, packed.states_of(rows, d_store))
+            for pull, part, (rows, _) in zip(pulls, parts, batches, strict=True)
         ]
         gradients, d_past = zip(*pulled, strict=True)
         d_inputs = {

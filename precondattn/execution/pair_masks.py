@@ -160,9 +160,9 @@ def check_extends_prefix(prefix: Array, length: Array, count: Given, checks: Val
     Otherwise its first tokens were computed without its last ones.
     """
     # All three are read only if that does not wait for a device.
-    read = [host_array(a) if not isinstance(a, int) else a for a in (prefix, length, count)]
-    if all(a is not None for a in read):
-        prefix, length, count = (np.asarray(a) for a in read)
+    on_host = [host_array(a) if not isinstance(a, int) else a for a in (prefix, length, count)]
+    if all(a is not None for a in on_host):
+        prefix, length, count = (np.asarray(a) for a in on_host)
     is_new = (length == 0) & (prefix <= count)
     message = "prefix must be within the new tokens of an empty cache, or within the cached ones"
     checks.require(is_new | (prefix <= length), message)

@@ -47,8 +47,8 @@ def signature_of_shorthand(cls: MechanismClass) -> Signature:
         is_needed = all(name in each for each in declared)
         inputs[name] = _input(name, patterns, Parameter.empty if is_needed else OPTIONAL)
     options = []
-    own, of_base = options_of(cls)
-    for name, field in {**own, **of_base}.items():
+    of_class, of_base = options_of(cls)
+    for name, field in {**of_class, **of_base}.items():
         option = _option(field)
         if name in inputs:  # An array for the input of an option's name sets the option.
             array = inputs.pop(name).annotation
@@ -58,11 +58,11 @@ def signature_of_shorthand(cls: MechanismClass) -> Signature:
 
 
 def _signature(cls: MechanismClass, inputs: list[Parameter], options: list[Parameter]) -> Signature:
-    first = [each.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for each in inputs[:3]]
+    positional = [each.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for each in inputs[:3]]
     others = sorted(inputs[3:], key=lambda each: each.default is OPTIONAL)
     of_call = signature(cls.__call__).parameters
     masks = [of_call[name] for name in CALL_OPTIONS]
-    return Signature([*first, *others, *options, *masks], return_annotation="Array")
+    return Signature([*positional, *others, *options, *masks], return_annotation="Array")
 
 
 def _input(name: str, patterns: Iterable[str], default: OptionValue = Parameter.empty) -> Parameter:

@@ -10,14 +10,16 @@ long.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from precondattn.algebra.call import Keeping
 from precondattn.algebra.declaration import Inputs
 from precondattn.arrays import (
     Array,
     Arrays,
+    ByName,
     arange_like,
     as_index,
     cast,
@@ -29,7 +31,7 @@ from precondattn.arrays import (
 from precondattn.backend import UnsupportedError
 from precondattn.cache import KEY_MASK, Cache, Replace, Updates
 from precondattn.execution.arguments import BoundCall
-from precondattn.execution.keeping import Keeping, Places, Tokens, stacked
+from precondattn.execution.keeping import Places, Tokens, stacked
 from precondattn.execution.masks import nan_where_invalid, zero_padding
 from precondattn.frame import EXTENSION, Frame, Layout, extending_frame
 
@@ -71,11 +73,11 @@ class Parts(Places):
 
         def one(past: Arrays, number: int, part: Part) -> tuple[Arrays, Array]:
             width, frame = self.widths[number], self._frame(number, part)
-            given = inputs | part.inputs
+            of_part = inputs | part.inputs
             if part.lengths is not None:
-                given = zero_padding(given, declared, frame.q_valid, frame.valid_keys(width))
+                of_part = zero_padding(of_part, declared, frame.q_valid, frame.valid_keys(width))
             count = width if part.lengths is None else part.lengths
-            out, updates = step(past, given, frame, part.length, count)
+            out, updates = step(past, of_part, frame, part.length, count)
             return {name: _state(updates[name], array) for name, array in past.items()}, out
 
         def between(past: Arrays, part: Part) -> tuple[Arrays, tuple[Arrays, Array]]:
@@ -93,7 +95,7 @@ class Parts(Places):
                 if self.widths[number] or not last:
                     past, out = one(past, number, self._part(tokens, number))
                     outs.append(out)
-                rows.append(_as_row(past))
+                rows.append({name: state[:, None, ...] for name, state in past.items()})
                 number += 1
         xp = namespace(outs[0])
         joined = outs[0] if len(outs) == 1 else xp.concat(outs, axis=1)
@@ -137,8 +139,8 @@ class Parts(Places):
     def _frame(self, number: int, part: Part) -> Frame:
         frame, width = self.call.frame, self.widths[number]
         if part.lengths is None and part.mask is None and frame.held is not None:
-            held = frame.held + self.starts[number]
-            layout = Layout(EXTENSION, width, frame.layout.s or 0, held=held, longest=held)
+            cached = frame.held + self.starts[number]
+            layout = Layout(EXTENSION, width, frame.layout.s or 0, held=cached, longest=cached)
             return Frame.of(layout, part.length)
         longest = None if frame.longest is None else frame.longest + self.t
         masks = {"lengths": part.lengths, "key_mask": part.mask}
@@ -149,11 +151,11 @@ class Parts(Places):
         token = arange_like(self.t, self.length)[None, :]
         xp, source = namespace(token), token + 0 * self.length[:, None]
         for column, base in zip(self.columns, accumulate(self.widths), strict=False):
-            here = column[:, None]
-            source = xp.where(token >= here, base + token - here, source)
+            place = column[:, None]
+            source = xp.where(token >= place, base + token - place, source)
         return as_index(xp.clip(source, 0, count - 1))
 
-    def keep(self, owned: Sequence[tuple[str, str]], rows: Mapping[str, Array]) -> None:
+    def keep(self, owned: Sequence[tuple[str, str]], rows: ByName) -> None:
         """Keep a piece's states at the places, the first n of (b, n + 1, …)."""
         call = self.call
         for name, key in owned:
@@ -176,10 +178,6 @@ class Parts(Places):
 
 def _is_traced_by_jax(*arrays: Array) -> bool:
     return library_of(arrays[0]) == "jax" and any(map(is_traced, arrays))
-
-
-def _as_row(states: Mapping[str, Array]) -> Arrays:
-    return {name: state[:, None, ...] for name, state in states.items()}
 
 
 def _divided(array: Array, count: int) -> Array:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
+from precondattn.algebra.call import Call
 from precondattn.algebra.declaration import Inputs, Pattern, ShapeError, Sizes
+from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
     Array,
@@ -36,7 +39,6 @@ from precondattn.execution.cache_checks import (
     check_cacheable,
     check_is_cache,
 )
-from precondattn.execution.containment import examined
 from precondattn.execution.input_names import (
     CALL_OPTIONS,
     EXTEND_OPTIONS,
@@ -46,12 +48,11 @@ from precondattn.execution.input_names import (
     shapes_of,
 )
 from precondattn.execution.pair_masks import check_takes_masks
-from precondattn.execution.signature import GivenCall
 from precondattn.execution.torch.autocast import cast_inputs, hint
 from precondattn.execution.transposed_layout import advice
 from precondattn.frame import FULL, Layout
 from precondattn.given import Given
-from precondattn.limits import KEPT_SIGNATURES
+from precondattn.limits import KEPT, KEPT_SIGNATURES
 from precondattn.native.ordinary import is_ordinary
 
 
@@ -88,7 +89,7 @@ READ_AT_ONCE = ("numpy", "torch")
 """The libraries whose arrays on the CPU are read without waiting."""
 
 
-def prepared(call: GivenCall, signature: Hashable | None) -> PreparedCall:
+def prepared(call: Call, signature: Hashable | None) -> PreparedCall:
     """The preparation of a call: looked up by its signature, or made if it is new or None.
 
     Invalid arguments raise an error here, except for invalid entries of arrays.
@@ -104,7 +105,7 @@ def prepared(call: GivenCall, signature: Hashable | None) -> PreparedCall:
     return known
 
 
-def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
+def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
     mechanism, owner, cache = call.mechanism, str(call.mechanism), call.cache
     is_full = call.verb in ("forward", "vjp")
     if not is_full:
@@ -165,6 +166,27 @@ def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
         layout=None if request.is_symbolic else Layout(FULL, *times(sizes)),
         allowed=allowed,
     )
+
+
+@lru_cache(maxsize=KEPT)
+def examined(mechanism: Piece, *, is_packed: bool) -> dict[str, Pattern]:
+    """The inputs whose NaN or infinity could reach an output that does not depend on them."""
+    leaves = relating_leaves(mechanism)
+    patterns = {
+        name: pattern
+        for name, pattern in mechanism.inputs.items()
+        if pattern.time_axis is not None and not pattern.is_pairwise
+    }
+    if is_packed:
+        return patterns if leaves else {}
+    if not mechanism.offers.causal or all(leaf.hides_later_keys for leaf in leaves):
+        return {}
+    return {n: p for n, p in patterns.items() if "s" in p.letters and "e" not in p.letters}
+
+
+def relating_leaves(mechanism: Piece) -> list[LeafProtocol]:
+    """The leaves that relate tokens to other tokens."""
+    return [leaf for leaf in mechanism.program.leaves if leaf.relates_tokens]
 
 
 def _check_has_no_gradient(owner: str, mechanism: Piece, inputs: Arrays) -> None:

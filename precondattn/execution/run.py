@@ -1,50 +1,43 @@
 """The public methods of a mechanism: bind the arguments, make a plan, and run it.
 
-`algebra/verbs.py` has their signatures and documentation, and passes every call to this module.
+`algebra/verbs.py` has their signatures and documentation, and passes each call to this module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
 
-from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
+from precondattn.algebra.call import Call
+from precondattn.algebra.piece import ExtendPullback, Piece
 from precondattn.arrays import Array, Arrays, is_distributed, namespace
 from precondattn.cache import Cache
 from precondattn.cache.kinds import empty_if_donated
 from precondattn.dispatch.discovery import discover
 from precondattn.dispatch.explanation import Explanation
-from precondattn.execution import checks, evaluation, packed, packed_extension, windows
+from precondattn.execution import evaluation, packed, packed_extension, windows
 from precondattn.execution.arguments import BoundCall, bind, bind_extension
 from precondattn.execution.array_checks import check_cotangent
 from precondattn.execution.cache_checks import check_has_states
+from precondattn.execution.checked import CHECKS
 from precondattn.execution.containment import contained, contained_after
-from precondattn.execution.keeping import Keeping
+from precondattn.execution.keeping import can_keep, needs_lengths
 from precondattn.execution.masks import zero_padding
 from precondattn.execution.pair_masks import ATTN_MASK, PAIR_MASKS, PREFIX, has_no
-from precondattn.execution.signature import GivenCall, signature_of
+from precondattn.execution.signature import signature_of
 from precondattn.execution.torch import autocast
 from precondattn.execution.torch.context_parallel import check_context_parallel
-from precondattn.execution.unchanged import held
-from precondattn.given import Given
-
-Masks = Mapping[str, Any]
-"""The masks by name, each an array or None, for `bind` or `bind_extension`."""
+from precondattn.execution.unchanged import guarded
 
 
-def call(
-    mechanism: Piece, arrays: tuple[Array, ...], named: Arrays, backend: BackendNames, masks: Masks
-) -> Array:
+def forward(call: Call) -> Array:
     """The output of a full call."""
-    given = GivenCall("forward", mechanism, arrays, named, masks, backend)
-    signature = signature_of(given)
-    if signature is None and _is_distributed(given):
+    signature = signature_of(call)
+    if signature is None and _is_distributed(call):
         from precondattn.execution.torch import dtensor
 
-        return dtensor.call(given)
-    bound = bind(given, signature)
-    if checks.contexts:
+        return dtensor.forward(call)
+    mechanism, bound = call.mechanism, bind(call, signature)
+    if CHECKS.get() is not None:
         _check_values(mechanism, bound, is_full=True)
     if bound.prepared.examined:
         bound = contained(mechanism, bound)
@@ -61,20 +54,18 @@ def _evaluated(bound: BoundCall) -> Array:
     return autograd_autocast.forward(bound)
 
 
-def vjp(
-    mechanism: Piece, arrays: tuple[Array, ...], named: Arrays, backend: BackendNames, masks: Masks
-) -> tuple[Array, Callable[[Array], Arrays]]:
+def vjp(call: Call) -> tuple[Array, Callable[[Array], Arrays]]:
     """The output of a full call, and its pullback."""
+    mechanism = call.mechanism
     check_context_parallel(mechanism)
-    given = GivenCall("vjp", mechanism, arrays, named, masks, backend)
-    signature = signature_of(given)
-    if signature is None and _is_distributed(given):
+    signature = signature_of(call)
+    if signature is None and _is_distributed(call):
         from precondattn.execution.torch import dtensor
 
-        return dtensor.vjp(given)
-    given, check_arguments = held(given)
-    bound = bind(given, signature)
-    if checks.contexts:
+        return dtensor.vjp(call)
+    call, check_unchanged = guarded(call)
+    bound = bind(call, signature)
+    if CHECKS.get() is not None:
         _check_values(mechanism, bound, is_full=True)
     bound = contained(mechanism, bound)
     divided = packed.divided(mechanism, bound)
@@ -83,7 +74,7 @@ def vjp(
 
     def pullback(cotangent: Array) -> Arrays:
         check_cotangent(str(mechanism), "the cotangent", cotangent, "the output", out)
-        check_arguments()
+        check_unchanged()
         with autocast.off(cotangent):
             gradients = pull(cotangent)
         return _of_valid(gradients, mechanism, bound, bound.frame.k_valid)
@@ -97,21 +88,13 @@ def _of_valid(gradients: Arrays, mechanism: Piece, bound: BoundCall, k_valid: Ar
     return gradients if bound.non_finite is None else bound.non_finite.cleaned(gradients)
 
 
-def gradients_from_lse(
-    mechanism: Piece,
-    inputs: Arrays,
-    backend: BackendNames,
-    masks: Masks,
-    out: Array,
-    lse: Array,
-    cotangent: Array,
-) -> Arrays | None:
+def gradients_from_lse(call: Call, out: Array, lse: Array, cotangent: Array) -> Arrays | None:
     """The gradients of softmax attention from its output and log-sum-exp, without a forward pass.
 
     None if the backend needs a forward pass.
     """
-    given = GivenCall("vjp", mechanism, (), inputs, masks, backend)
-    bound = contained(mechanism, bind(given, signature_of(given)))
+    mechanism = call.mechanism
+    bound = contained(mechanism, bind(call, signature_of(call)))
     if packed.divided(mechanism, bound) is not None:
         return None
     with autocast.off(cotangent):
@@ -120,27 +103,18 @@ def gradients_from_lse(
     return None if gradients is None else _of_valid(gradients, mechanism, bound, k_valid)
 
 
-def extend(
-    mechanism: Piece,
-    cache: Cache,
-    arrays: tuple[Array, ...],
-    named: Arrays,
-    backend: BackendNames,
-    masks: Masks,
-    *,
-    donate: bool,
-    keeping: Keeping | None = None,
-) -> tuple[Array, Cache]:
+def extend(call: Call) -> tuple[Array, Cache]:
     """The output for new tokens, and the extended cache."""
+    mechanism, cache, masks, donate = call.mechanism, call.cache, call.masks, call.donate
     check_context_parallel(mechanism)
-    if keeping is not None and not keeping.check(str(mechanism), cache):
+    keeping = call.keeping
+    if keeping is not None and not can_keep(call):
         keeping = None  # A cache without states can always be cropped.
-    given = GivenCall("extend", mechanism, arrays, named, masks, backend, cache)
-    signature = signature_of(given)
-    if signature is None and _is_distributed(given):
+    signature = signature_of(call)
+    if signature is None and _is_distributed(call):
         from precondattn.execution.torch import dtensor
 
-        return dtensor.extend(given, donate=donate)
+        return dtensor.extend(call)
     if windows.is_window(cache):
         for name, lacks in ((PREFIX, "no prefix"), (ATTN_MASK, "not all columns of an attn_mask")):
             if masks.get(name) is not None:
@@ -148,18 +122,18 @@ def extend(
                     f"{mechanism}: the cache of a window keeps the last tokens only, and {lacks}; "
                     f"use full calls, or a mechanism without a window"
                 )
-        plain, old = windows.ordinary(given), cache._replace(store=dict(cache.store))
+        plain, old = windows.ordinary(call), cache._replace(store=dict(cache.store))
         try:
-            out, longer = extend(mechanism, plain, arrays, named, backend, masks, donate=donate)
+            out, longer = extend(call._replace(cache=plain, keeping=None))
         finally:
             empty_if_donated(cache, plain)
         return out, windows.moved_on(mechanism, old, longer, donate=donate)
-    bound = bind_extension(given, signature)
-    if keeping is not None and keeping.needs_lengths(bound, cache.length):
+    bound = bind_extension(call, signature)
+    if keeping is not None and needs_lengths(keeping, bound, cache.length):
         b, t = (bound.sizes[letter] for letter in "bt")
-        given = given._replace(masks={**masks, "lengths": [t] * b})
-        bound = bind_extension(given, signature_of(given))
-    if checks.contexts:
+        call = call._replace(masks={**masks, "lengths": [t] * b})
+        bound = bind_extension(call, signature_of(call))
+    if CHECKS.get() is not None:
         _check_values(mechanism, bound, is_full=False)
     ready = bound.prepared
     if ready.examined or bound.frame.k_segment is not None:
@@ -176,66 +150,48 @@ def extend(
     return autograd_autocast.extend(bound, cache, donate=donate, keeping=keeping)
 
 
-def extend_packed(
-    mechanism: Piece,
-    cache: Cache,
-    arrays: tuple[Array, ...],
-    named: Arrays,
-    backend: BackendNames,
-    masks: Masks,
-    *,
-    donate: bool,
-    keeping: Keeping | None = None,
-) -> tuple[Array, Cache]:
+def extend_packed(call: Call) -> tuple[Array, Cache]:
     """The output for packed new tokens, and the extended cache; `cu_seqlens` is in the masks."""
     for name in PAIR_MASKS:
-        if masks.get(name) is not None:
+        if call.masks.get(name) is not None:
             raise ValueError(
-                f"{mechanism}: packed sequences of extend take no {name}; give each sequence a row"
+                f"{call.mechanism}: packed sequences of extend take no {name}; give each sequence "
+                f"a row"
             )
-    given = GivenCall("extend", mechanism, arrays, named, masks, backend, cache)
-    one_batch = partial(extend, keeping=keeping)
-    return packed_extension.extend(given, one_batch, donate=donate)
+    return packed_extension.extend(call, extend)
 
 
-def extend_vjp(
-    mechanism: Piece,
-    cache: Cache,
-    arrays: tuple[Array, ...],
-    named: Arrays,
-    backend: BackendNames,
-    masks: Masks,
-) -> tuple[Array, Cache, ExtendPullback]:
+def extend_vjp(call: Call) -> tuple[Array, Cache, ExtendPullback]:
     """The output for new tokens, the extended cache of states, and the pullback."""
+    mechanism = call.mechanism
     check_context_parallel(mechanism)
-    _refuse_pair_masks(mechanism, named)
-    if "donate" in named:
+    _refuse_pair_masks(call)
+    if "donate" in call.named:
         raise TypeError(
             f"{mechanism}: extend_vjp does not donate: the pullback needs the old cache"
         )
     for name in ("keep", "states_every"):
-        if name in named:
+        if name in call.named:
             raise TypeError(
                 f"{mechanism}: extend_vjp has no {name}; where the library has automatic "
                 f"differentiation, differentiate extend(..., {name}=...)"
             )
     check_has_states(mechanism)
-    given = GivenCall("extend_vjp", mechanism, arrays, named, masks, backend, cache)
-    signature = signature_of(given)
-    if signature is None and _is_distributed(given):
+    signature = signature_of(call)
+    if signature is None and _is_distributed(call):
         from precondattn.execution.torch import dtensor
 
-        return dtensor.extend_vjp(given)
-    given, check_arguments = held(given)
-    bound = bind_extension(given, signature)
-    if checks.contexts:
+        return dtensor.extend_vjp(call)
+    call, check_unchanged = guarded(call)
+    bound = bind_extension(call, signature)
+    if CHECKS.get() is not None:
         _check_values(mechanism, bound, is_full=False)
-    bound, cache = contained_after(mechanism, bound, given.cache)
+    bound, cache = contained_after(mechanism, bound, call.cache)
     with autocast.off(cache.length):
         out, extended, pull = evaluation.extend_vjp(bound, cache)
 
     def pull_valid(cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
-        check_arguments()
+        check_unchanged()
         with autocast.off(cotangent):
             gradients, d_past = pull(cotangent, d_store)
         k_valid = bound.frame.valid_keys(bound.sizes["t"])
@@ -244,19 +200,11 @@ def extend_vjp(
     return out, extended, _checked_pullback(mechanism, out, extended, pull_valid)
 
 
-def extend_vjp_packed(
-    mechanism: Piece,
-    cache: Cache,
-    arrays: tuple[Array, ...],
-    named: Arrays,
-    backend: BackendNames,
-    masks: Masks,
-) -> tuple[Array, Cache, ExtendPullback]:
+def extend_vjp_packed(call: Call) -> tuple[Array, Cache, ExtendPullback]:
     """The output for packed new tokens, the extended cache of states, and the pullback."""
-    _refuse_pair_masks(mechanism, named)
-    given = GivenCall("extend_vjp", mechanism, arrays, named, masks, backend, cache)
-    out, extended, pull = packed_extension.extend_vjp(given, extend_vjp)
-    return out, extended, _checked_pullback(mechanism, out, extended, pull)
+    _refuse_pair_masks(call)
+    out, extended, pull = packed_extension.extend_vjp(call, extend_vjp)
+    return out, extended, _checked_pullback(call.mechanism, out, extended, pull)
 
 
 def _checked_pullback(
@@ -266,37 +214,31 @@ def _checked_pullback(
     new_store = dict(extended.store)
 
     def pullback(cotangent: Array, d_store: Arrays | Cache | None = None) -> tuple[Arrays, Arrays]:
-        given = d_store.store if isinstance(d_store, Cache) else d_store
-        given = {} if given is None else given
-        if not isinstance(given, Mapping):
+        d_buffers = d_store.store if isinstance(d_store, Cache) else d_store
+        d_buffers = {} if d_buffers is None else d_buffers
+        if not isinstance(d_buffers, Mapping):
             raise TypeError(
                 f"{mechanism}: the cotangents of buffers must be a dict by buffer name, or a "
                 f"Cache; found {type(d_store).__name__}"
             )
         check_cotangent(str(mechanism), "the cotangent", cotangent, "the output", out)
-        for name, array in given.items():
+        for name, array in d_buffers.items():
             if name not in new_store:
                 raise ValueError(
                     f"{mechanism}: the cache has no buffer {name!r}; it has {', '.join(new_store)}"
                 )
             what = f"the cotangent of {name!r}"
             check_cotangent(str(mechanism), what, array, "that buffer", new_store[name])
-        zeros = {n: namespace(a).zeros_like(a) for n, a in new_store.items() if n not in given}
-        return pull(cotangent, {**given, **zeros})
+        missing = {n: a for n, a in new_store.items() if n not in d_buffers}
+        zeros = {n: namespace(a).zeros_like(a) for n, a in missing.items()}
+        return pull(cotangent, {**d_buffers, **zeros})
 
     return pullback
 
 
-def explain(
-    mechanism: Piece,
-    verb: str,
-    cache: Cache | None,
-    arrays: tuple[Array, ...],
-    named: Arrays,
-    backend: BackendNames,
-    masks: Masks,
-) -> Explanation:
+def explain(call: Call) -> Explanation:
     """The plan of a call, made by the same code as when the call runs."""
+    verb, mechanism, cache, masks = call.verb, call.mechanism, call.cache, call.masks
     if verb not in ("forward", "vjp"):
         raise ValueError(
             f"{mechanism}: verb must be 'forward' or 'vjp' (for extend, pass the cache); "
@@ -308,20 +250,19 @@ def explain(
                 f"{mechanism}: {name} divides an extension into several; explain one of them, "
                 f"without {name}"
             )
-    given = GivenCall(verb, mechanism, arrays, named, masks, backend, cache)
-    if _is_distributed(given):
+    if _is_distributed(call):
         from precondattn.execution.torch import dtensor
 
-        return dtensor.explain(given)
+        return dtensor.explain(call)
     if cache is not None:
         if verb == "vjp":
             check_has_states(mechanism)
         if windows.is_window(cache):
-            cache = windows.ordinary(given)
+            cache = windows.ordinary(call)
         masks = {name: masks[name] for name in ("lengths", "key_mask", *PAIR_MASKS)}
         verb = "extend_vjp" if verb == "vjp" else "extend"
-        given = given._replace(verb=verb, masks=masks, cache=cache)
-    bound = (bind if cache is None else bind_extension)(given, signature_of(given))
+        call = call._replace(verb=verb, masks=masks, cache=cache)
+    bound = (bind if cache is None else bind_extension)(call, signature_of(call))
     ready = bound.prepared
     divided = packed.divided(mechanism, bound)
     if divided is not None:
@@ -332,22 +273,20 @@ def explain(
 
 
 def _check_values(mechanism: Piece, bound: BoundCall, *, is_full: bool) -> None:
-    """Check the values of the inputs, if this context is a checked one."""
-    current = checks.current()
-    if current is not None:
-        from precondattn.execution.examined_values import examine
+    """Check the values of the inputs."""
+    from precondattn.execution.examined_values import examine
 
-        examine(mechanism, bound, current, is_full=is_full)
+    examine(mechanism, bound, is_full=is_full)
 
 
-def _is_distributed(given: GivenCall) -> bool:
-    cache = given.cache
+def _is_distributed(call: Call) -> bool:
+    cache = call.cache
     buffers = (cache.length, *cache.store.values()) if isinstance(cache, Cache) else ()
-    return is_distributed(given.arrays, given.named, *buffers, *given.masks.values())
+    return is_distributed(call.arrays, call.named, *buffers, *call.masks.values())
 
 
-def _refuse_pair_masks(mechanism: Piece, named: Mapping[str, Given]) -> None:
+def _refuse_pair_masks(call: Call) -> None:
     """Raise a TypeError for a mask of pairs in `extend_vjp`, whose cache is a state."""
     for name in PAIR_MASKS:
-        if name in named:
-            raise TypeError(f"{mechanism}: {has_no(name)}")
+        if name in call.named:
+            raise TypeError(f"{call.mechanism}: {has_no(name)}")

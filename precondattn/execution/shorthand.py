@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from textwrap import fill
 
+from precondattn.algebra.call import Call
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.algebra.registry import MechanismClass
 from precondattn.arrays import Array, is_compiling
@@ -43,14 +44,14 @@ def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
             from precondattn.execution.torch.compile import captured_shorthand
 
             return captured_shorthand(cls.name, arrays, named)
-        from precondattn.execution.run import call as call_now
+        from precondattn.execution.run import forward
 
         mechanism, rest = built(cls, named)
         backend = rest.pop("backend", None)
         masks = dict.fromkeys(MASKS)
         for name in rest.keys() & MASKS:
             masks[name] = rest.pop(name)
-        return call_now(mechanism, arrays, rest, backend, masks)
+        return forward(Call("forward", mechanism, arrays, rest, masks, backend))
 
     call.__name__ = call.__qualname__ = cls.name
     call.__doc__ = _documentation(cls)

@@ -13,34 +13,19 @@ call is checked and planned every time.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from operator import attrgetter
-from typing import NamedTuple
 
-from precondattn.algebra.piece import BackendNames, Piece
+from precondattn.algebra.call import Call
 from precondattn.arrays import Array, exact_device, library_of, only_computes
 from precondattn.cache import Cache
 from precondattn.dispatch.discovery import selection
 from precondattn.given import Given
 
 
-class GivenCall(NamedTuple):
-    """A call as the user gave it, before any check."""
-
-    verb: str
-    mechanism: Piece
-    arrays: tuple[Array, ...]
-    """The positional arguments; `named` has the inputs given by name."""
-    named: Mapping[str, Given]
-    masks: Mapping[str, Given]
-    """The masks by name; None for a mask that is not given."""
-    backend: BackendNames
-    cache: Given = None
-
-
-def signature_of(call: GivenCall) -> Hashable | None:
+def signature_of(call: Call) -> Hashable | None:
     """The signature of a call; None for a call that has none."""
-    verb, mechanism, arrays, named, masks, backend, cache = call
+    verb, mechanism, arrays, named, masks, backend, cache, _, _ = call
     arguments = (*arrays, *named.values(), *masks.values())
     names: object = (*named,)
     if cache is not None:

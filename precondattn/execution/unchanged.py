@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from precondattn.algebra.call import Call
 from precondattn.arrays import Array, Arrays, ByName, copied, library_of, writes_in_place
 from precondattn.cache import Cache
-from precondattn.execution.signature import GivenCall
 
 
-def held(call: GivenCall) -> tuple[GivenCall, Callable[[], None]]:
+def guarded(call: Call) -> tuple[Call, Callable[[], None]]:
     """The call, and a function that raises an error if an argument has changed since."""
     tensors = [(name, a) for name, a in _arguments(call).items() if library_of(a) == "torch"]
     if any(tensor.is_inference() for _, tensor in tensors):
@@ -41,7 +41,7 @@ def held(call: GivenCall) -> tuple[GivenCall, Callable[[], None]]:
     return call, check
 
 
-def _with_copies(call: GivenCall) -> GivenCall:
+def _with_copies(call: Call) -> Call:
     """The call, with copies of the tensors of inference mode."""
 
     def kept(array: Array) -> Array:
@@ -57,7 +57,7 @@ def _with_copies(call: GivenCall) -> GivenCall:
     return call._replace(arrays=arrays, named=named, masks=masks, cache=cache)
 
 
-def _arguments(call: GivenCall) -> Arrays:
+def _arguments(call: Call) -> Arrays:
     """The arguments, by the names that messages have for them."""
     arguments = {**dict(zip(call.mechanism.inputs, call.arrays, strict=False)), **call.named}
     arguments |= call.masks

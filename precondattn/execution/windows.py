@@ -8,6 +8,7 @@ buffers; otherwise it has copies with more rows.
 
 from __future__ import annotations
 
+from precondattn.algebra.call import Call
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import cast, fresh, is_traced, namespace, writes_in_place
 from precondattn.cache import KEY_MASK, Cache
@@ -15,36 +16,35 @@ from precondattn.cache.capacity import grown
 from precondattn.cache.integers import entries
 from precondattn.cache.kinds import TOKENS, Kind
 from precondattn.cache.windows import FIRST, dropped, moved_to_front, rows_of
-from precondattn.execution.signature import GivenCall
 
 
 def is_window(cache: Cache) -> bool:
     return isinstance(cache, Cache) and FIRST in cache.store
 
 
-def ordinary(call: GivenCall) -> Cache:
+def ordinary(call: Call) -> Cache:
     """A cache without a window that has the same tokens, and room for the new ones."""
     mechanism, cache = call.mechanism, call.cache
-    length, first = cache.length, cache.store[FIRST]
+    length, tokens_before = cache.length, cache.store[FIRST]
     # A negative length marks an invalid sequence, which stays invalid.
-    local = namespace(length).where(length < 0, length, length - cast(first, length.dtype))
+    local = namespace(length).where(length < 0, length, length - cast(tokens_before, length.dtype))
     store = {name: buffer for name, buffer in cache.store.items() if name != FIRST}
     kinds = _kinds(mechanism)
     if not set(mechanism.program.slots) <= set(store) <= set(kinds):
         return Cache(length, store)  # A cache of another mechanism, which `extend` refuses.
     reach = mechanism.program.reach
-    held = next(a.shape[1] for name, a in store.items() if kinds[name].has_tokens)
-    if reach is None or held != rows_of(reach):
+    rows = next(a.shape[1] for name, a in store.items() if kinds[name].has_tokens)
+    if reach is None or rows != rows_of(reach):
         window = "no window" if reach is None else f"a window of {reach + 1}"
         raise ValueError(
             f"{mechanism}: the cache is of another mechanism: it holds the last tokens only, in "
-            f"{held} rows, and this mechanism has {window}"
+            f"{rows} rows, and this mechanism has {window}"
         )
     own_kinds = {name: {str(kinds[name]): ()} for name in store}
     plain = Cache(cast(local, length.dtype), store, own_kinds)
     new = _token_count(call)
-    fits = not is_traced(local) and max(entries(local), default=0) + new <= held
-    return plain if fits else grown(plain, held + new)
+    fits = not is_traced(local) and max(entries(local), default=0) + new <= rows
+    return plain if fits else grown(plain, rows + new)
 
 
 def _kinds(mechanism: Piece) -> dict[str, Kind]:
@@ -53,11 +53,11 @@ def _kinds(mechanism: Piece) -> dict[str, Kind]:
     return {**slots, KEY_MASK: Kind(TOKENS)}
 
 
-def _token_count(call: GivenCall) -> int:
+def _token_count(call: Call) -> int:
     """The number of new tokens; 0 if no input has tokens, which `extend` then refuses."""
-    given = {**dict(zip(call.mechanism.inputs, call.arrays, strict=False)), **call.named}
+    inputs = {**dict(zip(call.mechanism.inputs, call.arrays, strict=False)), **call.named}
     for name, pattern in call.mechanism.inputs.items():
-        shape = getattr(given.get(name), "shape", ())
+        shape = getattr(inputs.get(name), "shape", ())
         if pattern.time_axis is not None and len(shape) == len(pattern.axes):
             count: int = shape[pattern.time_axis]
             return count
@@ -68,18 +68,20 @@ def moved_on(mechanism: Piece, cache: Cache, plain: Cache, *, donate: bool) -> C
     """The cache of a window, after the ordinary cache was extended to `plain`."""
     reach, kinds = mechanism.program.reach, _kinds(mechanism)
     assert reach is not None  # `ordinary` has checked it.
-    length, first, rows = plain.length, cache.store[FIRST], rows_of(reach)
-    store = {**plain.store, FIRST: first if donate else fresh(first)}
+    length, tokens_before, rows = plain.length, cache.store[FIRST], rows_of(reach)
+    store = {**plain.store, FIRST: tokens_before if donate else fresh(tokens_before)}
     capacity = next(a.shape[1] for name, a in plain.store.items() if kinds[name].has_tokens)
     xp = namespace(length)
     is_invalid = (length < 0) | (length > capacity)
-    position = cast(xp.where(is_invalid, -1, length + cast(first, length.dtype)), length.dtype)
+    position = cast(
+        xp.where(is_invalid, -1, length + cast(tokens_before, length.dtype)), length.dtype
+    )
     if capacity > rows:
         drop = dropped(length, reach)
         for name, buffer in plain.store.items():
             if kinds[name].has_tokens:  # States, such as CCQ's, have no rows.
                 store[name] = moved_to_front(buffer, kinds[name], length, drop, rows)
-        store[FIRST] = first + cast(drop, first.dtype)
+        store[FIRST] = tokens_before + cast(drop, tokens_before.dtype)
         if donate and writes_in_place(length, *store.values()):
             for name, buffer in store.items():
                 cache.store[name][...] = buffer

@@ -12,7 +12,7 @@ import math
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.arrays import Array, Arrays, cast, is_compiling, library_of, namespace, upcast
-from precondattn.given import Given
+from precondattn.given import Arguments, Given
 from precondattn.spec.scaled_dims import softplus
 from precondattn.spec.ssd import SSD
 
@@ -81,19 +81,19 @@ def mamba2_inputs(
     >>> pa.SSD()(**inputs).shape
     (1, 5, 8, 4)
     """
-    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
-    given = _checked(given if dt_bias is None else {**given, "dt_bias": dt_bias})
-    x, dt = given["x"], given["dt"]
+    arguments = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
+    arguments = _checked(arguments if dt_bias is None else {**arguments, "dt_bias": dt_bias})
+    x, dt = arguments["x"], arguments["dt"]
     low, high = _limits(dt_limit)
     xp = namespace(x)
     step = upcast(dt)
     if dt_bias is not None:
-        step = step + upcast(given["dt_bias"])
+        step = step + upcast(arguments["dt_bias"])
     if dt_softplus:
         step = softplus(step)
     step = xp.clip(step, min=low, max=None if high == math.inf else high)
     v = cast(step[..., None] * upcast(x), x.dtype)
-    return {"q": given["C"], "k": given["B"], "v": v, "g": step * upcast(given["A"])}
+    return {"q": arguments["C"], "k": arguments["B"], "v": v, "g": step * upcast(arguments["A"])}
 
 
 def mamba2(
@@ -124,32 +124,21 @@ def mamba2(
     >>> pa.mamba2(x, dt, A, ones, ones, D=np.asarray([10.0])).ravel()
     array([11.  ,  0.5 ,  0.25])
     """
-    arguments = x, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit
+    arrays = x, dt, A, B, C
+    options = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
     if is_compiling():
         from precondattn.execution.torch.compile import captured
 
-        return captured("precondattn.interop.mamba2:compute", *arguments)
-    return compute(*arguments)
+        return captured("precondattn.interop.mamba2:compute", D, arrays, options)
+    return compute(D, arrays, options)
 
 
-def compute(
-    x: Array,
-    dt: Array,
-    A: Array,
-    B: Array,
-    C: Array,
-    D: Array | None,
-    dt_bias: Array | None,
-    dt_softplus: bool,
-    dt_limit: tuple[float, float],
-) -> Array:
-    """The output of `mamba2`, with all arguments by position."""
+def compute(D: Array | None, arrays: tuple[Array, ...], options: Arguments) -> Array:
+    """The output of `mamba2`, from the arrays and the options of `mamba2_inputs`."""
+    x = arrays[0]
     if D is not None:
         _checked({"x": x, "D": D})
-    inputs = mamba2_inputs(
-        x, dt, A, B, C, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit
-    )
-    y = SSD()(**inputs)
+    y = SSD()(**mamba2_inputs(*arrays, **options))
     return y if D is None else y + cast(upcast(D)[:, None] * upcast(x), y.dtype)
 
 
@@ -163,16 +152,16 @@ def _limits(dt_limit: Given) -> tuple[float, float]:
     return low, high
 
 
-def _checked(given: Arrays) -> Arrays:
+def _checked(arguments: Arrays) -> Arrays:
     """The checked arguments, cast by PyTorch's autocast if it is on."""
     from precondattn.execution.array_checks import check_arrays
     from precondattn.execution.torch.autocast import cast_inputs
 
-    for name, array in given.items():
+    for name, array in arguments.items():
         if library_of(array) is None:
             raise TypeError(f"mamba2: {name} must be an array; found {type(array).__name__}")
-    declared = Inputs(**{name: DECLARED[name] for name in given})
-    given, _ = cast_inputs(declared, given)
-    check_arrays("mamba2", declared, given)
-    declared.sizes("mamba2", {name: tuple(array.shape) for name, array in given.items()})
-    return given
+    declared = Inputs(**{name: DECLARED[name] for name in arguments})
+    arguments, _ = cast_inputs(declared, arguments)
+    check_arrays("mamba2", declared, arguments)
+    declared.sizes("mamba2", {name: tuple(array.shape) for name, array in arguments.items()})
+    return arguments

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from precondattn.algebra.call import Keeping
 from precondattn.arrays import Array, Arrays, arange_like, cast, namespace, zero_where_not
 from precondattn.cache import Cache
 from precondattn.cache.conversion import ordinary
 from precondattn.cache.kept import without_kept
 from precondattn.cache.kinds import empty_if_donated
-from precondattn.execution.keeping import Keeping, Places
+from precondattn.execution.keeping import Places
 from precondattn.layers.functions import causal_convolution, linear, rotation
 from precondattn.layers.histories import Histories, joined, split
 from precondattn.layers.padding import packing

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from precondattn.algebra.call import Keeping
 from precondattn.arrays import FLOATING, Array, dtype_name, library_of, namespace
 from precondattn.cache import Cache
 from precondattn.cache.kept import without_kept
 from precondattn.execution import pair_masks
 from precondattn.execution.array_checks import check_stored
-from precondattn.execution.keeping import Keeping
 from precondattn.execution.pair_masks import ATTN_MASK, check_takes_masks
 from precondattn.given import Given
 from precondattn.layers.histories import ROWS

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+from precondattn.algebra.call import Call
 from precondattn.arrays import Array, Arrays, cast, namespace, upcast, upcast_all
 from precondattn.given import Arguments, Given
 from precondattn.spec.array_functions import finite_or_zero, log_sum_exp
@@ -149,8 +150,8 @@ def part_vjp(
     from precondattn.execution.run import gradients_from_lse  # Imported at the first call.
 
     masks = {name: others.get(name) for name in FULL_CALL}
-    backend = others.get("backend")
-    gradients = gradients_from_lse(mechanism, dict(inputs), backend, masks, out, lse, d_out)
+    call = Call("vjp", mechanism, (), dict(inputs), masks, others.get("backend"))
+    gradients = gradients_from_lse(call, out, lse, d_out)
     if gradients is not None:
         return gradients
     (of_part, lse_of_part), pull = with_lse_vjp(mechanism, **inputs, **others)

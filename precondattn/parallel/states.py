@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from precondattn.algebra.call import Call
 from precondattn.arrays import Array, Device, Tree, arange_like, cast, namespace, zero_where_not
 from precondattn.cache import Cache
 from precondattn.execution import run
@@ -193,8 +194,8 @@ def extended(
 
     The states in the cache belong to the segment of the first token.
     """
-    all_masks = {"lengths": None, "key_mask": None, **masks}
-    return run.extend(leaf, cache, (), dict(inputs), backend, all_masks, donate=False)
+    masks = {"lengths": None, "key_mask": None, **masks}
+    return run.extend(Call("extend", leaf, (), dict(inputs), masks, backend, cache))
 
 
 def extended_vjp(
@@ -205,8 +206,8 @@ def extended_vjp(
     masks: Mapping[str, Array],
 ) -> tuple[Array, Cache, ExtendPullback]:
     """`leaf.extend_vjp`, with the masks of `extended`."""
-    all_masks = {"lengths": None, "key_mask": None, **masks}
-    return run.extend_vjp(leaf, cache, (), dict(inputs), backend, all_masks)
+    masks = {"lengths": None, "key_mask": None, **masks}
+    return run.extend_vjp(Call("extend_vjp", leaf, (), dict(inputs), masks, backend, cache))
 
 
 def columns_of_transition(leaf: Leaf, d: int) -> int:

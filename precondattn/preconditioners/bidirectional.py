@@ -82,19 +82,19 @@ class Bidirectional(Preconditioner):
                 "a sequence is reversed by tokens with one of each"
             )
         if self.base.name not in AFFINE or registry.known(self.base.name) is not type(self.base):
-            known = ", ".join(AFFINE[:-1])
-            return f"its base is a recurrence: {known} or {AFFINE[-1]}"
+            bases = ", ".join(AFFINE[:-1])
+            return f"its base is a recurrence: {bases} or {AFFINE[-1]}"
         return None
 
     def steps(self) -> tuple[Step, ...]:
         inputs = {name: p for name, p in self.base.inputs.items() if p.time_axis is not None}
-        own = OwnToken(self.base.name, self.base.scale)  # type: ignore[attr-defined]
+        own_token = OwnToken(self.base.name, self.base.scale)  # type: ignore[attr-defined]
         return (
             step("forward", self.base),
             *(_reversed(f"{name}_reversed", name, p) for name, p in inputs.items()),
             step("o_reversed", self.base, **{name: f"{name}_reversed" for name in inputs}),
             _reversed("backward", "o_reversed", self.base.program.output),
-            step("own", own),
+            step("own", own_token),
             step("out", BothDirections(self.combine)),
         )
 

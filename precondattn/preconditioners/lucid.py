@@ -154,10 +154,10 @@ class Lucid(Preconditioner):
         if self.metric == "dot" and base.metric is DOT:
             return "metric=dot leaves out how path transports keys, and this base transports none"
         if base.causal:
-            given = [name for name in SYMMETRIC if getattr(self, name) is not None]
-            if given:
+            options = [name for name in SYMMETRIC if getattr(self, name) is not None]
+            if options:
                 return (
-                    f"{' and '.join(given)} belong to the symmetric solve of a base that is not "
+                    f"{' and '.join(options)} belong to the symmetric solve of a base that is not "
                     f"causal; the triangular one is exact and bounded without"
                 )
         else:
@@ -213,9 +213,8 @@ class Lucid(Preconditioner):
         scale = base.scale if self.scale is None else self.scale
         eps = self.eps if normalize == "keys" else LucidSolve.eps
         if not base.causal:
-            given = {name: getattr(self, name) for name in SYMMETRIC}
-            given = {name: value for name, value in given.items() if value is not None}
-            return SymmetricLucidSolve(scale=scale, normalize=normalize, eps=eps, **given)
+            options = {n: v for n in SYMMETRIC if (v := getattr(self, n)) is not None}
+            return SymmetricLucidSolve(scale=scale, normalize=normalize, eps=eps, **options)
         return LucidSolve(
             metric=DOT if self.metric == "dot" else base.metric,
             scale=scale,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
-from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import count_or_none, flag, positive_or_none
 from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
 from precondattn.spec.mesa_query import MesaQuery
@@ -67,10 +65,6 @@ class Mesa(Preconditioner):
     beta: bool = flag(False)
     tolerance: float | None = positive_or_none()
     iterations: int | None = count_or_none()
-
-    @cached_property
-    def offers(self) -> Offers:
-        return self.base.offers
 
     def refuses(self) -> str | None:
         missed = misses_second_map(self.name, self.base) or has_several_keys(self.name, self.base)

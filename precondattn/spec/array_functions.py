@@ -10,6 +10,7 @@ import math
 
 from precondattn.arrays import (
     Array,
+    Arrays,
     arange_like,
     as_index,
     cast,
@@ -197,14 +198,20 @@ def log_softmax(x: Array, more: Array | None = None) -> tuple[Array, Array]:
     total = row_sum(xp.exp(shifted))
     if more is not None:
         total = total + xp.exp(more - shift)
-    some = total != 0
-    log_total = xp.log(xp.where(some, total, 1.0))
-    return shifted - log_total, xp.where(some, shift + log_total, -math.inf)
+    is_nonzero = total != 0
+    log_total = xp.log(xp.where(is_nonzero, total, 1.0))
+    return shifted - log_total, xp.where(is_nonzero, shift + log_total, -math.inf)
 
 
 def softmax(x: Array) -> Array:
     """eˣ / Σ eˣ along the last axis; 0 where every x is −∞."""
     return namespace(x).exp(log_softmax(x)[0])
+
+
+def input_gradients(d_q: Array, d_k: Array, d_v: Array, heads: int) -> Arrays:
+    """The gradients of q, k and v, from those with a key and a value for each query head."""
+    of_heads = {"q": d_q, "k": sum_heads(d_k, heads), "v": sum_heads(d_v, heads)}
+    return {name: swap_time_and_heads(gradient) for name, gradient in of_heads.items()}
 
 
 def softmax_vjp(weights: Array, d_weights: Array) -> Array:

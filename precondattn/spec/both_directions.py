@@ -15,14 +15,13 @@ do and −do; of the two halves d₁ and d₂: d₁, d₂ and −d₂.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.mechanism import TokenWise
 from precondattn.algebra.options import choice
-from precondattn.arrays import Array, Arrays, Residuals, fresh, namespace
+from precondattn.arrays import Array, Arrays, ByName, Residuals, fresh, namespace
 from precondattn.frame import Frame
 
 
@@ -55,19 +54,14 @@ class BothDirections(TokenWise):
     def output(self) -> str:  # type: ignore[override]
         return "b t h e" if self.combine == "sum" else "b t h 2*e"
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         later = x["backward"] - x["own"]
         if self.combine == "sum":
             return x["forward"] + later, ()
         return namespace(later).concat([x["forward"], later], axis=-1), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         e = x["own"].shape[-1]
         both = self.combine == "sum"

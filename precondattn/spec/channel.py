@@ -26,11 +26,11 @@ from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import choice, positive_or_none
-from precondattn.arrays import Array, Arrays, Residuals, cast, namespace
+from precondattn.arrays import Array, Arrays, ByName, cast, namespace
 from precondattn.spec.array_functions import (
+    input_gradients,
     softmax,
     softmax_vjp,
-    sum_heads,
     swap_time_and_heads,
     transpose,
 )
@@ -44,7 +44,21 @@ from precondattn.spec.whole_sequence import (
 
 
 @dataclass(frozen=True)
-class Channel(WholeSequence):
+class BetweenChannels(WholeSequence):
+    """Attention between channels: a row of its matrix is a channel of the output."""
+
+    output = "b t h d"
+
+    def check_call(self, sizes: Mapping[str, int], masks: frozenset[str]) -> None:
+        check_same_tokens(self, "channels are compared", sizes)
+
+    def flops(self, sizes: Mapping[str, int]) -> Flops:
+        product = 2.0 * sizes["t"] * sizes["d"] ** 2
+        return Flops(2 * product, 4 * product, 0.0).times(sizes["h"])
+
+
+@dataclass(frozen=True)
+class Channel(BetweenChannels):
     """Attention between channels: o_t = softmax(s qᵀ k) v_t.
 
     A row of the attention matrix is a channel, and `row_normalized` makes each channel of the
@@ -81,7 +95,6 @@ class Channel(WholeSequence):
     scale_by: str = choice("width", "tokens")
 
     inputs = Inputs(q="b t h d", k="b s n d", v="b s n d")
-    output = "b t h d"
 
     def check_together(self) -> None:
         if self.scale is not None and self.scale_by != "width":
@@ -93,13 +106,6 @@ class Channel(WholeSequence):
     @property
     def offers(self) -> Offers:
         return Offers(scale=self.scale, causal=False, row_axis="channel")
-
-    def check_call(self, sizes: Mapping[str, int], masks: frozenset[str]) -> None:
-        check_same_tokens(self, "channels are compared", sizes)
-
-    def flops(self, sizes: Mapping[str, int]) -> Flops:
-        product = 2.0 * sizes["t"] * sizes["d"] ** 2
-        return Flops(2 * product, 4 * product, 0.0).times(sizes["h"])
 
     def factor(self, q: Array, valid: Array | None) -> Array | float:
         """s, of q (b, h, t, d): a number, or one for each sequence, (b, 1, 1, 1)."""
@@ -114,21 +120,14 @@ class Channel(WholeSequence):
         count = xp.sum(cast(valid, q.dtype), axis=1)[:, None, None, None]
         return xp.where(count > 0, count, 1.0) ** -0.5
 
-    def attend(
-        self, x: Mapping[str, Array], q_valid: Array | None, k_valid: Array | None
-    ) -> tuple[Array, Residuals]:
+    def attend(self, x: ByName, q_valid: Array | None, k_valid: Array | None) -> Array:
         valid = valid_as_both(q_valid, k_valid)
         q, k, v = valid_rows(x, valid)
         weights = softmax(self.factor(q, valid) * (transpose(q) @ k))
-        return swap_time_and_heads(v @ transpose(weights)), ()
+        return swap_time_and_heads(v @ transpose(weights))
 
     def attend_vjp(
-        self,
-        x: Mapping[str, Array],
-        q_valid: Array | None,
-        k_valid: Array | None,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, q_valid: Array | None, k_valid: Array | None, cotangent: Array
     ) -> Arrays:
         n, valid = x["k"].shape[2], valid_as_both(q_valid, k_valid)
         q, k, v = valid_rows(x, valid)
@@ -136,8 +135,4 @@ class Channel(WholeSequence):
         weights = softmax(s * (transpose(q) @ k))
         d_o = only_valid(valid, swap_time_and_heads(cotangent))
         d_logits = s * softmax_vjp(weights, transpose(d_o) @ v)
-        return {
-            "q": swap_time_and_heads(k @ transpose(d_logits)),
-            "k": swap_time_and_heads(sum_heads(q @ d_logits, n)),
-            "v": swap_time_and_heads(sum_heads(d_o @ weights, n)),
-        }
+        return input_gradients(k @ transpose(d_logits), q @ d_logits, d_o @ weights, n)

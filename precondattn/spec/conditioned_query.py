@@ -27,14 +27,13 @@ large, but the absolute error stays at rounding, since ‖C‖ ≤ 1 for rows of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.options import choice, non_negative, text_of
-from precondattn.arrays import Array, Arrays, namespace
+from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -60,7 +59,63 @@ GATE = {"head": "b s h in (-inf, 0]", "channel": "b s n m in (-inf, 0]"}
 
 
 @dataclass(frozen=True)
-class ConditionedQuery(Stateful):
+class KeyStatistics(Stateful):
+    """What leaves share whose states are sums over keys that decay as a backbone does."""
+
+    role: ClassVar[str] = "piece"
+    output: ClassVar[str] = "b t h d"
+
+    decay: str = choice("none", "head", "channel", "retention")
+
+    @property
+    def numbers_heads(self) -> bool:
+        return self.decay == "retention"
+
+    @cached_property
+    def has_decay(self) -> bool:
+        return self.decay != "none"
+
+    @property
+    def _gate(self) -> dict[str, str]:
+        """The declaration of the gate."""
+        return {"g": GATE[self.decay]} if self.decay in GATE else {}
+
+    @property
+    def _heads_and_decay(self) -> tuple[str, str]:
+        """The letter of the heads that have statistics, and the decay in the names of slots."""
+        heads = "h" if self.decay in ("head", "retention") else "n"
+        return heads, {"none": "", "retention": ", retention"}.get(self.decay, ", {g}")
+
+    def log_decay(self, x: ByName, frame: Frame) -> Array:
+        """(b, m, s, 1, 1), for the heads m that have statistics."""
+        k = swap_time_and_heads(x["k"])
+        xp = namespace(k)
+        if self.decay == "none":
+            g = xp.zeros_like(k[..., :1])
+        elif self.decay == "head":
+            g = swap_time_and_heads(x["g"])[..., None]
+        elif self.decay == "channel":
+            g = xp.mean(swap_time_and_heads(x["g"]), axis=-1, keepdims=True)
+        else:
+            heads = x["q"].shape[2]
+            shape = (k.shape[0], heads, k.shape[2], 1)
+            each = log_retention(heads, k)[None, :, None, None]
+            g = where_valid(xp.broadcast_to(each, shape), frame)
+        return forget_other_segments(g[..., None], frame)
+
+    def _gate_gradient(self, x: ByName, d_decay: Array) -> Arrays:
+        """The gradient of the gate, from that of `log_decay`."""
+        d_g = swap_time_and_heads(d_decay[..., 0])
+        if self.decay == "head":
+            return {"g": d_g[..., 0]}
+        if self.decay != "channel":
+            return {}
+        channels = x["g"].shape[-1]
+        return {"g": namespace(d_g).broadcast_to(d_g / channels, (*d_g.shape[:-1], channels))}
+
+
+@dataclass(frozen=True)
+class ConditionedQuery(KeyStatistics):
     """q^c = q̄ − λ Σ q̄, with Σ the running covariance of k̄; q̄ and k̄ have length 1.
 
     Parameters
@@ -89,34 +144,20 @@ class ConditionedQuery(Stateful):
     """
 
     name: ClassVar[str] = "conditioned_query"
-    role: ClassVar[str] = "piece"
     variants: ClassVar[tuple[str, ...]] = (
         "conditioned_query[decay=head]",
         "conditioned_query[decay=channel]",
         "conditioned_query[decay=retention]",
     )
 
-    decay: str = choice("none", "head", "channel", "retention")
     eps: float = non_negative(1e-6)
-
-    output = "b t h d"
 
     @property
     def inputs(self) -> Inputs:
-        gate = {"g": GATE[self.decay]} if self.decay in GATE else {}
-        return Inputs(q="b t h d", k="b s n d", contraction="b t h in [0, 1]", **gate)
-
-    @property
-    def numbers_heads(self) -> bool:
-        return self.decay == "retention"
-
-    @cached_property
-    def has_decay(self) -> bool:
-        return self.decay != "none"
+        return Inputs(q="b t h d", k="b s n d", contraction="b t h in [0, 1]", **self._gate)
 
     def slots(self) -> tuple[Slot, ...]:
-        heads = "h" if self.decay in ("head", "retention") else "n"
-        decay = {"none": "", "retention": ", retention"}.get(self.decay, ", {g}")
+        heads, decay = self._heads_and_decay
         eps = "" if self.eps == type(self).eps else f"[eps={text_of(self.eps)}]"
         shapes = {"second": f"b {heads} d d", "first": f"b {heads} d"}
         moments = tuple(
@@ -126,30 +167,13 @@ class ConditionedQuery(Stateful):
         count = f"count({{k}}{decay})"
         return (*moments, Slot("count", count, f"b {heads}", wide=True, symbol="count"))
 
-    def log_decay(self, x: Mapping[str, Array], frame: Frame) -> Array:
-        """(b, m, s, 1, 1), for the heads m that have statistics."""
-        k = swap_time_and_heads(x["k"])
-        xp = namespace(k)
-        if self.decay == "none":
-            g = xp.zeros_like(k[..., :1])
-        elif self.decay == "head":
-            g = swap_time_and_heads(x["g"])[..., None]
-        elif self.decay == "channel":
-            g = xp.mean(swap_time_and_heads(x["g"]), axis=-1, keepdims=True)
-        else:
-            heads = x["q"].shape[2]
-            shape = (k.shape[0], heads, k.shape[2], 1)
-            each = log_retention(heads, k)[None, :, None, None]
-            g = where_valid(xp.broadcast_to(each, shape), frame)
-        return forget_other_segments(g[..., None], frame)
-
     def _normalized(self, x: Array, form: Form) -> Array:
         """L2(x), of (b, t, h, d)."""
         (unit,) = form.by_tokens(lambda rows: (l2_norm(rows, self.eps),), x, axis=1)
         return unit
 
     def _streams(
-        self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame, form: Form
+        self, state: ByName, x: ByName, frame: Frame, form: Form
     ) -> list[tuple[Stream, Array]]:
         """The recurrences of n C, n μ and n, each with its state."""
         g = self.log_decay(x, frame)
@@ -167,11 +191,7 @@ class ConditionedQuery(Stateful):
         ]
 
     def run(
-        self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
     ) -> tuple[Array, Arrays]:
         streams = self._streams(state, x, frame, form)
         q = streams[0][0].q
@@ -183,14 +203,13 @@ class ConditionedQuery(Stateful):
 
     def run_vjp(
         self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
+        state: ByName,
+        x: ByName,
         frame: Frame,
         cotangent: Array,
-        d_state: Mapping[str, Array],
+        d_state: ByName,
         form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
-        xp = namespace(cotangent)
         streams = self._streams(state, x, frame, form)
         q = streams[0][0].q
         g = queries_of_states(cotangent, q.shape[1])
@@ -220,12 +239,8 @@ class ConditionedQuery(Stateful):
             "k": form.by_tokens(through_norm, x["k"], d_k, axis=1)[0],
             "contraction": queries_of_rows(d_contraction, query_heads)[..., 0],
         }
-        if self.decay in GATE:
-            d_g = swap_time_and_heads((second.stream.g + first.stream.g + count.stream.g)[..., 0])
-            channels = x["g"].shape[-1] if self.decay == "channel" else 1
-            gradients["g"] = xp.broadcast_to(d_g / channels, (*d_g.shape[:-1], channels))
-            if self.decay == "head":
-                gradients["g"] = d_g[..., 0]
+        d_g = second.stream.g + first.stream.g + count.stream.g
+        gradients |= self._gate_gradient(x, d_g)
         d_past = {
             "second": second.state,
             "first": first.state[:, :, 0, :],

@@ -10,14 +10,13 @@ log(0.1 / 0.9) = −2.197, so that λ = 0.1. Gradient, with dz = dλ λ (1 − �
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.mechanism import TokenWise
 from precondattn.algebra.options import non_negative
-from precondattn.arrays import Array, Arrays, Residuals, namespace
+from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 from precondattn.spec.l2_norm import l2_norm, l2_norm_vjp
 from precondattn.spec.scaled_dims import logistic
@@ -53,17 +52,12 @@ class ContractionGate(TokenWise):
     inputs = Inputs(q="b t h d", weight="h d", bias="h")
     output = "b t h"
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         xp, unit = namespace(x["q"]), l2_norm(x["q"], self.eps)
         return logistic(xp.sum(unit * x["weight"], axis=-1) + x["bias"]), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         xp = namespace(out)
         d_z = cotangent * out * (1.0 - out)

@@ -18,34 +18,27 @@ would be a mean of its own values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import non_negative
-from precondattn.arrays import Array, Arrays, Residuals, namespace
+from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.spec.array_functions import (
+    input_gradients,
     softmax,
     softmax_vjp,
-    sum_heads,
     swap_time_and_heads,
     transpose,
 )
+from precondattn.spec.channel import BetweenChannels
 from precondattn.spec.l2_norm import l2_norm, l2_norm_vjp
-from precondattn.spec.whole_sequence import (
-    WholeSequence,
-    check_same_tokens,
-    only_valid,
-    valid_as_both,
-    valid_rows,
-)
+from precondattn.spec.whole_sequence import only_valid, valid_as_both, valid_rows
 
 
 @dataclass(frozen=True)
-class CrossCovariance(WholeSequence):
+class CrossCovariance(BetweenChannels):
     """Attention between channels: o_t = softmax(γ q̂ᵀ k̂) v_t.
 
     A row of the attention matrix is a channel, and `row_normalized` makes each channel of the
@@ -79,38 +72,21 @@ class CrossCovariance(WholeSequence):
     eps: float = non_negative(1e-6)
 
     inputs = Inputs(q="b t h d", k="b s n d", v="b s n d", logit_scale="h")
-    output = "b t h d"
 
-    @property
-    def offers(self) -> Offers:
-        return Offers(causal=False, row_axis="channel", normalizes_query=True)
+    offers = Offers(causal=False, row_axis="channel", normalizes_query=True)
 
-    def check_call(self, sizes: Mapping[str, int], masks: frozenset[str]) -> None:
-        check_same_tokens(self, "channels are compared", sizes)
-
-    def flops(self, sizes: Mapping[str, int]) -> Flops:
-        product = 2.0 * sizes["t"] * sizes["d"] ** 2
-        return Flops(2 * product, 4 * product, 0.0).times(sizes["h"])
-
-    def _logits(self, x: Mapping[str, Array], q: Array, k: Array) -> tuple[Array, Array, Array]:
+    def _logits(self, x: ByName, q: Array, k: Array) -> tuple[Array, Array, Array]:
         """q̂ᵀ and k̂ᵀ (b, h, d, t), and q̂ᵀ k̂."""
         q_unit, k_unit = (l2_norm(transpose(each), self.eps) for each in (q, k))
         return q_unit, k_unit, q_unit @ transpose(k_unit)
 
-    def attend(
-        self, x: Mapping[str, Array], q_valid: Array | None, k_valid: Array | None
-    ) -> tuple[Array, Residuals]:
+    def attend(self, x: ByName, q_valid: Array | None, k_valid: Array | None) -> Array:
         q, k, v = valid_rows(x, valid_as_both(q_valid, k_valid))
         weights = softmax(x["logit_scale"][None, :, None, None] * self._logits(x, q, k)[2])
-        return swap_time_and_heads(v @ transpose(weights)), ()
+        return swap_time_and_heads(v @ transpose(weights))
 
     def attend_vjp(
-        self,
-        x: Mapping[str, Array],
-        q_valid: Array | None,
-        k_valid: Array | None,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, q_valid: Array | None, k_valid: Array | None, cotangent: Array
     ) -> Arrays:
         xp, n = namespace(cotangent), x["k"].shape[2]
         valid, factor = valid_as_both(q_valid, k_valid), x["logit_scale"][None, :, None, None]
@@ -124,9 +100,5 @@ class CrossCovariance(WholeSequence):
         d_q, d_k, d_v = (
             only_valid(valid, each) for each in (transpose(d_q), transpose(d_k), d_o @ weights)
         )
-        return {
-            "q": swap_time_and_heads(d_q),
-            "k": swap_time_and_heads(sum_heads(d_k, n)),
-            "v": swap_time_and_heads(sum_heads(d_v, n)),
-            "logit_scale": xp.sum(d_logits * cosines, axis=(0, 2, 3)),
-        }
+        d_scale = xp.sum(d_logits * cosines, axis=(0, 2, 3))
+        return input_gradients(d_q, d_k, d_v, n) | {"logit_scale": d_scale}

@@ -20,7 +20,7 @@ from precondattn.algebra.flops import Flops, state_flops, state_heads
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import count
 from precondattn.algebra.recurrence import Recurrence
-from precondattn.arrays import Array, Arrays
+from precondattn.arrays import Arrays, ByName
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import repeat_heads, sum_heads, swap_time_and_heads
@@ -116,10 +116,10 @@ class DeltaProduct(LinearFamily):
         each = each._replace(decode=self.steps * each.decode)
         return each.times(state_heads(sizes))
 
-    def state_heads(self, x: Mapping[str, Array]) -> int:
+    def state_heads(self, x: ByName) -> int:
         return int(x["v"].shape[3])
 
-    def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
+    def stream(self, x: ByName, frame: Frame) -> Stream:
         n, m = self.steps, self.state_heads(x)
         g = forget_other_segments(self.log_decay(x, frame), frame)
         k = joined(repeat_heads(heads_first(x["k"]), m))
@@ -131,7 +131,7 @@ class DeltaProduct(LinearFamily):
             joined(heads_first(x["beta"])),
         )
 
-    def gradients(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
+    def gradients(self, x: ByName, d: Stream, frame: Frame) -> Arrays:
         n = self.steps
         assert d.beta is not None
         d_k = separate(sum_heads(steps_where_valid(d.k, n, frame), x["k"].shape[3]), n)

@@ -34,18 +34,18 @@ from precondattn.algebra.flops import Flops, pair_flops, visible_pairs
 from precondattn.algebra.mechanism import Leaf
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import positive_or_none, text_of
-from precondattn.arrays import Array, Arrays, Residuals, namespace
+from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.cache import Append, Slot, Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
     identity_like,
+    input_gradients,
     mask_scores,
     repeat_heads,
     row_sum,
     softmax,
     solve_lower,
     solve_upper,
-    sum_heads,
     swap_time_and_heads,
     transpose,
 )
@@ -91,9 +91,6 @@ class DeltaFormer(Leaf):
     def offers(self) -> Offers:
         return Offers(scale=self.scale)
 
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
-
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         """The FLOPs of attention: one product with u serves the solve and the read."""
         s = sizes["s"]
@@ -109,26 +106,21 @@ class DeltaFormer(Leaf):
             softmax(mask_scores(frame.visible(causal=True), scores)),
         )
 
-    def _rows(self, x: Mapping[str, Array]) -> tuple[Array, Array, Array, Array]:
+    def _rows(self, x: ByName) -> tuple[Array, Array, Array, Array]:
         """q, k, v and β with heads before time, and as many of each."""
         q, k, v = (swap_time_and_heads(x[name]) for name in ("q", "k", "v"))
         h = q.shape[1]
         beta = swap_time_and_heads(x["beta"])[..., None]
         return q, repeat_heads(k, h), repeat_heads(v, h), beta
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         q, k, v, beta = self._rows(x)
         before, weights = self._maps(q, k, frame)
         u = solve_lower(identity_like(before) + beta * before, v)
         return swap_time_and_heads(weights @ u), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         q, k, v, beta = self._rows(x)
         n, d = x["k"].shape[2], q.shape[3]
@@ -143,21 +135,15 @@ class DeltaFormer(Leaf):
         # The sum of P ∘ dP over a row is β dβ.
         d_scores = d_scores - beta * before * (d_v @ transpose(u) + d_beta)
         d_scores = self.scale_for(d) * d_scores
-        return {
-            "q": swap_time_and_heads(d_scores @ k),
-            "k": swap_time_and_heads(sum_heads(transpose(d_scores) @ q, n)),
-            "v": swap_time_and_heads(sum_heads(d_v, n)),
-            "beta": swap_time_and_heads(d_beta[..., 0]),
-        }
+        gradients = input_gradients(d_scores @ k, transpose(d_scores) @ q, d_v, n)
+        return gradients | {"beta": swap_time_and_heads(d_beta[..., 0])}
 
     def slots(self) -> tuple[Slot, ...]:
         scale = "" if self.scale is None else f"[scale={text_of(self.scale)}]"
         solved = f"deltaformer{scale}.solved({{q}}, {{k}}, {{v}}, {{beta}})"
         return (Slot("key", "{k}", "b c n d"), Slot("solved", solved, "b c h e"))
 
-    def step(
-        self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Updates]:
+    def step(self, past: ByName, x: ByName, frame: Frame) -> tuple[Array, Updates]:
         q, k, v, beta = self._rows(x)
         xp, h = namespace(q), q.shape[1]
         past_k = repeat_heads(swap_time_and_heads(past["key"]), h)

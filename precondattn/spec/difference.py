@@ -10,14 +10,13 @@ difference suffers from cancellation, so it is computed in float32 or wider.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.mechanism import TokenWise
 from precondattn.algebra.options import choice
-from precondattn.arrays import Array, Arrays, Residuals, namespace
+from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 
 PER = {"layer": "", "head": "h", "token": "b t h"}
@@ -47,19 +46,14 @@ class Difference(TokenWise):
     def inputs(self) -> Inputs:
         return Inputs(o1="b t h e", o2="b t h e", lam=PER[self.per])
 
-    def _lam(self, x: Mapping[str, Array]) -> Array:
+    def _lam(self, x: ByName) -> Array:
         return x["lam"] if self.per == "layer" else x["lam"][..., None]
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         return x["o1"] - self._lam(x) * x["o2"], ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         xp = namespace(cotangent)
         axes = {"layer": None, "head": (0, 1, 3), "token": 3}[self.per]

@@ -24,11 +24,10 @@ Here `ahead` is j − i, and what is added to scores has the axis of heads first
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Protocol
 
-from precondattn.arrays import Array, Arrays, as_index, cast, namespace, placement
+from precondattn.arrays import Array, Arrays, ByName, as_index, cast, namespace, placement
 from precondattn.frame import Frame
 from precondattn.limits import KEPT
 from precondattn.native.ordinary import is_ordinary
@@ -107,7 +106,7 @@ def starts(buckets: int, longest: int) -> tuple[int, ...]:
     """
     exact = buckets // 2
     rest = buckets - exact
-    first = [*range(exact)]
+    starting = [*range(exact)]
     for c in range(rest):
         least = longest**c * exact ** (rest - c)
         n = math.ceil(exact * (longest / exact) ** (c / rest))
@@ -115,8 +114,8 @@ def starts(buckets: int, longest: int) -> tuple[int, ...]:
             n -= 1
         while n**rest < least:
             n += 1
-        first.append(n)
-    return tuple(first)
+        starting.append(n)
+    return tuple(starting)
 
 
 def entry(leaf: HasDistance, ahead: Array) -> Array:
@@ -137,7 +136,7 @@ def ahead_of(frame: Frame) -> Array:
     return frame.k_position[:, None, :] - frame.q_position[:, :, None]
 
 
-def added(leaf: HasDistance, x: Mapping[str, Array], ahead: Array) -> Array:
+def added(leaf: HasDistance, x: ByName, ahead: Array) -> Array:
     """What is added to the scores of pairs (…) of every head: (h, …)."""
     xp = namespace(ahead)
     if leaf.distance == "buckets":
@@ -150,7 +149,7 @@ def added(leaf: HasDistance, x: Mapping[str, Array], ahead: Array) -> Array:
     )
 
 
-def added_vjp(leaf: HasDistance, x: Mapping[str, Array], ahead: Array, d_added: Array) -> Arrays:
+def added_vjp(leaf: HasDistance, x: ByName, ahead: Array, d_added: Array) -> Arrays:
     """The gradient of the input, from that of `added` (h, …)."""
     xp, heads = namespace(d_added), d_added.shape[0]
     pairs = xp.reshape(d_added, (heads, -1))
@@ -162,14 +161,12 @@ def added_vjp(leaf: HasDistance, x: Mapping[str, Array], ahead: Array, d_added: 
     return {"slopes": -(pairs @ length)}
 
 
-def distance_scores(leaf: HasDistance, x: Mapping[str, Array], frame: Frame) -> Array:
+def distance_scores(leaf: HasDistance, x: ByName, frame: Frame) -> Array:
     """What is added to all scores (b or 1, h, t, s)."""
     return _heads_second(added(leaf, x, ahead_of(frame)))
 
 
-def distance_vjp(
-    leaf: HasDistance, x: Mapping[str, Array], frame: Frame, d_scores: Array
-) -> Arrays:
+def distance_vjp(leaf: HasDistance, x: ByName, frame: Frame, d_scores: Array) -> Arrays:
     """The gradient of the input, from that of the scores (b, h, t, s)."""
     ahead = ahead_of(frame)
     d_added = sum_to(d_scores, (ahead.shape[0], *d_scores.shape[1:]))

@@ -17,7 +17,7 @@ from typing import ClassVar
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops
 from precondattn.algebra.recurrence import Recurrence
-from precondattn.arrays import Array, Arrays, namespace
+from precondattn.arrays import Arrays, ByName, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
     repeat_heads,
@@ -81,15 +81,13 @@ class DPLR(LinearFamily):
             g="b s u d in (-inf, 0]",
         )
 
-    @property
-    def steps_per_token(self) -> int:
-        return STEPS
+    steps_per_token = STEPS
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         one_step = super().flops(sizes)
         return None if one_step is None else one_step.times(STEPS)
 
-    def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
+    def stream(self, x: ByName, frame: Frame) -> Stream:
         xp = namespace(x["k"])
         rows = super().stream(x, frame)
         m = rows.k.shape[1]
@@ -105,7 +103,7 @@ class DPLR(LinearFamily):
             undecayed=at_first(-a, STEPS),
         )
 
-    def gradients(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
+    def gradients(self, x: ByName, d: Stream, frame: Frame) -> Arrays:
         assert d.undecayed is not None
         d_a = where_same_segment(-of_first(d.undecayed, STEPS), frame)
         d_b = where_valid(of_first(d.k, STEPS), frame)

@@ -7,13 +7,12 @@ Source: Katharopoulos et al. 2020 (arXiv 2006.16236) Eq. 7. Gradient: dx = dÏ† â
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.mechanism import TokenWise
-from precondattn.arrays import Array, Arrays, Residuals, namespace
+from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 
 
@@ -35,17 +34,12 @@ class EluPlusOne(TokenWise):
     inputs = Inputs(x="b t h d")
     output = "b t h d"
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         xp, a = namespace(x["x"]), x["x"]
         # Without the inner `where`, exp would overflow for large a, and its gradient be NaN.
         return xp.where(a > 0, a + 1.0, xp.exp(xp.where(a > 0, 0.0, a))), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         return {"x": cotangent * namespace(out).where(x["x"] > 0, 1.0, out)}

@@ -25,9 +25,7 @@ class WithEraseKey(LinearFamily):
 
     role: ClassVar[str] = "piece"
 
-    @property
-    def is_base(self) -> bool:
-        return True
+    is_base = True
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,12 @@ k, by at most ‖b ∘ k − (b·k²) k‖: the rule is then no contraction in t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.recurrence import Recurrence
-from precondattn.arrays import Array, Arrays, namespace
+from precondattn.arrays import Arrays, ByName, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
     repeat_heads,
@@ -81,23 +80,23 @@ class GDN2(LinearFamily):
         """The input that b multiplies."""
         return "k" if self.declares.erase == "written key" else self.erase_name
 
-    def erased(self, x: Mapping[str, Array], frame: Frame) -> Arrays:
+    def erased(self, x: ByName, frame: Frame) -> Arrays:
         b = swap_time_and_heads(x["b"])
         key = repeat_heads(swap_time_and_heads(x[self._key()]), b.shape[1])
         return {"erase": b * where_valid(key, frame)}
 
-    def erased_vjp(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
+    def erased_vjp(self, x: ByName, d: Stream, frame: Frame) -> Arrays:
         b, of_keys = swap_time_and_heads(x["b"]), x[self._key()]
         key = repeat_heads(swap_time_and_heads(of_keys), b.shape[1])
         d_key = sum_heads(where_valid(b * d.erase, frame), of_keys.shape[2])
         return {"b": swap_time_and_heads(d.erase * key), self._key(): swap_time_and_heads(d_key)}
 
-    def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
+    def stream(self, x: ByName, frame: Frame) -> Stream:
         stream = super().stream(x, frame)
         written = swap_time_and_heads(x["w"]) * stream.v
         return stream._replace(v=written, beta=namespace(written).ones_like(stream.g[..., 0, 0]))
 
-    def gradients(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
+    def gradients(self, x: ByName, d: Stream, frame: Frame) -> Arrays:
         w = swap_time_and_heads(x["w"])
         v = repeat_heads(swap_time_and_heads(x["v"]), w.shape[1])
         gradients = super().gradients(x, d._replace(v=w * d.v, beta=None), frame)

@@ -114,11 +114,11 @@ def positions(frame: Frame) -> tuple[Array, Array]:
 def check_axes(name: str, grid: tuple[int, ...] | None, **options: tuple[int, ...]) -> None:
     """Raise an error where an option has more numbers than the grid has axes."""
     axes = 1 if grid is None else 2
-    for option, given in options.items():
-        if len(given) > axes:
+    for option, numbers in options.items():
+        if len(numbers) > axes:
             raise ValueError(
                 f"{name}: {option} has a number for rows and one for columns, and grid=none has "
-                f"one axis; found {option}={given}"
+                f"one axis; found {option}={numbers}"
             )
 
 

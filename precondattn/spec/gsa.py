@@ -13,7 +13,6 @@ the gradients are those of the recurrences:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +20,7 @@ from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import positive_or_none
 from precondattn.algebra.recurrence import Recurrence
-from precondattn.arrays import Array, Arrays, namespace
+from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum, softmax, swap_time_and_heads
@@ -91,11 +90,8 @@ class GSA(Stateful):
             Slot("values", "gsa.values({v}, {s}, {g})", "b n m e", wide=True, symbol="V"),
         )
 
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
-
     def _streams(
-        self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame, form: Form
+        self, state: ByName, x: ByName, frame: Frame, form: Form
     ) -> tuple[Stream, Stream, Array]:
         """The two recurrences, the second with queries p, and the final state of the first."""
         k, v, s, g = (swap_time_and_heads(x[name]) for name in ("k", "v", "s", "g"))
@@ -106,11 +102,7 @@ class GSA(Stateful):
         return of_keys, Stream(softmax(logits), s, v, gate), last
 
     def run(
-        self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
     ) -> tuple[Array, Arrays]:
         _, of_values, keys = self._streams(state, x, frame, form)
         o, values = form.forward(of_values, state["values"])
@@ -118,11 +110,11 @@ class GSA(Stateful):
 
     def run_vjp(
         self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
+        state: ByName,
+        x: ByName,
         frame: Frame,
         cotangent: Array,
-        d_state: Mapping[str, Array],
+        d_state: ByName,
         form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         of_keys, of_values, _ = self._streams(state, x, frame, form)

@@ -19,7 +19,7 @@ from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops
 from precondattn.algebra.mechanism import TokenWise
 from precondattn.algebra.options import choice, positive
-from precondattn.arrays import Array, Arrays, Residuals, namespace
+from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum, softmax, transpose
 
@@ -59,7 +59,7 @@ class HedgehogMap(TokenWise):
         row = 2.0 * sizes["d"] * sizes["d"] * sizes["h"]
         return Flops(row * sizes["t"], 2 * row * sizes["t"], row)
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         xp = namespace(x["x"])
         # One row vector per token and head, so that `weight` may have a head axis.
         y = (x["x"][..., None, :] @ transpose(x["weight"]))[..., 0, :]
@@ -67,12 +67,7 @@ class HedgehogMap(TokenWise):
         return softmax(xp.concat([y, -y], axis=-1)), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         xp, d = namespace(out), x["x"].shape[-1]
         d_z = out * (cotangent - row_sum(out * cotangent))

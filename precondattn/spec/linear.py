@@ -12,13 +12,12 @@ channel that is 1 at every token, so the recurrence is the same. With o = a / c:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.options import flag, non_negative
 from precondattn.algebra.recurrence import Recurrence
-from precondattn.arrays import Array, Arrays, namespace
+from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum
@@ -26,7 +25,7 @@ from precondattn.spec.linear_family import LinearFamily, queries_of_states, rows
 from precondattn.spec.recurrence import RECURRENT, Form, Stream
 
 
-def with_mass(state: Mapping[str, Array]) -> Array:
+def with_mass(state: ByName) -> Array:
     """The state S with z as an additional column."""
     return namespace(state["mass"]).concat([state["state"], state["mass"][..., None]], axis=-1)
 
@@ -85,7 +84,7 @@ class Linear(LinearFamily):
             return super().slots()
         return (*super().slots(), Slot("mass", "linear.mass({k})", "b n d", wide=True, symbol="z"))
 
-    def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
+    def stream(self, x: ByName, frame: Frame) -> Stream:
         stream = super().stream(x, frame)
         if not self.normalize:
             return stream
@@ -102,11 +101,7 @@ class Linear(LinearFamily):
         return self.normalize
 
     def run(
-        self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
     ) -> tuple[Array, Arrays]:
         if not self.normalize:
             return super().run(state, x, frame, form)
@@ -117,11 +112,11 @@ class Linear(LinearFamily):
 
     def run_vjp(
         self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
+        state: ByName,
+        x: ByName,
         frame: Frame,
         cotangent: Array,
-        d_state: Mapping[str, Array],
+        d_state: ByName,
         form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         if not self.normalize:

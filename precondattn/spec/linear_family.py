@@ -20,7 +20,7 @@ from precondattn.algebra.flops import Flops, state_flops, state_heads
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import positive_or_none
 from precondattn.algebra.recurrence import Recurrence
-from precondattn.arrays import Array, Arrays, differs_from_previous, namespace, placement
+from precondattn.arrays import Array, Arrays, ByName, differs_from_previous, namespace, placement
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -149,14 +149,11 @@ class LinearFamily(Stateful):
         each = state_flops(sizes["s"], sizes["d"], sizes["e"], is_delta=is_delta)
         return each.times(state_heads(sizes))
 
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
-
-    def state_heads(self, x: Mapping[str, Array]) -> int:
+    def state_heads(self, x: ByName) -> int:
         """The number of heads with a state."""
         return int(x["q" if self.declares.heads == "h" else "v"].shape[2])
 
-    def log_decay(self, x: Mapping[str, Array], frame: Frame) -> Array:
+    def log_decay(self, x: ByName, frame: Frame) -> Array:
         """The log-decay (b, m, s, 1 or d, 1)."""
         gate = self.declares.gate
         if gate is None:
@@ -167,18 +164,18 @@ class LinearFamily(Stateful):
         g = swap_time_and_heads(x["g"])
         return g[..., None] if gate == "channel" else g[..., None, None]
 
-    def log_decay_vjp(self, x: Mapping[str, Array], d_g: Array, frame: Frame) -> Arrays:
+    def log_decay_vjp(self, x: ByName, d_g: Array, frame: Frame) -> Arrays:
         """The gradients of the inputs of `log_decay`, from that of its result."""
         gate = self.declares.gate
         if gate not in GATES:
             return {}
         return {"g": swap_time_and_heads(d_g[..., 0] if gate == "channel" else d_g[..., 0, 0])}
 
-    def keys(self, x: Mapping[str, Array]) -> Array:
+    def keys(self, x: ByName) -> Array:
         """The keys that are written, as the input k."""
         return x["k"] if self.declares.keys == "given" else -namespace(x["g"]).expm1(x["g"])
 
-    def erased(self, x: Mapping[str, Array], frame: Frame) -> Arrays:
+    def erased(self, x: ByName, frame: Frame) -> Arrays:
         """The keys that are erased (b, h, s, d), by their name in the stream, if not k."""
         erase = self.declares.erase
         if erase == "written key":
@@ -189,7 +186,7 @@ class LinearFamily(Stateful):
         # At the first token of a segment, the earlier state belongs to another segment.
         return {"undecayed": where_same_segment(key, frame)}
 
-    def erased_vjp(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
+    def erased_vjp(self, x: ByName, d: Stream, frame: Frame) -> Arrays:
         """The gradients of the inputs of `erased`, from those of the stream."""
         erase = self.declares.erase
         if erase == "written key":
@@ -198,7 +195,7 @@ class LinearFamily(Stateful):
         d_key = sum_heads(d_key, x[self.erase_name].shape[2])
         return {self.erase_name: swap_time_and_heads(d_key)}
 
-    def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
+    def stream(self, x: ByName, frame: Frame) -> Stream:
         """The inputs in the layout of the recurrence."""
         m = self.state_heads(x)
         return Stream(
@@ -211,7 +208,7 @@ class LinearFamily(Stateful):
             **{name: repeat_heads(keys, m) for name, keys in self.erased(x, frame).items()},
         )
 
-    def gradients(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
+    def gradients(self, x: ByName, d: Stream, frame: Frame) -> Arrays:
         """The gradients of the inputs, from those of the stream."""
         is_given = self.declares.keys == "given"
         d_k = sum_heads(where_valid(d.k, frame), x["k" if is_given else "g"].shape[2])
@@ -233,22 +230,18 @@ class LinearFamily(Stateful):
         return gradients
 
     def run(
-        self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
     ) -> tuple[Array, Arrays]:
         o, final = form.forward(self.stream(x, frame), state["state"])
         return rows_of_states(of_last(o, self.steps_per_token)), {"state": final}
 
     def run_vjp(
         self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
+        state: ByName,
+        x: ByName,
         frame: Frame,
         cotangent: Array,
-        d_state: Mapping[str, Array],
+        d_state: ByName,
         form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         stream = self.stream(x, frame)

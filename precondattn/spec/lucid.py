@@ -42,6 +42,7 @@ from precondattn.algebra.options import (
 from precondattn.arrays import (
     Array,
     Arrays,
+    ByName,
     Residuals,
     arange_like,
     cast,
@@ -173,17 +174,14 @@ class LucidSolve(Leaf):
         # A cached key is transported once, for the base.
         return each._replace(decode=2.0 * keys * (d + e)).times(sizes["n"])
 
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
-
-    def _extra(self, x: Mapping[str, Array]) -> Arrays:
+    def _extra(self, x: ByName) -> Arrays:
         return {name: swap_time_and_heads(x[name]) for name in self.metric.inputs}
 
     def _rms(self, k: Array) -> Array:
         """The number r by which every key is divided in the scores (b, n, s, 1)."""
         return rms(k, self.eps) if self.normalize == "keys" else namespace(k).ones_like(k[..., :1])
 
-    def _system(self, x: Mapping[str, Array], scores: Array, frame: Frame) -> TriangularSystem:
+    def _system(self, x: ByName, scores: Array, frame: Frame) -> TriangularSystem:
         """The system from the unscaled scores (b, n, t, s) of the keys."""
         xp = namespace(scores)
         d = x["k"].shape[3]
@@ -204,8 +202,8 @@ class LucidSolve(Leaf):
         scores = mask_scores(below | (on_diagonal & valid), scores)
         at_maximum = None
         if self.normalize == "rows":
-            first = xp.argmax(nonempty(scores, -1), axis=-1)[..., None]
-            at_maximum = cast(first, xp.int32) == column
+            largest = xp.argmax(nonempty(scores, -1), axis=-1)[..., None]
+            at_maximum = cast(largest, xp.int32) == column
             maximum = row_sum(xp.where(at_maximum, finite_or_zero(scores), 0.0))
             scores = scores - (stop_gradient(maximum) if self.detach_max else maximum)
         weights = xp.exp(scores)
@@ -216,24 +214,19 @@ class LucidSolve(Leaf):
             zero_where_not(below, weights), diagonal, zero_where_not(valid, one), at_maximum
         )
 
-    def _full_system(self, x: Mapping[str, Array], frame: Frame) -> TriangularSystem:
+    def _full_system(self, x: ByName, frame: Frame) -> TriangularSystem:
         k = swap_time_and_heads(x["k"])
         normed = k / self._rms(k)
         frame = frame.among_keys(k.shape[2])
         return self._system(x, self.metric.scores(normed, normed, self._extra(x), frame), frame)
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         system = self._full_system(x, frame)
         v = swap_time_and_heads(x["v"])
         return swap_time_and_heads(solve_lower(system.matrix(), system.beta * v)), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         k, v = swap_time_and_heads(x["k"]), swap_time_and_heads(x["v"])
         y, extra = swap_time_and_heads(out), self._extra(x)
@@ -275,9 +268,7 @@ class LucidSolve(Leaf):
         eps = "" if self.eps == type(self).eps else f"[eps={text_of(self.eps)}]"
         return (*slots, Slot("rms", f"rms{eps}({{k}})", "b c n", wide=True))
 
-    def step(
-        self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Updates]:
+    def step(self, past: ByName, x: ByName, frame: Frame) -> tuple[Array, Updates]:
         xp = namespace(x["k"])
         k, v = swap_time_and_heads(x["k"]), swap_time_and_heads(x["v"])
         past_y = swap_time_and_heads(past["solved"])

@@ -23,13 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar, Protocol, runtime_checkable
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops, state_flops
-from precondattn.algebra.options import choice, count_or_none, flag, positive_or_none
-from precondattn.arrays import Array, Arrays, namespace
+from precondattn.algebra.options import count_or_none, flag, positive_or_none
+from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -41,11 +40,10 @@ from precondattn.spec.array_functions import (
     transpose,
     where_valid,
 )
-from precondattn.spec.conditioned_query import GATE, ConditionedQuery
+from precondattn.spec.conditioned_query import KeyStatistics
 from precondattn.spec.linear_family import queries_of_rows, queries_of_states, rows_of_states
 from precondattn.spec.positive_definite import NotSolvedError, solve_positive
 from precondattn.spec.recurrence import RECURRENT, Form, Stream
-from precondattn.spec.stateful import Stateful
 
 Read = Callable[[Array], Array]
 """H q of queries (…, t, r, d)"""
@@ -65,7 +63,7 @@ class Iterating(Protocol):
 
 
 @dataclass(frozen=True)
-class MesaQuery(Stateful):
+class MesaQuery(KeyStatistics):
     """q* = (H + diag λ)⁻¹ q, with H the decayed sum of β k kᵀ.
 
     The definition factorizes the matrix of every token. Blocked backends iterate by conjugate
@@ -101,19 +99,15 @@ class MesaQuery(Stateful):
     """
 
     name: ClassVar[str] = "mesa_query"
-    role: ClassVar[str] = "piece"
     variants: ClassVar[tuple[str, ...]] = (
         "mesa_query[decay=head,beta=true]",
         "mesa_query[decay=channel]",
         "mesa_query[decay=retention]",
     )
 
-    decay: str = choice("none", "head", "channel", "retention")
     beta: bool = flag(False)
     tolerance: float | None = positive_or_none()
     iterations: int | None = count_or_none()
-
-    output = "b t h d"
 
     def most_iterations(self, d: int) -> int:
         """The largest number of iterations for keys of width d.
@@ -132,27 +126,15 @@ class MesaQuery(Stateful):
 
     @property
     def inputs(self) -> Inputs:
-        gate = {"g": GATE[self.decay]} if self.decay in GATE else {}
         beta = {"beta_mesa": "b s n in [0, 1]"} if self.beta else {}
         return Inputs(
-            q="b t h d", k="b s n d unit row", **gate, **beta, lam_mesa="h d in [0.25, 4]"
+            q="b t h d", k="b s n d unit row", **self._gate, **beta, lam_mesa="h d in [0.25, 4]"
         )
 
-    @property
-    def numbers_heads(self) -> bool:
-        return self.decay == "retention"
-
-    @cached_property
-    def has_decay(self) -> bool:
-        return self.decay != "none"
-
-    @property
-    def computes_with_states(self) -> bool:
-        return True
+    computes_with_states = True
 
     def slots(self) -> tuple[Slot, ...]:
-        heads = "h" if self.decay in ("head", "retention") else "n"
-        decay = {"none": "", "retention": ", retention"}.get(self.decay, ", {g}")
+        heads, decay = self._heads_and_decay
         beta = ", {beta_mesa}" if self.beta else ""
         history = f"mesa_moment({{k}}{beta}{decay})"
         return (Slot("moment", history, f"b {heads} d d", wide=True, symbol="H"),)
@@ -165,16 +147,16 @@ class MesaQuery(Stateful):
         solve = ITERATIONS * each.forward
         return Flops(solve, 2 * solve + each.backward, decode).times(sizes["h"])
 
-    def _stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
+    def _stream(self, x: ByName, frame: Frame) -> Stream:
         """The recurrence of H, without queries."""
-        g = ConditionedQuery(self.decay).log_decay(x, frame)
+        g = self.log_decay(x, frame)
         m = g.shape[1]
         # Padded keys are 0 in the call, but not after a feature map.
         k = where_valid(repeat_heads(swap_time_and_heads(x["k"]), m), frame)
         v = k * self._beta(x, m) if self.beta else k
         return Stream(k[:, :, :0, None, :], k, v, g)
 
-    def _beta(self, x: Mapping[str, Array], m: int) -> Array:
+    def _beta(self, x: ByName, m: int) -> Array:
         return repeat_heads(swap_time_and_heads(x["beta_mesa"]), m)[..., None]
 
     def _solved(
@@ -190,16 +172,12 @@ class MesaQuery(Stateful):
         matrix = moments[:, :, :, None, ...] + one[:, :, :, None, ...] * ridge[..., None]
         return solve_positive(matrix, q[..., None])[..., 0], final
 
-    def _ridge(self, x: Mapping[str, Array], m: int) -> Array:
+    def _ridge(self, x: ByName, m: int) -> Array:
         """λ (1, m, 1, r, d)"""
         return queries_of_states(x["lam_mesa"][None, None, ...], m)
 
     def run(
-        self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
     ) -> tuple[Array, Arrays]:
         stream, moment = self._stream(x, frame), _symmetric(state["moment"])
         m = stream.k.shape[1]
@@ -209,11 +187,11 @@ class MesaQuery(Stateful):
 
     def run_vjp(
         self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
+        state: ByName,
+        x: ByName,
         frame: Frame,
         cotangent: Array,
-        d_state: Mapping[str, Array],
+        d_state: ByName,
         form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         xp = namespace(cotangent)
@@ -233,12 +211,7 @@ class MesaQuery(Stateful):
         if self.beta:
             d_beta = row_sum(where_valid(d.stream.v * stream.k, frame))[..., 0]
             gradients["beta_mesa"] = swap_time_and_heads(sum_heads(d_beta, n))
-        if self.decay in GATE:
-            d_g = swap_time_and_heads(d.stream.g[..., 0])
-            channels = x["g"].shape[-1] if self.decay == "channel" else 1
-            gradients["g"] = xp.broadcast_to(d_g / channels, (*d_g.shape[:-1], channels))
-            if self.decay == "head":
-                gradients["g"] = d_g[..., 0]
+        gradients |= self._gate_gradient(x, d.stream.g)
         return gradients, {"moment": _symmetric(d.state)}
 
 

@@ -10,18 +10,17 @@ the positions and segments of queries and keys; the caller masks the scores.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops, pair_flops
-from precondattn.arrays import Array, namespace
+from precondattn.arrays import Array, ByName, namespace
 from precondattn.cache import Append, Slot, Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import swap_time_and_heads, transpose
 
-Extra = Mapping[str, Array]
+Extra = ByName
 """A metric's own inputs, by name, with heads before time."""
 
 
@@ -49,12 +48,12 @@ class Metric(Protocol):
         ...
 
     def extended_scores(
-        self, q: Array, past: Mapping[str, Array], k: Array, extra: Extra, frame: Frame
+        self, q: Array, past: ByName, k: Array, extra: Extra, frame: Frame
     ) -> Array:
         """The scores (b, h, t, c + t) of new queries (b, h, t, d) against past and new keys."""
         ...
 
-    def advance(self, past: Mapping[str, Array], k: Array, extra: Extra, frame: Frame) -> Updates:
+    def advance(self, past: ByName, k: Array, extra: Extra, frame: Frame) -> Updates:
         """The update of every slot; all arrays have the heads of the keys."""
         ...
 
@@ -63,7 +62,7 @@ class Metric(Protocol):
         ...
 
 
-def cached_keys(metric: Metric, past: Mapping[str, Array]) -> dict[str, Array]:
+def cached_keys(metric: Metric, past: ByName) -> dict[str, Array]:
     """The buffers of a metric among those of its leaf, with heads before time."""
     return {slot.name: swap_time_and_heads(past[slot.name]) for slot in metric.slots()}
 
@@ -87,12 +86,12 @@ class Dot:
         return d_scores @ k, transpose(d_scores) @ q, {}
 
     def extended_scores(
-        self, q: Array, past: Mapping[str, Array], k: Array, extra: Extra, frame: Frame
+        self, q: Array, past: ByName, k: Array, extra: Extra, frame: Frame
     ) -> Array:
         keys = namespace(k).concat([past["key"], k], axis=2)
         return q @ transpose(keys)
 
-    def advance(self, past: Mapping[str, Array], k: Array, extra: Extra, frame: Frame) -> Updates:
+    def advance(self, past: ByName, k: Array, extra: Extra, frame: Frame) -> Updates:
         return {"key": Append(swap_time_and_heads(k))}
 
     def flops(self, pairs: float, keys: int, d: int, e: int) -> Flops:

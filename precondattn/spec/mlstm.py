@@ -30,14 +30,13 @@ and M_t = dm_t + [g_{t+1} + m_t ≥ i_{t+1}] M_{t+1} is passed on to g_t, or to 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.options import non_negative
 from precondattn.algebra.recurrence import Recurrence
-from precondattn.arrays import Array, Arrays, namespace
+from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.native.scan import linear_scan
@@ -117,11 +116,9 @@ class MLSTM(LinearFamily):
             ),
         )
 
-    @property
-    def computes_with_states(self) -> bool:
-        return True
+    computes_with_states = True
 
-    def _scaled(self, first: Array, x: Mapping[str, Array], frame: Frame) -> Scaled:
+    def _scaled(self, initial: Array, x: ByName, frame: Frame) -> Scaled:
         """The recurrence of C and n together, from m_0."""
         plain = self.stream(x, frame)
         xp, v = namespace(plain.v), plain.v
@@ -129,7 +126,7 @@ class MLSTM(LinearFamily):
         valid = frame.valid_keys(i.shape[2])
         if valid is not None:
             i = xp.where(valid[:, None, :], i, -math.inf)
-        opened = xp.concat([first[..., None], i], axis=-1)
+        opened = xp.concat([initial[..., None], i], axis=-1)
         decay = xp.concat([xp.zeros_like(g[..., :1]), g], axis=-1)
         maximum = linear_scan(decay, opened, times=xp.add, plus=_larger)
         before, m = maximum[..., :-1], finite_or_zero(maximum[..., 1:])
@@ -152,34 +149,30 @@ class MLSTM(LinearFamily):
         return rows[..., :-1] * inverse, inverse, mass >= least
 
     def run(
-        self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
     ) -> tuple[Array, Arrays]:
         stream, _, maximum, _ = self._scaled(state["maximum"], x, frame)
 
-        def read(rows: Array, m: Array) -> tuple[Array, ...]:
+        def output(rows: Array, m: Array) -> tuple[Array, ...]:
             return self._divided(rows, m)[:1]
 
         streams = [(stream, with_mass(state))]
-        (out,), (last,) = form.read(streams, read, _of_queries(maximum, stream.q))
+        (out,), (last,) = form.read(streams, output, _of_queries(maximum, stream.q))
         final = {"state": last[..., :-1], "mass": last[..., -1], "maximum": maximum[..., -1]}
         return rows_of_states(out), final
 
     def run_vjp(
         self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
+        state: ByName,
+        x: ByName,
         frame: Frame,
         cotangent: Array,
-        d_state: Mapping[str, Array],
+        d_state: ByName,
         form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         xp = namespace(cotangent)
         stream, weight, maximum, keeps = self._scaled(state["maximum"], x, frame)
-        first, d_last = with_mass(state), with_mass(d_state)
+        initial, d_last = with_mass(state), with_mass(d_state)
 
         def pull(rows: Array, m: Array, d_o: Array) -> tuple[Array, ...]:
             out, inverse, is_larger = self._divided(rows, m)
@@ -187,12 +180,12 @@ class MLSTM(LinearFamily):
             d_mass = xp.where(is_larger, xp.sign(rows[..., -1:]) * d_total, 0.0)
             return xp.concat([d_o * inverse, d_mass], axis=-1), self.eps * d_total
 
-        given = _of_queries(maximum, stream.q), queries_of_states(cotangent, stream.k.shape[1])
-        (d_rows, d_read), (last,) = form.read([(stream, first)], pull, *given)
-        d = form.vjp(stream, first, d_rows, d_last)
+        arrays = _of_queries(maximum, stream.q), queries_of_states(cotangent, stream.k.shape[1])
+        (d_rows, d_read), (last,) = form.read([(stream, initial)], pull, *arrays)
+        d = form.vjp(stream, initial, d_rows, d_last)
 
         # Apart, so that where no token is valid d_begin − d_end is exactly 0.
-        d_begin = xp.sum(d.state * first, axis=(-2, -1))[..., None]
+        d_begin = xp.sum(d.state * initial, axis=(-2, -1))[..., None]
         d_end = xp.sum(d_last * last, axis=(-2, -1))[..., None]
         d_m = d_state["maximum"][..., None]
         nothing = xp.zeros_like(maximum)

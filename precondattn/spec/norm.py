@@ -5,13 +5,12 @@ y = γ ∘ N(x),    dx = vjp of N at γ ∘ dy,    dγ = Σ dy ∘ N(x)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.mechanism import TokenWise
 from precondattn.algebra.options import flag, non_negative
-from precondattn.arrays import Array, Arrays, Residuals
+from precondattn.arrays import Array, Arrays, ByName, Residuals
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import sum_rows
 
@@ -37,17 +36,12 @@ class RowNorm(TokenWise):
         """The gradient of x."""
         raise NotImplementedError
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         normalized = self.normalized(x["x"])
         return (normalized * _row(x["gain"]) if self.gain else normalized), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         if not self.gain:
             return {"x": self.normalized_vjp(x["x"], cotangent)}

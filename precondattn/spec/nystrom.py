@@ -31,14 +31,14 @@ from precondattn.algebra.declaration import Inputs, ShapeError
 from precondattn.algebra.flops import Flops
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import choice, count, flag, positive_or_none
-from precondattn.arrays import Array, Arrays, Residuals, zero_where_not
+from precondattn.arrays import Array, Arrays, ByName, zero_where_not
 from precondattn.spec import token_convolution
 from precondattn.spec.array_functions import (
+    input_gradients,
     mask_scores,
     repeat_heads,
     softmax,
     softmax_vjp,
-    sum_heads,
     swap_time_and_heads,
     transpose,
 )
@@ -139,9 +139,6 @@ class Nystrom(WholeSequence):
                 f'is that of all sequences; start="matrix" is expected'
             )
 
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
-
     def flops(self, sizes: Mapping[str, int]) -> Flops:
         t, s, d, e = (sizes[letter] for letter in "tsde")
         m = min(self.landmarks, t, s)
@@ -175,42 +172,35 @@ class Nystrom(WholeSequence):
     def _inverse(self, a: Array) -> Array:
         return iterated_inverse(a, self.iterations, of_all=self.start == "batch")
 
-    def _rows(self, x: Mapping[str, Array], k_valid: Array | None) -> tuple[Array, Array, Array]:
+    def _rows(self, x: ByName, k_valid: Array | None) -> tuple[Array, Array, Array]:
         """q, k and v (b, h, tokens, ·), with values 0 at masked tokens."""
         h = x["q"].shape[2]
         q, k, v = (swap_time_and_heads(x[name]) for name in "qkv")
         v = v if k_valid is None else zero_where_not(k_valid[:, None, :, None], v)
         return q, repeat_heads(k, h), repeat_heads(v, h)
 
-    def attend(
-        self, x: Mapping[str, Array], q_valid: Array | None, k_valid: Array | None
-    ) -> tuple[Array, Residuals]:
+    def attend(self, x: ByName, q_valid: Array | None, k_valid: Array | None) -> Array:
         q, k, v = self._rows(x, k_valid)
         f, a, b = self._kernels(q, k, self._means(q, k, q_valid, k_valid), k_valid)[2:]
         o = f @ (self._inverse(a) @ (b @ v))
         if self.skip:
             o = o + token_convolution.convolved(v, x["skip"])
-        return swap_time_and_heads(o), ()
+        return swap_time_and_heads(o)
 
     def attend_vjp(
-        self,
-        x: Mapping[str, Array],
-        q_valid: Array | None,
-        k_valid: Array | None,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, q_valid: Array | None, k_valid: Array | None, cotangent: Array
     ) -> Arrays:
         q, k, v = self._rows(x, k_valid)
         d_o, s, n = swap_time_and_heads(cotangent), self.scale_for(q.shape[-1]), x["k"].shape[2]
         means = self._means(q, k, q_valid, k_valid)
         q_mean, k_mean, f, a, b = self._kernels(q, k, means, k_valid)
-        z, read = self._inverse(a), b @ v
+        z, read_values = self._inverse(a), b @ v
         d_w = transpose(f) @ d_o
         d_read = transpose(z) @ d_w
         d_a = iterated_inverse_vjp(
-            a, self.iterations, d_w @ transpose(read), of_all=self.start == "batch"
+            a, self.iterations, d_w @ transpose(read_values), of_all=self.start == "batch"
         )
-        d_f = s * softmax_vjp(f, d_o @ transpose(z @ read))
+        d_f = s * softmax_vjp(f, d_o @ transpose(z @ read_values))
         d_a = s * softmax_vjp(a, d_a)
         d_b = s * softmax_vjp(b, d_read @ transpose(v))
         d_q_mean = d_a @ k_mean + d_b @ k
@@ -223,9 +213,4 @@ class Nystrom(WholeSequence):
             d_v = d_v + d_skipped
         if k_valid is not None:
             d_v = zero_where_not(k_valid[:, None, :, None], d_v)
-        return {
-            "q": swap_time_and_heads(d_q),
-            "k": swap_time_and_heads(sum_heads(d_k, n)),
-            "v": swap_time_and_heads(sum_heads(d_v, n)),
-            **gradients,
-        }
+        return input_gradients(d_q, d_k, d_v, n) | gradients

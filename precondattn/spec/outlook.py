@@ -35,8 +35,7 @@ from precondattn.algebra.flops import Flops
 from precondattn.algebra.mechanism import Leaf
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import counts, positive_or_none
-from precondattn.arrays import Array, Arrays, Residuals, cast, namespace, zero_where_not
-from precondattn.cache import Updates
+from precondattn.arrays import Array, Arrays, ByName, Residuals, cast, namespace, zero_where_not
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
     repeat_heads,
@@ -133,20 +132,12 @@ class Outlook(Leaf):
         w = prod(self.sides)
         return Inputs(logits=f"b t h {w} {w}", v="b s n e")
 
-    @property
-    def offers(self) -> Offers:
-        return Offers(causal=False)
-
-    @property
-    def reads_all_queries(self) -> bool:
-        return True
+    offers = Offers(causal=False)
+    reads_all_queries = True
 
     def check_call(self, sizes: Mapping[str, int], masks: frozenset[str]) -> None:
         check_same_tokens(self, "windows sum", sizes)
         check_tokens(self, self.grid, sizes["s"], masks)
-
-    def scale_for(self, e: int) -> float:
-        return e**-0.5 if self.scale is None else self.scale
 
     def flops(self, sizes: Mapping[str, int]) -> Flops:
         t, columns = sizes["t"], self.columns
@@ -155,19 +146,14 @@ class Outlook(Leaf):
         product = 2.0 * windows * prod(self.sides) ** 2 * sizes["e"]
         return Flops(product, 2 * product, 0.0).times(sizes["h"])
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         grid = GridNeighbours(self.columns, frame)
         weights = self._weights(x, grid)[0]
         v = repeat_heads(swap_time_and_heads(x["v"]), weights.shape[1])
         return swap_time_and_heads(self._folded(grid, weights @ self._unfolded(grid, v))), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         grid = GridNeighbours(self.columns, frame)
         weights, count = self._weights(x, grid)
@@ -182,11 +168,6 @@ class Outlook(Leaf):
             "v": swap_time_and_heads(sum_heads(d_v, x["v"].shape[2])),
         }
 
-    def step(
-        self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Updates]:
-        raise NotImplementedError(f"{self}: is not causal, so it can not have a cache")
-
     @property
     def _slots(self) -> list[Offset]:
         """δ of each slot of a window."""
@@ -197,7 +178,7 @@ class Outlook(Leaf):
         """How far the tokens of a cell are from its first."""
         return offsets(self.cell, centred=False)
 
-    def _weights(self, x: Mapping[str, Array], grid: GridNeighbours) -> tuple[Array, Array]:
+    def _weights(self, x: ByName, grid: GridNeighbours) -> tuple[Array, Array]:
         """A (b, h, t, w, w), 0 where there is no window; and of how many tokens its logits are the
         mean, at least 1, (b or 1, 1, t, 1, 1)."""
         xp, logits = namespace(x["logits"]), swap_time_and_heads(x["logits"])

@@ -20,7 +20,7 @@ from precondattn.algebra import registry
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.mechanism import TokenWise
 from precondattn.algebra.options import choice, positive_or_none
-from precondattn.arrays import Array, Arrays, Residuals, namespace
+from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum
 from precondattn.spec.linear_family import (
@@ -101,7 +101,7 @@ class OwnToken(TokenWise):
     def check_call(self, sizes: Mapping[str, int], masks: frozenset[str]) -> None:
         check_same_tokens(self, "each token reads itself,", sizes)
 
-    def _rows(self, x: Mapping[str, Array], frame: Frame) -> tuple[Stream, Stream]:
+    def _rows(self, x: ByName, frame: Frame) -> tuple[Stream, Stream]:
         """The stream of the recurrence, and of its last step: what a token writes, and reads."""
         stream, n = self.recurrent.stream(x, frame), self.recurrent.steps_per_token
         q, k, v = (of_last(rows, n) for rows in (stream.q, stream.k, stream.v))
@@ -111,43 +111,38 @@ class OwnToken(TokenWise):
         return stream, Stream(q, k[:, :, :, None, :], v[:, :, :, None, :], stream.g, beta)
 
     @staticmethod
-    def _bonus(x: Mapping[str, Array], m: int) -> Array:
+    def _bonus(x: ByName, m: int) -> Array:
         """u (1, m, 1, r, d)"""
         return queries_of_states(x["u"][None, None, ...], m)
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
-        _, own = self._rows(x, frame)
-        c = row_sum(own.q * own.k)
-        if own.beta is not None:
-            c = c * own.beta[..., None, None]
-        return rows_of_states(c * own.v), ()
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
+        _, token = self._rows(x, frame)
+        c = row_sum(token.q * token.k)
+        if token.beta is not None:
+            c = c * token.beta[..., None, None]
+        return rows_of_states(c * token.v), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
-        stream, own = self._rows(x, frame)
+        stream, token = self._rows(x, frame)
         xp, n = namespace(cotangent), self.recurrent.steps_per_token
-        beta = 1.0 if own.beta is None else own.beta[..., None, None]
-        d_o = queries_of_states(cotangent, own.k.shape[1])
-        c, d_c = row_sum(own.q * own.k), row_sum(d_o * own.v)
-        d_q, d_k = beta * d_c * own.k, xp.sum(beta * d_c * own.q, axis=3)
+        beta = 1.0 if token.beta is None else token.beta[..., None, None]
+        d_o = queries_of_states(cotangent, token.k.shape[1])
+        c, d_c = row_sum(token.q * token.k), row_sum(d_o * token.v)
+        d_q, d_k = beta * d_c * token.k, xp.sum(beta * d_c * token.q, axis=3)
         gradients = {}
         if "u" in x:
             q, h = of_last(stream.q, n), x["q"].shape[2]
             d_u = xp.sum(d_q * q, axis=(0, 2), keepdims=True)
             gradients["u"] = queries_of_rows(d_u, h)[0, 0, ...]
-            d_q = d_q * self._bonus(x, own.k.shape[1])
+            d_q = d_q * self._bonus(x, token.k.shape[1])
         d = Stream(
             at_last(d_q, n),
             at_last(d_k, n),
             at_last(xp.sum(beta * c * d_o, axis=3), n),
             xp.zeros_like(stream.g),
-            None if own.beta is None else at_last(xp.sum(c * d_c, axis=3)[..., 0], n),
+            None if token.beta is None else at_last(xp.sum(c * d_c, axis=3)[..., 0], n),
             None if stream.erase is None else xp.zeros_like(stream.erase),
             None if stream.undecayed is None else xp.zeros_like(stream.undecayed),
         )

@@ -19,13 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops
 from precondattn.algebra.options import flag, number, positive
-from precondattn.arrays import Array, Arrays, namespace
+from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum, swap_time_and_heads, where_valid
@@ -100,13 +99,8 @@ class PreconditionedKey(Stateful):
             **learned,
         )
 
-    @cached_property
-    def has_decay(self) -> bool:
-        return True
-
-    @property
-    def computes_with_states(self) -> bool:
-        return True
+    has_decay = True
+    computes_with_states = True
 
     def slots(self) -> tuple[Slot, ...]:
         return (
@@ -121,7 +115,7 @@ class PreconditionedKey(Stateful):
         tokens = sizes["s"] if "s" in sizes else sizes["t"]
         return Flops(tokens * one_token, 2.5 * tokens * one_token, one_token)
 
-    def _stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
+    def _stream(self, x: ByName, frame: Frame) -> Stream:
         """The recurrence of A, whose outputs are A_t (b, h, s, 1, d)."""
         k = where_valid(swap_time_and_heads(x["k"]), frame)
         weight = swap_time_and_heads(x["beta_atk"])[..., None]
@@ -129,7 +123,7 @@ class PreconditionedKey(Stateful):
         one = namespace(k).ones_like(weight)[..., None]
         return Stream(one, weight, k * k, forget_other_segments(g, frame))
 
-    def _center(self, x: Mapping[str, Array], k: Array) -> tuple[Array, ...]:
+    def _center(self, x: ByName, k: Array) -> tuple[Array, ...]:
         """c (b, h, s, 1), where it is learnt."""
         if not self.learned:
             return ()
@@ -142,11 +136,7 @@ class PreconditionedKey(Stateful):
         return filled, namespace(squares).log(filled) - (center[0] if center else self.center)
 
     def run(
-        self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
     ) -> tuple[Array, Arrays]:
         k = swap_time_and_heads(x["k"])
 
@@ -160,15 +150,15 @@ class PreconditionedKey(Stateful):
 
     def run_vjp(
         self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
+        state: ByName,
+        x: ByName,
         frame: Frame,
         cotangent: Array,
-        d_state: Mapping[str, Array],
+        d_state: ByName,
         form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         k, d_out = swap_time_and_heads(x["k"]), swap_time_and_heads(cotangent)
-        stream, first = self._stream(x, frame), state["squares"][:, :, None, :]
+        stream, initial = self._stream(x, frame), state["squares"][:, :, None, :]
         rate = math.log(self.bound)
 
         def pulled(squares: Array, k: Array, d_out: Array, *center: Array) -> tuple[Array, ...]:
@@ -178,8 +168,8 @@ class PreconditionedKey(Stateful):
             return m * d_out, row_sum(d_r), (d_r / filled)[:, :, :, None, :]
 
         arrays = (k, d_out, *self._center(x, k))
-        (d_k, d_r, d_squares), _ = form.read([(stream, first)], pulled, *arrays)
-        d = form.vjp(stream, first, d_squares, d_state["squares"][:, :, None, :])
+        (d_k, d_r, d_squares), _ = form.read([(stream, initial)], pulled, *arrays)
+        d = form.vjp(stream, initial, d_squares, d_state["squares"][:, :, None, :])
         gradients = {
             "k": swap_time_and_heads(d_k + where_valid(2 * k * d.stream.v, frame)),
             "g_atk": swap_time_and_heads(d.stream.g[..., 0, 0]),

@@ -24,7 +24,7 @@ from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops, state_flops
 from precondattn.algebra.mechanism import Leaf
 from precondattn.algebra.options import non_negative, positive
-from precondattn.arrays import Array, Arrays, Residuals, namespace
+from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.cache import Append, Slot, Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -95,7 +95,7 @@ class QueryWeightedQuery(Leaf):
         d = sizes["d"]
         return state_flops(sizes["s"], d, d).times(sizes["h"])
 
-    def _terms(self, x: Mapping[str, Array], keys: Array, frame: Frame) -> _Terms:
+    def _terms(self, x: ByName, keys: Array, frame: Frame) -> _Terms:
         """The terms for the new queries and all `keys` (b, s, n, d)."""
         q = swap_time_and_heads(l2_norm(x["q"], self.eps))
         k = repeat_heads(swap_time_and_heads(l2_norm(keys, self.eps)), q.shape[1])
@@ -106,17 +106,12 @@ class QueryWeightedQuery(Leaf):
         contraction = swap_time_and_heads(x["contraction"])[..., None]
         return _Terms(q, k, p, centred, contraction)
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         terms = self._terms(x, x["k"], frame)
         return swap_time_and_heads(terms.q - terms.contraction * terms.c), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         terms = self._terms(x, x["k"], frame)
         g = swap_time_and_heads(cotangent)
@@ -136,9 +131,7 @@ class QueryWeightedQuery(Leaf):
     def slots(self) -> tuple[Slot, ...]:
         return (Slot("key", "{k}", "b c n d"),)
 
-    def step(
-        self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Updates]:
+    def step(self, past: ByName, x: ByName, frame: Frame) -> tuple[Array, Updates]:
         terms = self._terms(x, namespace(x["k"]).concat([past["key"], x["k"]], axis=1), frame)
         out = swap_time_and_heads(terms.q - terms.contraction * terms.c)
         return out, {"key": Append(x["k"])}

@@ -78,8 +78,8 @@ class MeanAndLogSum(Mean):
         return d_scores, xp.concat([d_v, xp.zeros_like(d_v[..., :1])], axis=-1)
 
     def d_log_total(self, o: Array, d_o: Array) -> Array:
-        some = o[..., -1:] > -math.inf  # Without keys λ is −∞, whatever its cotangent.
-        d_last = zero_where_not(some, d_o[..., -1:])
+        sees_keys = o[..., -1:] > -math.inf  # Without keys λ is −∞, whatever its cotangent.
+        d_last = zero_where_not(sees_keys, d_o[..., -1:])
         return d_last + super().d_log_total(o[..., :-1], d_o[..., :-1])
 
 

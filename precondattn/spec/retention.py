@@ -9,12 +9,11 @@ rotation of queries and keys (xPos), which comes before, the paper's normalisati
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.recurrence import Recurrence
-from precondattn.arrays import Array, arange_like, cast, namespace
+from precondattn.arrays import Array, ByName, arange_like, cast, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import repeat_heads, swap_time_and_heads, where_valid
 from precondattn.spec.linear_family import LinearFamily
@@ -57,11 +56,9 @@ class Retention(LinearFamily):
     variants: ClassVar[tuple[str, ...]] = ("retention[scale=0.3]",)
     declares = Recurrence("add", gate="fixed", heads="h")
 
-    @property
-    def numbers_heads(self) -> bool:
-        return True
+    numbers_heads = True
 
-    def log_decay(self, x: Mapping[str, Array], frame: Frame) -> Array:
+    def log_decay(self, x: ByName, frame: Frame) -> Array:
         h = x["q"].shape[2]
         k = repeat_heads(swap_time_and_heads(x["k"]), h)[..., :1]
         g = log_retention(h, k)[None, :, None, None]

@@ -16,7 +16,7 @@ from precondattn.algebra.flops import Flops
 from precondattn.algebra.mechanism import Leaf
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import flag
-from precondattn.arrays import Array, Arrays, Residuals
+from precondattn.arrays import Array, Arrays, ByName, Residuals
 from precondattn.frame import Frame
 from precondattn.reversed_order import reversed_tokens
 
@@ -53,30 +53,17 @@ class ReversedTokens(Leaf):
     def output(self) -> str:  # type: ignore[override]
         return "b t h d" if self.channels else "b t h"
 
-    @property
-    def offers(self) -> Offers:
-        return Offers(causal=False)
-
-    @property
-    def reads_all_queries(self) -> bool:
-        return True
-
-    @property
-    def reverses_tokens(self) -> bool:
-        return True
+    offers = Offers(causal=False)
+    reads_all_queries = True
+    reverses_tokens = True
 
     def flops(self, sizes: Mapping[str, int]) -> Flops:
         return Flops(0.0, 0.0, 0.0)
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         return reversed_tokens(x["x"], frame), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         return {"x": reversed_tokens(cotangent, frame)}

@@ -19,13 +19,12 @@ has
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.recurrence import Recurrence
-from precondattn.arrays import Array, Arrays, arange_like, namespace, zero_where_not
+from precondattn.arrays import Array, Arrays, ByName, arange_like, namespace, zero_where_not
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.native.scan import TIME
@@ -78,16 +77,10 @@ class RWKV6(LinearFamily):
     def slots(self) -> tuple[Slot, ...]:
         return (Slot("state", "rwkv6.state({k}, {v}, {g})", "b n d e", wide=True, symbol="S"),)
 
-    @property
-    def computes_with_states(self) -> bool:
-        return True
+    computes_with_states = True
 
     def run(
-        self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
     ) -> tuple[Array, Arrays]:
         stream = self.stream(x, frame)
         o, final = read_before(form, stream, state["state"], frame)
@@ -97,11 +90,11 @@ class RWKV6(LinearFamily):
 
     def run_vjp(
         self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
+        state: ByName,
+        x: ByName,
         frame: Frame,
         cotangent: Array,
-        d_state: Mapping[str, Array],
+        d_state: ByName,
         form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         xp, stream = namespace(cotangent), self.stream(x, frame)
@@ -120,7 +113,7 @@ class RWKV6(LinearFamily):
         gradients["u"] = queries_of_rows(d_u, x["q"].shape[2])[0, 0, ...]
         return gradients, {"state": d.state}
 
-    def _bonus(self, x: Mapping[str, Array]) -> Array:
+    def _bonus(self, x: ByName) -> Array:
         """u (1, m, 1, r, d)"""
         return queries_of_states(x["u"][None, None, ...], self.state_heads(x))
 
@@ -144,13 +137,13 @@ def read_before_vjp(
 ) -> StreamGradients:
     """The gradients of `read_before`, from those of its outputs and of the final state."""
     xp = namespace(d_o)
-    first, later = _first_and_later(_of_same_segment(x.q, x, frame), x)
+    q_first, q_later = _first_and_later(_of_same_segment(x.q, x, frame), x)
     d_first, d_later = _first_and_later(d_o, x)
-    earlier = x._replace(q=_then_zero(later, x.q))
+    earlier = x._replace(q=_then_zero(q_later, x.q))
     d = form.vjp(earlier, state, _then_zero(d_later, d_o), d_final)
     d_q_first = xp.sum(d_first[..., None, :] * state[:, :, None, None, ...], axis=-1)
     d_q = xp.concat([d_q_first, d.stream.q[:, :, :-1, ...]], axis=TIME)
-    d_state = d.state + xp.sum(first[..., None] * d_first[..., None, :], axis=(2, 3))
+    d_state = d.state + xp.sum(q_first[..., None] * d_first[..., None, :], axis=(2, 3))
     return StreamGradients(d.stream._replace(q=_of_same_segment(d_q, x, frame)), d_state)
 
 

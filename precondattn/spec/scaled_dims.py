@@ -11,14 +11,13 @@ Gradient, with σ the logistic function: dq = dx ∘ softplus(p) / ln 2, dp = Σ
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.mechanism import TokenWise
 from precondattn.algebra.options import flag
-from precondattn.arrays import Array, Arrays, Residuals, namespace
+from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import sum_rows
 
@@ -57,16 +56,11 @@ class ScaledDims(TokenWise):
     def _unit(self) -> float:
         return math.log(2) if self.normalize else 1.0
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         return x["q"] * (softplus(x["per_dim"]) / self._unit())[None, None, None, :], ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         p = x["per_dim"]
         return {

@@ -35,11 +35,12 @@ from precondattn.algebra.options import (
     positive_or_none,
     window_or_none,
 )
-from precondattn.arrays import Array, Arrays, Residuals, as_index, namespace
+from precondattn.arrays import Array, Arrays, ByName, Residuals, as_index, namespace
 from precondattn.cache import Append, Slot, Updates
 from precondattn.frame import Frame
 from precondattn.spec import forget_gate, soft_cap
 from precondattn.spec.array_functions import (
+    input_gradients,
     log_softmax,
     mask_scores,
     repeat_heads,
@@ -101,8 +102,8 @@ class SoftmaxAttention(Leaf):
         gate: dict[str, str] = {"g": "b s h in (-inf, 0]"} if self.forget != "none" else {}
         sink: dict[str, str] = {"sink": "h"} if self.sink else {}
         added = distance_input(self)
-        own: dict[str, str | Pattern] = {**self.metric.inputs, **gate, **bias, **sink, **added}
-        return Inputs(q="b t h d", k="b s n d", v="b s n e", **own)
+        optional: dict[str, str | Pattern] = {**self.metric.inputs, **gate, **bias, **sink, **added}
+        return Inputs(q="b t h d", k="b s n d", v="b s n e", **optional)
 
     @property
     def offers(self) -> Offers:
@@ -139,16 +140,13 @@ class SoftmaxAttention(Leaf):
     def with_read(self, read: Read) -> SoftmaxAttention:
         return replace(self, read=read)
 
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
-
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         t, s = sizes["t"], sizes["s"]
         pairs = visible_pairs(t, s, causal=self.causal, window=self.window)
         keys = visible_keys(s, self.window)
         return self.metric.flops(pairs, keys, sizes["d"], sizes["e"]).times(sizes["h"])
 
-    def _extra(self, x: Mapping[str, Array], heads: int) -> Arrays:
+    def _extra(self, x: ByName, heads: int) -> Arrays:
         """The metric's own inputs, repeated to `heads` heads."""
         names = self.metric.inputs
         return {n: repeat_heads(swap_time_and_heads(x[n]), heads) for n in names}
@@ -160,7 +158,7 @@ class SoftmaxAttention(Leaf):
     def _visible(self, frame: Frame) -> Array:
         return frame.visible(causal=self.causal, window=self.window)
 
-    def _logits(self, x: Mapping[str, Array], frame: Frame) -> Array:
+    def _logits(self, x: ByName, frame: Frame) -> Array:
         """The scores s ⟨q, k⟩."""
         q, k = swap_time_and_heads(x["q"]), swap_time_and_heads(x["k"])
         h, d = q.shape[1], q.shape[3]
@@ -170,7 +168,7 @@ class SoftmaxAttention(Leaf):
     def _capped(self, logits: Array) -> Array:
         return logits if self.softcap is None else soft_cap.capped(logits, self.softcap)
 
-    def _scores(self, x: Mapping[str, Array], frame: Frame) -> Array:
+    def _scores(self, x: ByName, frame: Frame) -> Array:
         scores, d = self._capped(self._logits(x, frame)), x["q"].shape[3]
         if self.forget != "none":
             scores = scores + self._gate_scale(d) * forget_gate.decay(x["g"], x["q"].shape[1])
@@ -180,22 +178,17 @@ class SoftmaxAttention(Leaf):
             scores = scores + distance_scores(self, x, frame)
         return mask_scores(self._visible(frame), scores)
 
-    def _log_weights(self, x: Mapping[str, Array], scores: Array) -> tuple[Array, Array]:
+    def _log_weights(self, x: ByName, scores: Array) -> tuple[Array, Array]:
         """log A (b, h, t, s) and λ (b, h, t, 1) from masked scores."""
         return log_softmax(scores, column(x["sink"]) if self.sink else None)
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         v = repeat_heads(swap_time_and_heads(x["v"]), x["q"].shape[2])
         o = self.read.forward(*self._log_weights(x, self._scores(x, frame)), v)
         return swap_time_and_heads(o), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         q, k, v = (swap_time_and_heads(x[name]) for name in ("q", "k", "v"))
         h, n, d = q.shape[1], k.shape[1], q.shape[3]
@@ -208,11 +201,7 @@ class SoftmaxAttention(Leaf):
         d_q, d_k, d_extra = self.metric.vjp(
             q, repeat_heads(k, h), self._extra(x, h), frame, self.scale_for(d) * d_logits
         )
-        gradients = {
-            "q": swap_time_and_heads(d_q),
-            "k": swap_time_and_heads(sum_heads(d_k, n)),
-            "v": swap_time_and_heads(sum_heads(d_v, n)),
-        }
+        gradients = input_gradients(d_q, d_k, d_v, n)
         for name, d_input in d_extra.items():
             gradients[name] = swap_time_and_heads(sum_heads(d_input, n))
         if self.forget != "none":
@@ -229,9 +218,7 @@ class SoftmaxAttention(Leaf):
         gate = () if self.forget == "none" else (forget_gate.SLOT,)
         return (*self.metric.slots(), Slot("value", "{v}", "b c n e"), *gate)
 
-    def step(
-        self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Updates]:
+    def step(self, past: ByName, x: ByName, frame: Frame) -> tuple[Array, Updates]:
         xp = namespace(x["q"])
         q, k = swap_time_and_heads(x["q"]), swap_time_and_heads(x["k"])
         h, n, d = q.shape[1], k.shape[1], q.shape[3]

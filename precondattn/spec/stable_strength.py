@@ -18,7 +18,6 @@ error-free linear attention (arXiv 2512.12602), exact. Gradient, with D that of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import factorial
 from typing import ClassVar
@@ -26,7 +25,7 @@ from typing import ClassVar
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.mechanism import TokenWise
 from precondattn.algebra.options import choice
-from precondattn.arrays import Array, Arrays, Residuals, namespace
+from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum
 
@@ -110,22 +109,17 @@ class StableBeta(TokenWise):
     inputs = Inputs(k="b s h d", beta="b s u in [0, inf)")
     output = "b s u"
 
-    def _c(self, x: Mapping[str, Array]) -> Array:
+    def _c(self, x: ByName) -> Array:
         square = row_sum(_squares(x["k"]))
         xp = namespace(square)
         square = xp.clip(square, max=float(xp.finfo(square.dtype).max))
         return x["beta"] * _for_values(square, x["beta"].shape[2])[..., 0]
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         return x["beta"] * _factor(self.rule, self._c(x)), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         xp, beta, h, c = namespace(out), x["beta"], x["k"].shape[2], self._c(x)
         if self.rule == "implicit":
@@ -182,19 +176,14 @@ class StableChannels(TokenWise):
     def output(self) -> str:  # type: ignore[override]
         return "b s u d" if self.of == "b" else "b s u e"
 
-    def _squares_of(self, x: Mapping[str, Array]) -> Array:
+    def _squares_of(self, x: ByName) -> Array:
         return _for_values(_squares(x["k"]), x["b"].shape[2])
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         return x[self.of] * _factor(self.rule, row_sum(x["b"] * self._squares_of(x))), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         squares, (h, u) = self._squares_of(x), (x["k"].shape[2], x["b"].shape[2])
         c = row_sum(x["b"] * squares)

@@ -16,7 +16,7 @@ from precondattn.algebra.flops import Flops, state_flops, state_heads
 from precondattn.algebra.leaf_protocol import missing_method
 from precondattn.algebra.mechanism import Leaf
 from precondattn.algebra.recurrence import Recurrence
-from precondattn.arrays import Array, Arrays, Residuals, Shape, namespace
+from precondattn.arrays import Array, Arrays, ByName, Residuals, Shape, namespace
 from precondattn.cache import Replace, Slot, Updates, new_buffer
 from precondattn.frame import Frame
 from precondattn.limits import KEPT_PLANS
@@ -54,22 +54,18 @@ class Stateful(Leaf):
         return False
 
     def run(
-        self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
     ) -> tuple[Array, Arrays]:
         """The output, and the new state by slot."""
         raise missing_method(self, "run", "every call needs")
 
     def run_vjp(
         self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
+        state: ByName,
+        x: ByName,
         frame: Frame,
         cotangent: Array,
-        d_state: Mapping[str, Array],
+        d_state: ByName,
         form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         """The gradients of the inputs and of the state, from those of output and new state."""
@@ -90,7 +86,7 @@ class Stateful(Leaf):
     def _state_axes(self) -> list[tuple[Axis, ...]]:
         return [Pattern.read(slot.pattern).axes for slot in self.slots()]
 
-    def zero_state(self, x: Mapping[str, Array]) -> Arrays:
+    def zero_state(self, x: ByName) -> Arrays:
         """The state before the first token."""
         shapes = tuple([tuple(array.shape) for array in x.values()])
         is_known = all(type(size) is int for shape in shapes for size in shape)
@@ -99,37 +95,25 @@ class Stateful(Leaf):
         like = next(iter(x.values()))
         return {slot.name: new_buffer(slot, shape, like) for slot, shape in slots}
 
-    def no_cotangents(self, state: Mapping[str, Array]) -> Arrays:
+    def no_cotangents(self, state: ByName) -> Arrays:
         """Cotangents of 0, of a state."""
         return {name: namespace(array).zeros_like(array) for name, array in state.items()}
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         return self.run(self.zero_state(x), x, frame)[0], ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         state = self.zero_state(x)
         return self.run_vjp(state, x, frame, cotangent, self.no_cotangents(state))[0]
 
-    def step(
-        self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Updates]:
+    def step(self, past: ByName, x: ByName, frame: Frame) -> tuple[Array, Updates]:
         out, state = self.run(past, x, frame)
         return out, {name: Replace(value) for name, value in state.items()}
 
     def step_backward(
-        self,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
+        self, past: ByName, x: ByName, frame: Frame, cotangent: Array, d_buffers: ByName
     ) -> tuple[Arrays, Arrays]:
         return self.run_vjp(past, x, frame, cotangent, d_buffers)
 
@@ -146,8 +130,8 @@ def defines_its_own(leaf: type[Stateful]) -> bool:
     for each in leaf.__mro__:
         if "declares" in vars(each):
             return False
-        own = {name for name in vars(each) if not name.startswith("__")}
-        if own - fields - DESCRIBED:
+        defined = {name for name in vars(each) if not name.startswith("__")}
+        if defined - fields - DESCRIBED:
             return True
     return False
 

@@ -30,8 +30,7 @@ from precondattn.algebra.flops import Flops, pair_flops, visible_pairs
 from precondattn.algebra.mechanism import Leaf
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import choice, count, non_negative, positive, positive_or_none
-from precondattn.arrays import Array, Arrays, Residuals, namespace
-from precondattn.cache import Updates
+from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
     identity_like,
@@ -117,9 +116,6 @@ class SymmetricLucidSolve(Leaf):
         solve = ITERATIONS * each.forward
         return Flops(solve, solve + each.backward - each.forward, 0.0).times(sizes["n"])
 
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
-
     def unit_keys(self, k: Array) -> Array:
         """RN(k) of keys (…, d)."""
         return k / rms(k, self.eps) if self.normalize == "keys" else k
@@ -136,18 +132,13 @@ class SymmetricLucidSolve(Leaf):
         one = identity_like(similarities)
         return solve_positive(similarities + (1.0 + self.rho) * one, right)
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         phi = self.similarities(self.unit_keys(swap_time_and_heads(x["k"])), frame)
         v = where_valid(swap_time_and_heads(x["v"]), frame)
         return swap_time_and_heads(self.solved(phi, v)), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         k, y = swap_time_and_heads(x["k"]), swap_time_and_heads(out)
         unit = self.unit_keys(k)
@@ -158,8 +149,3 @@ class SymmetricLucidSolve(Leaf):
         if self.normalize == "keys":
             d_k = rms_norm_vjp(k, self.eps, d_k)
         return {"k": swap_time_and_heads(d_k), "v": swap_time_and_heads(d_v)}
-
-    def step(
-        self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Updates]:
-        raise NotImplementedError(f"{self}: is not causal, so it can not have a cache")

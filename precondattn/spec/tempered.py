@@ -7,14 +7,13 @@ Source: LASER 4.1. Gradient: dq = dx / τ, dτ = −Σ dx·q / τ².
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.mechanism import TokenWise
 from precondattn.algebra.options import choice
-from precondattn.arrays import Array, Arrays, Residuals, namespace
+from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 
 PER = {"layer": "in (0, inf)", "head": "h in (0, inf)"}
@@ -44,19 +43,14 @@ class Tempered(TokenWise):
     def inputs(self) -> Inputs:
         return Inputs(q="b t h d", tau=PER[self.per])
 
-    def _tau(self, x: Mapping[str, Array]) -> Array:
+    def _tau(self, x: ByName) -> Array:
         return x["tau"] if self.per == "layer" else x["tau"][None, None, :, None]
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         return x["q"] / self._tau(x), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         xp, tau = namespace(cotangent), self._tau(x)
         axes = None if self.per == "layer" else (0, 1, 3)

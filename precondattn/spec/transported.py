@@ -28,7 +28,6 @@ of reflections may grow exponentially.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -37,6 +36,7 @@ from precondattn.algebra.flops import CHUNK, Flops
 from precondattn.algebra.options import OptionKind, OptionValue, option
 from precondattn.arrays import (
     Array,
+    ByName,
     arange_like,
     as_index,
     cast,
@@ -163,13 +163,13 @@ class Transported:
         return d_q, d_k, {"w": d_w, "beta": row_sum(left * right)[..., 0]}
 
     def extended_scores(
-        self, q: Array, past: Mapping[str, Array], k: Array, extra: Extra, frame: Frame
+        self, q: Array, past: ByName, k: Array, extra: Extra, frame: Frame
     ) -> Array:
         q_tokens, k_tokens = _tokens(frame)
         keys = namespace(k).concat([past["key"], k], axis=2)
         return _scores(q, q_tokens, keys, k_tokens, self._since_flush(past, extra, frame))
 
-    def advance(self, past: Mapping[str, Array], k: Array, extra: Extra, frame: Frame) -> Updates:
+    def advance(self, past: ByName, k: Array, extra: Extra, frame: Frame) -> Updates:
         xp = namespace(k)
         since_flush = self._since_flush(past, extra, frame)
         length = frame.q_position[:, :1] + _count(frame)
@@ -196,7 +196,7 @@ class Transported:
         decode = 2.0 * keys * (d + e) + min(4.0 * keys * d, 2.0 * keys * d * d / CHUNK)
         return Flops(forward, 2.75 * forward, decode)
 
-    def _since_flush(self, past: Mapping[str, Array], extra: Extra, frame: Frame) -> Reflections:
+    def _since_flush(self, past: ByName, extra: Extra, frame: Frame) -> Reflections:
         """The reflections not yet applied to the cached keys: pending ones, then the new ones."""
         xp = namespace(extra["w"])
         w, beta, position = extra["w"], extra["beta"][..., None], frame.q_position

@@ -18,7 +18,6 @@ tokens of a sequence (or packed segment), and so not causal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,7 +25,15 @@ from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.mechanism import TokenWise
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import choice, flag, non_negative
-from precondattn.arrays import Array, Arrays, Residuals, namespace, stop_gradient, zero_where_not
+from precondattn.arrays import (
+    Array,
+    Arrays,
+    ByName,
+    Residuals,
+    namespace,
+    stop_gradient,
+    zero_where_not,
+)
 from precondattn.frame import Frame
 
 
@@ -111,17 +118,12 @@ class UnitRows(TokenWise):
         is_longer = is_nonzero & (size > eps / root)
         return xp.where(is_longer, size, eps or 1.0), xp.where(is_longer, root, 1.0), is_longer
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         size, root, _ = self._divisors(x["o"], frame)
         return x["o"] / size / (stop_gradient(root) if self.detach else root), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         size, root, is_longer = self._divisors(x["o"], frame)
         if not self.detach:

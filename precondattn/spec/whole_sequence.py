@@ -19,6 +19,7 @@ from precondattn.algebra.mechanism import Leaf
 from precondattn.arrays import (
     Array,
     Arrays,
+    ByName,
     Residuals,
     arange_like,
     cast,
@@ -38,47 +39,32 @@ class WholeSequence(Leaf):
     Subclasses define `attend` and `attend_vjp` of sequences that are not packed.
     """
 
-    @property
-    def reads_all_queries(self) -> bool:
-        return True
+    reads_all_queries = True
 
-    def attend(
-        self, x: Mapping[str, Array], q_valid: Array | None, k_valid: Array | None
-    ) -> tuple[Array, Residuals]:
-        """The output and the residuals. `q_valid` (b, t) and `k_valid` (b, s) are None where all
+    def attend(self, x: ByName, q_valid: Array | None, k_valid: Array | None) -> Array:
+        """The output. `q_valid` (b, t) and `k_valid` (b, s) are None where all
         tokens are valid."""
         raise NotImplementedError
 
     def attend_vjp(
-        self,
-        x: Mapping[str, Array],
-        q_valid: Array | None,
-        k_valid: Array | None,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, q_valid: Array | None, k_valid: Array | None, cotangent: Array
     ) -> Arrays:
-        """The gradient of every input; without residuals they are computed again."""
+        """The gradient of every input."""
         raise NotImplementedError
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         if frame.k_segment is None:
-            return self.attend(x, *_valid(frame))
+            return self.attend(x, *_valid(frame)), ()
         split = _Segments(frame)
-        out, _ = self.attend(self._split(x, split), *split.valid)
-        return split.joined(out), ()
+        return split.joined(self.attend(self._split(x, split), *split.valid)), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         if frame.k_segment is None:
-            return self.attend_vjp(x, *_valid(frame), residuals, cotangent)
+            return self.attend_vjp(x, *_valid(frame), cotangent)
         split = _Segments(frame)
-        gradients = self.attend_vjp(self._split(x, split), *split.valid, (), split.parts(cotangent))
+        gradients = self.attend_vjp(self._split(x, split), *split.valid, split.parts(cotangent))
         return {
             name: split.joined(array) if self._has_tokens(name) else array
             for name, array in gradients.items()
@@ -87,7 +73,7 @@ class WholeSequence(Leaf):
     def _has_tokens(self, name: str) -> bool:
         return self.inputs[name].time_axis is not None
 
-    def _split(self, x: Mapping[str, Array], split: _Segments) -> Arrays:
+    def _split(self, x: ByName, split: _Segments) -> Arrays:
         return {
             name: split.parts(array) if self._has_tokens(name) else array
             for name, array in x.items()
@@ -120,7 +106,7 @@ def only_valid(valid: Array | None, x: Array) -> Array:
     return x if valid is None else zero_where_not(valid[:, None, :, None], x)
 
 
-def valid_rows(x: Mapping[str, Array], valid: Array | None) -> tuple[Array, Array, Array]:
+def valid_rows(x: ByName, valid: Array | None) -> tuple[Array, Array, Array]:
     """q, k and v (b, h, t, d) with a key and value for each query head, 0 at masked tokens."""
     h = x["q"].shape[2]
     q, k, v = (only_valid(valid, swap_time_and_heads(x[name])) for name in "qkv")

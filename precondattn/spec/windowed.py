@@ -28,14 +28,13 @@ from precondattn.algebra.flops import Flops, pair_flops
 from precondattn.algebra.mechanism import Leaf
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import counts, flag, one_of, positive_or_none
-from precondattn.arrays import Array, Arrays, Namespace, Residuals, as_index, namespace
-from precondattn.cache import Updates
+from precondattn.arrays import Array, Arrays, ByName, Namespace, Residuals, as_index, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
+    input_gradients,
     log_softmax,
     mask_scores,
     repeat_heads,
-    sum_heads,
     swap_time_and_heads,
     transpose,
 )
@@ -140,9 +139,7 @@ class Windowed(Leaf):
     def offers(self) -> Offers:
         return Offers(scale=self.scale, causal=False, read=self.read.name)
 
-    @property
-    def hides_later_keys(self) -> bool:
-        return True
+    hides_later_keys = True
 
     def check_call(self, sizes: Mapping[str, int], masks: frozenset[str]) -> None:
         t, s = sizes["t"], sizes["s"]
@@ -156,17 +153,12 @@ class Windowed(Leaf):
     def with_read(self, read: Read) -> Windowed:
         return replace(self, read=read)
 
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
-
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         keys = min(prod(self.windows.size), sizes["s"])
         pairs = 2.0 * sizes["t"] * keys
         return pair_flops(pairs, keys, sizes["d"], sizes["e"]).times(sizes["h"])
 
-    def _log_weights(
-        self, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[tuple[Array, Array], Array]:
+    def _log_weights(self, x: ByName, frame: Frame) -> tuple[tuple[Array, Array], Array]:
         """log A (b, h, t, s) and λ (b, h, t, 1), and the table's entry of each pair."""
         q, k = swap_time_and_heads(x["q"]), swap_time_and_heads(x["k"])
         q_position, k_position = positions(frame)
@@ -178,37 +170,24 @@ class Windowed(Leaf):
         visible = visible & frame.visible(causal=False)
         return log_softmax(mask_scores(visible, scores)), entry
 
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         v = repeat_heads(swap_time_and_heads(x["v"]), x["q"].shape[2])
         (log_weights, log_total), _ = self._log_weights(x, frame)
         return swap_time_and_heads(self.read.forward(log_weights, log_total, v)), ()
 
     def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         q, k, v = (swap_time_and_heads(x[name]) for name in ("q", "k", "v"))
         h, n, s = q.shape[1], k.shape[1], self.scale_for(q.shape[3])
         o, d_o = swap_time_and_heads(out), swap_time_and_heads(cotangent)
         (log_weights, _), entry = self._log_weights(x, frame)
         d_scores, d_v = self.read.backward(log_weights, repeat_heads(v, h), o, d_o)
-        gradients = {
-            "q": swap_time_and_heads(s * (d_scores @ repeat_heads(k, h))),
-            "k": swap_time_and_heads(sum_heads(s * (transpose(d_scores) @ q), n)),
-            "v": swap_time_and_heads(sum_heads(d_v, n)),
-        }
+        d_q, d_k = s * (d_scores @ repeat_heads(k, h)), s * (transpose(d_scores) @ q)
+        gradients = input_gradients(d_q, d_k, d_v, n)
         if self.bias:
             gradients["bias_table"] = _sums_by_entry(d_scores, entry, self.windows.entries)
         return gradients
-
-    def step(
-        self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Updates]:
-        raise NotImplementedError(f"{self}: is not causal, so it can not have a cache")
 
 
 def _entries(table: Array, entry: Array) -> Array:

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn.execution import checks, examined_values
+from precondattn.algebra.call import Call
+from precondattn.execution import checked, examined_values
 from precondattn.execution.arguments import bind
 from precondattn.execution.examined_values import examine
 from precondattn.execution.input_names import MASKS
-from precondattn.execution.signature import GivenCall, signature_of
+from precondattn.execution.signature import signature_of
 from precondattn_conformance.declared import expressions
 from precondattn_conformance.inputs import CallLayout, make_inputs
 
@@ -29,8 +30,9 @@ def inputs_of(expression, kind="random"):
 
 def examined(mechanism, x):
     """Examine a call without computing it."""
-    call = GivenCall("forward", mechanism, (), x, dict.fromkeys(MASKS), "reference")
-    examine(mechanism, bind(call, signature_of(call)), checks.Checks(layout=False), is_full=True)
+    call = Call("forward", mechanism, (), x, dict.fromkeys(MASKS), "reference")
+    with pa.checked(layout=False):
+        examine(mechanism, bind(call, signature_of(call)), is_full=True)
 
 
 def declared_ranges():
@@ -198,7 +200,7 @@ def test_no_function_of_the_checks_is_called_when_they_are_off():
     mechanism, x = inputs_of("gated_delta")
     one = {name: array[:1] for name, array in x.items()}
     one["k"] *= 2
-    modules = {module.__file__ for module in (checks, examined_values)}
+    modules = {module.__file__ for module in (checked, examined_values)}
 
     def functions_called(run):
         called = []
@@ -224,12 +226,12 @@ def test_no_function_of_the_checks_is_called_when_they_are_off():
         lambda: mechanism.extend_vjp(two, **one, cu_seqlens=[0, 5, 18]),
         lambda: pa.gated_delta(**one),
     ]
-    assert not checks.contexts
+    assert checked.CHECKS.get() is None
     for run in verbs:
         assert not functions_called(run)
         with pa.checked(), pytest.raises(ValueError, match="is a row of length 2"):
             run()
-    assert not checks.contexts
+    assert checked.CHECKS.get() is None
 
 
 KINDS = [

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 
 import precondattn as pa
+from precondattn.algebra.call import Call
 from precondattn.execution import containment
 from precondattn.execution.arguments import bind
-from precondattn.execution.containment import INF, NAN, _are_good, examined
+from precondattn.execution.containment import INF, NAN, _are_good
 from precondattn.execution.input_names import MASKS
-from precondattn.execution.signature import GivenCall, signature_of
+from precondattn.execution.preparation import examined
+from precondattn.execution.signature import signature_of
 from precondattn.native.scan import running_maximum
 from precondattn_conformance import libraries
 from precondattn_conformance.inputs import CallLayout, make_inputs
@@ -258,7 +260,7 @@ def test_pytorchs_operators_find_the_same_rows(expression, monkeypatch):
     for name in examined(m, is_packed=False):
         for bad in (NAN, INF, -INF):
             x = {n: torch.from_numpy(a) for n, a in inputs_of(m, **{name: bad}).items()}
-            call = GivenCall("vjp", m, (), x, dict.fromkeys(MASKS), None)
+            call = Call("vjp", m, (), x, dict.fromkeys(MASKS), None)
             bound = bind(call, signature_of(call))
             few = containment._in_few_operators(m, bound)
             with monkeypatch.context() as general:

@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 import torch
 
 import precondattn as pa
-from precondattn.algebra import names
+from precondattn.algebra import group, names
 from precondattn.runner import LeafRunner
 
 
@@ -73,11 +73,11 @@ def test_a_subclass_computes_its_own_mathematics_in_an_operator(x):
 
 
 def test_pieces_of_the_package_are_not_kept_by_name():
-    kept = dict(names._pieces)
+    kept = dict(names.named_pieces)
     for n in range(1, 20):
         m = pa.Lucid(pa.Laser(pa.Softmax(scale=0.1 * n)))
-        assert names.piece_named(names.name_of(m)) == m
-    assert names._pieces == kept
+        assert group.piece_named(names.name_of(m)) == m
+    assert names.named_pieces == kept
 
 
 def test_programs_with_the_same_text_and_other_classes_differ():
@@ -88,7 +88,7 @@ def test_programs_with_the_same_text_and_other_classes_differ():
 def test_a_name_is_the_text_where_that_parses_back():
     assert names.name_of(pa.Lucid(pa.Laser())) == "lucid(laser)"
     assert names.name_of(Twice()) != names.name_of(pa.Softmax()) == "softmax"
-    assert names.piece_named(names.name_of(Twice())) == Twice()
+    assert group.piece_named(names.name_of(Twice())) == Twice()
 
 
 def test_a_class_defined_again_gets_another_name():
@@ -104,10 +104,10 @@ def test_a_class_defined_again_gets_another_name():
     finally:
         pa.unregister_mechanism("scaled_in_a_notebook")
     assert names.name_of(first) == "scaled_in_a_notebook" != names.name_of(second)
-    assert names.piece_named(names.name_of(first)) == first
-    assert names.piece_named(names.name_of(second)) == second
+    assert group.piece_named(names.name_of(first)) == first
+    assert group.piece_named(names.name_of(second)) == second
 
 
 def test_a_graph_of_another_process_with_an_unnamed_class_is_refused():
     with pytest.raises(ValueError, match="give the class a `name`"):
-        names.piece_named("softmax #7")
+        group.piece_named("softmax #7")

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from precondattn.algebra.call import Keeping
 from precondattn.cache import Cache
 from precondattn.cache.kinds import Kinds
 from precondattn.execution import evaluation
 from precondattn.execution.arguments import BoundCall
-from precondattn.execution.keeping import Keeping
 from precondattn.execution.torch.autocast import off
 
 Function = Callable[..., tuple[Tensor, ...]]

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from precondattn.algebra import registry
-from precondattn.algebra.names import piece_named
+from precondattn.algebra.call import Call
+from precondattn.algebra.group import piece_named
 from precondattn.algebra.options import OptionValue
 from precondattn.algebra.registry import AnyMechanism, MechanismClass
 from precondattn.algebra.text import read
@@ -76,26 +77,26 @@ def captured(function: str, *arguments: Given) -> Tensor:
 
 
 @torch.compiler.allow_in_graph
-def captured_call(mechanism: str, *given: Given) -> Tensor:
-    """`Mechanism.__call__`."""
-    return run.call(piece_named(mechanism), *given)
+def captured_call(mechanism: str, *arguments: Given) -> Tensor:
+    """`Mechanism.__call__`; the arguments are the fields of a `Call` after the mechanism."""
+    return run.forward(Call("forward", piece_named(mechanism), *arguments))
 
 
 @torch.compiler.allow_in_graph
-def captured_extend(mechanism: str, length: Tensor, store: Arrays, *given: Given) -> Tensors:
+def captured_extend(length: Tensor, store: Arrays, mechanism: str, *arguments: Given) -> Tensors:
     """`Mechanism.extend` as the output, the new length, and the buffers."""
-    piece, cache = piece_named(mechanism), Cache(length, dict(store))
-    out, cache = run.extend(piece, cache, *given, donate=False)
+    call = Call("extend", piece_named(mechanism), *arguments)
+    out, cache = run.extend(call._replace(cache=Cache(length, dict(store))))
     return (out, cache.length, *(cache.store[key] for key in store))
 
 
 @torch.compiler.allow_in_graph
 def captured_extend_packed(
-    kinds: Kinds, mechanism: str, length: Tensor, store: Arrays, *given: Given
+    kinds: Kinds, length: Tensor, store: Arrays, mechanism: str, *arguments: Given
 ) -> Tensors:
     """`captured_extend` with packed new tokens; `kinds` are the kinds of the cache's buffers."""
-    piece, cache = piece_named(mechanism), Cache(length, dict(store), kinds)
-    out, cache = run.extend_packed(piece, cache, *given, donate=False)
+    call = Call("extend", piece_named(mechanism), *arguments)
+    out, cache = run.extend_packed(call._replace(cache=Cache(length, dict(store), kinds)))
     return (out, cache.length, *(cache.store[key] for key in store))
 
 

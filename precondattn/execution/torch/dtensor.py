@@ -14,9 +14,10 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from precondattn.algebra.call import Call
 from precondattn.algebra.declaration import Pattern, ShapeError
-from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
-from precondattn.arrays import Arrays, Tree
+from precondattn.algebra.piece import ExtendPullback, Piece
+from precondattn.arrays import ByName, Tree
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.kinds import empty_if_donated
 from precondattn.cache.windows import FIRST
@@ -25,83 +26,71 @@ from precondattn.execution import input_names, run
 from precondattn.execution.cache_checks import check_cache, check_cacheable
 from precondattn.execution.empty_cache import empty_cache
 from precondattn.execution.pair_masks import refuse_divided
-from precondattn.execution.signature import GivenCall
 from precondattn.execution.torch.dtensor_sharding import MASKS, MeshSharding, sharding_of
-from precondattn.given import Given
 
 
 class DTensorCall(NamedTuple):
-    """A call with DTensors, and this device's parts of its arguments."""
+    """A call with DTensors, and this device's part of it."""
 
-    mechanism: Piece
     sharding: MeshSharding
     inputs: dict[str, DTensor]
-    backend: BackendNames
-    masks: dict[str, Tensor | None]
-    """This device's parts of the masks; `cache` has its parts of the cache."""
-    cache: Given
-
-    @property
-    def arguments(self) -> tuple[tuple[()], dict[str, Tensor], BackendNames, Arrays]:
-        """The arguments of a function of `run.py` after the mechanism and the cache."""
-        return (), self.sharding.parts(self.inputs), self.backend, self.masks
+    part: Call
+    """The call with this device's parts of the inputs, the masks and the cache."""
 
     def whole(self, out: Tensor) -> DTensor:
         """The output as a DTensor, from the part that this device has computed."""
-        return self.sharding.whole(out, self.sharding.placements(self.mechanism.program.output))
+        output = self.part.mechanism.program.output
+        return self.sharding.whole(out, self.sharding.placements(output))
 
     def whole_cache(self, cache: Cache) -> Cache:
-        patterns, whole = _patterns_of_cache(self.mechanism), {}
+        patterns, whole = _patterns_of_cache(self.part.mechanism), {}
         for name, part in {"length": cache.length, **cache.store}.items():
             whole[name] = self.sharding.whole(part, self.sharding.placements(patterns[name]))
         return cache._replace(length=whole.pop("length"), store=whole)
 
 
-def call(given: GivenCall) -> DTensor:
-    divided = _divided(given)
-    return divided.whole(run.call(given.mechanism, *divided.arguments))
+def forward(call: Call) -> DTensor:
+    divided = _divided(call)
+    return divided.whole(run.forward(divided.part))
 
 
-def vjp(given: GivenCall) -> tuple[DTensor, Callable[[DTensor], dict[str, DTensor]]]:
-    divided = _divided(given)
-    out, pull = run.vjp(given.mechanism, *divided.arguments)
+def vjp(call: Call) -> tuple[DTensor, Callable[[DTensor], dict[str, DTensor]]]:
+    divided = _divided(call)
+    out, pull = run.vjp(divided.part)
     whole = divided.whole(out)
 
     def pullback(cotangent: DTensor) -> dict[str, DTensor]:
-        _check_cotangent(given.mechanism, "the cotangent", cotangent, whole)
+        _check_cotangent(call.mechanism, "the cotangent", cotangent, whole)
         return divided.sharding.whole_gradients(pull(cotangent.to_local()), divided.inputs)
 
     return whole, pullback
 
 
-def explain(given: GivenCall) -> Explanation:
-    divided = _divided(given)
-    return run.explain(given.mechanism, given.verb, divided.cache, *divided.arguments)
+def explain(call: Call) -> Explanation:
+    return run.explain(_divided(call).part)
 
 
 def init_cache(
-    mechanism: Piece, arrays: Tensor, named: Arrays, capacity: int | None, key_mask: bool
+    mechanism: Piece, arrays: Tensor, named: ByName, capacity: int | None, key_mask: bool
 ) -> Cache:
-    divided = _divided(GivenCall("init_cache", mechanism, arrays, named, {}, None))
-    parts = divided.sharding.parts(divided.inputs)
-    return divided.whole_cache(empty_cache(mechanism, (), parts, capacity, key_mask))
+    divided = _divided(Call("init_cache", mechanism, arrays, named, {}, None))
+    return divided.whole_cache(empty_cache(mechanism, (), divided.part.named, capacity, key_mask))
 
 
-def extend(given: GivenCall, *, donate: bool) -> tuple[DTensor, Cache]:
-    divided = _divided(given)
+def extend(call: Call) -> tuple[DTensor, Cache]:
+    divided = _divided(call)
     try:
-        results = run.extend(given.mechanism, divided.cache, *divided.arguments, donate=donate)
+        out, extended = run.extend(divided.part)
     finally:
-        empty_if_donated(given.cache, divided.cache)
-    out, extended = results
+        empty_if_donated(call.cache, divided.part.cache)
     return divided.whole(out), divided.whole_cache(extended)
 
 
-def extend_vjp(given: GivenCall) -> tuple[DTensor, Cache, ExtendPullback]:
-    divided, mechanism = _divided(given), given.mechanism
-    out, extended, pull = run.extend_vjp(mechanism, divided.cache, *divided.arguments)
+def extend_vjp(call: Call) -> tuple[DTensor, Cache, ExtendPullback]:
+    divided, mechanism = _divided(call), call.mechanism
+    out, extended, pull = run.extend_vjp(divided.part)
     whole, whole_cache = divided.whole(out), divided.whole_cache(extended)
-    sharding, buffers = divided.sharding, dict(given.cache.store)
+    sharding, buffers = divided.sharding, dict(call.cache.store)
 
     def pullback(cotangent: DTensor, d_store: Tensor = None) -> tuple[Tree, Tree]:
         d_store = d_store.store if isinstance(d_store, Cache) else dict(d_store or {})
@@ -117,8 +106,8 @@ def extend_vjp(given: GivenCall) -> tuple[DTensor, Cache, ExtendPullback]:
     return whole, whole_cache, pullback
 
 
-def _divided(call: GivenCall) -> DTensorCall:
-    """The call with inputs by name, the sharding of all arrays, and this device's parts."""
+def _divided(call: Call) -> DTensorCall:
+    """The sharding of all arrays, the inputs by name, and this device's part of the call."""
     mechanism, cache = call.mechanism, call.cache
     owner, declared, masks = str(mechanism), mechanism.inputs, dict(call.masks)
     refuse_divided(owner, masks)
@@ -131,9 +120,9 @@ def _divided(call: GivenCall) -> DTensorCall:
     bounds = masks.get("cu_seqlens")
     if bounds is not None and not isinstance(bounds, DTensor):
         masks["cu_seqlens"] = None  # Every device has the whole array.
-    given = {name: mask for name, mask in masks.items() if mask is not None}
-    patterns = {**declared, **{name: MASKS[name] for name in given}}
-    everything: dict[str, Tensor] = {**inputs, **given}
+    present = {name: mask for name, mask in masks.items() if mask is not None}
+    patterns = {**declared, **{name: MASKS[name] for name in present}}
+    everything: dict[str, Tensor] = {**inputs, **present}
     if cache is not None:
         check_cacheable(mechanism)
         check_cache(owner, mechanism, cache, inputs)
@@ -163,7 +152,9 @@ def _divided(call: GivenCall) -> DTensorCall:
     if cache is not None:
         length, store = sharding.part(cache.length), sharding.parts(cache.store)
         cache = cache._replace(length=length, store=store)
-    return DTensorCall(mechanism, sharding, inputs, call.backend, parts, cache)
+    named = sharding.parts(inputs)
+    part = call._replace(arrays=(), named=named, masks=parts, cache=cache)
+    return DTensorCall(sharding, inputs, part)
 
 
 def _patterns_of_cache(mechanism: Piece) -> dict[str, Pattern]:

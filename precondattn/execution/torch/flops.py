@@ -14,7 +14,7 @@ import torch
 from torch.utils import flop_counter
 
 from precondattn.algebra.declaration import FIXED
-from precondattn.algebra.names import piece_named
+from precondattn.algebra.group import piece_named
 from precondattn.arrays import flop_counters
 
 Shapes = Sequence[Sequence[int]]

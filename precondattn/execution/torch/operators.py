@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from precondattn.algebra.names import piece_named
+from precondattn.algebra.group import piece_named
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import Arrays, Tree, cast, device_of
 from precondattn.backend import ArraySpec, Backend, Request, Runner, UnsupportedError
