@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from precondattn.arrays import Array, Arrays, Residuals, Tree, library_of
-from precondattn.native.autograd import DIFFERENTIATING, vjp
+from precondattn.arrays import DIFFERENTIATING, Array, Arrays, Residuals, Tree, library_of, vjp
 
 if TYPE_CHECKING:
     from precondattn.backend import MethodsOf

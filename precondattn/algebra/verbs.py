@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING
 
+from precondattn import frameworks
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
 from precondattn.arrays import Array, Arrays, is_compiling, library_of
 from precondattn.cache import Cache
@@ -23,13 +23,6 @@ from precondattn.given import Given
 if TYPE_CHECKING:
     from precondattn.algebra.registry import AnyMechanism
     from precondattn.dispatch.explanation import Explanation
-
-
-def in_graph() -> ModuleType:
-    """The module whose functions are called instead in code that PyTorch compiles."""
-    from precondattn.execution.torch import compile as functions
-
-    return functions
 
 
 class _SignatureOfCall:
@@ -119,7 +112,7 @@ class Verbs(Piece):
         masks |= {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         masks |= {"prefix": prefix, "attn_mask": attn_mask}
         if is_compiling():
-            return in_graph().captured_call(self._name, arrays, named, backend, masks)
+            return frameworks.in_graph.captured_call(self._name, arrays, named, backend, masks)
         from precondattn.execution.run import call
 
         return call(self, arrays, named, backend, masks)
@@ -312,9 +305,9 @@ class Verbs(Piece):
             length, store = cache.length, dict(cache.store)
             captured = self._name, length, store, arrays, named, backend, masks
             if is_packed:
-                results = in_graph().captured_extend_packed(cache.kinds, *captured)
+                results = frameworks.in_graph.captured_extend_packed(cache.kinds, *captured)
             else:
-                results = in_graph().captured_extend(*captured)
+                results = frameworks.in_graph.captured_extend(*captured)
             out, length, *buffers = results
             if donate:
                 whole.store.clear()

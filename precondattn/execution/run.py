@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from precondattn import frameworks
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
 from precondattn.arrays import Array, Arrays, is_distributed, namespace
 from precondattn.cache import Cache
@@ -24,8 +25,6 @@ from precondattn.execution.keeping import Keeping
 from precondattn.execution.masks import zero_padding
 from precondattn.execution.pair_masks import ATTN_MASK, PAIR_MASKS, PREFIX, has_no
 from precondattn.execution.signature import GivenCall, signature_of
-from precondattn.execution.torch import autocast
-from precondattn.execution.torch.context_parallel import check_context_parallel
 from precondattn.execution.unchanged import held
 from precondattn.given import Given
 
@@ -40,15 +39,13 @@ def call(
     given = GivenCall("forward", mechanism, arrays, named, masks, backend)
     signature = signature_of(given)
     if signature is None and _is_distributed(given):
-        from precondattn.execution.torch import dtensor
-
-        return dtensor.call(given)
+        return frameworks.distributed.call(given)
     bound = bind(given, signature)
     if checks.contexts:
         _check_values(mechanism, bound, is_full=True)
     if bound.prepared.examined:
         bound = contained(mechanism, bound)
-    check_context_parallel(mechanism, bound)
+    bound.prepared.framework.check_division(mechanism, bound)
     divided = None if bound.segments is None else packed.divided(mechanism, bound)
     return _evaluated(bound) if divided is None else packed.forward(divided, _evaluated)
 
@@ -56,35 +53,33 @@ def call(
 def _evaluated(bound: BoundCall) -> Array:
     if bound.dtypes_before is None:
         return evaluation.forward(bound)
-    from precondattn.execution.torch import autograd_autocast
-
-    return autograd_autocast.forward(bound)
+    return frameworks.under_autocast.forward(bound)
 
 
 def vjp(
     mechanism: Piece, arrays: tuple[Array, ...], named: Arrays, backend: BackendNames, masks: Masks
 ) -> tuple[Array, Callable[[Array], Arrays]]:
     """The output of a full call, and its pullback."""
-    check_context_parallel(mechanism)
     given = GivenCall("vjp", mechanism, arrays, named, masks, backend)
     signature = signature_of(given)
     if signature is None and _is_distributed(given):
-        from precondattn.execution.torch import dtensor
-
-        return dtensor.vjp(given)
+        of_parts: tuple[Array, Callable[[Array], Arrays]] = frameworks.distributed.vjp(given)
+        return of_parts
     given, check_arguments = held(given)
     bound = bind(given, signature)
     if checks.contexts:
         _check_values(mechanism, bound, is_full=True)
+    framework = bound.prepared.framework
+    framework.check_division(mechanism)
     bound = contained(mechanism, bound)
     divided = packed.divided(mechanism, bound)
-    with autocast.off(next(iter(bound.inputs.values()))):
+    with framework.without_autocast(next(iter(bound.inputs.values()))):
         out, pull = evaluation.vjp(bound) if divided is None else packed.vjp(divided)
 
     def pullback(cotangent: Array) -> Arrays:
         check_cotangent(str(mechanism), "the cotangent", cotangent, "the output", out)
         check_arguments()
-        with autocast.off(cotangent):
+        with framework.without_autocast(cotangent):
             gradients = pull(cotangent)
         return _of_valid(gradients, mechanism, bound, bound.frame.k_valid)
 
@@ -114,7 +109,7 @@ def gradients_from_lse(
     bound = contained(mechanism, bind(given, signature_of(given)))
     if packed.divided(mechanism, bound) is not None:
         return None
-    with autocast.off(cotangent):
+    with bound.prepared.framework.without_autocast(cotangent):
         gradients = evaluation.gradients_from_lse(bound, out, lse, cotangent)
     k_valid = bound.frame.k_valid
     return None if gradients is None else _of_valid(gradients, mechanism, bound, k_valid)
@@ -132,15 +127,13 @@ def extend(
     keeping: Keeping | None = None,
 ) -> tuple[Array, Cache]:
     """The output for new tokens, and the extended cache."""
-    check_context_parallel(mechanism)
     if keeping is not None and not keeping.check(str(mechanism), cache):
         keeping = None  # A cache without states can always be cropped.
     given = GivenCall("extend", mechanism, arrays, named, masks, backend, cache)
     signature = signature_of(given)
     if signature is None and _is_distributed(given):
-        from precondattn.execution.torch import dtensor
-
-        return dtensor.extend(given, donate=donate)
+        of_parts: tuple[Array, Cache] = frameworks.distributed.extend(given, donate=donate)
+        return of_parts
     if windows.is_window(cache):
         for name, lacks in ((PREFIX, "no prefix"), (ATTN_MASK, "not all columns of an attn_mask")):
             if masks.get(name) is not None:
@@ -162,6 +155,7 @@ def extend(
     if checks.contexts:
         _check_values(mechanism, bound, is_full=False)
     ready = bound.prepared
+    ready.framework.check_division(mechanism)
     if ready.examined or bound.frame.k_segment is not None:
         bound, cache = contained_after(mechanism, bound, cache)
     if donate and ready.request.library == "torch" and ready.request.differentiated:
@@ -171,9 +165,10 @@ def extend(
         )
     if bound.dtypes_before is None:
         return evaluation.extend(bound, cache, donate=donate, keeping=keeping)
-    from precondattn.execution.torch import autograd_autocast
-
-    return autograd_autocast.extend(bound, cache, donate=donate, keeping=keeping)
+    under_autocast: tuple[Array, Cache] = frameworks.under_autocast.extend(
+        bound, cache, donate=donate, keeping=keeping
+    )
+    return under_autocast
 
 
 def extend_packed(
@@ -207,7 +202,6 @@ def extend_vjp(
     masks: Masks,
 ) -> tuple[Array, Cache, ExtendPullback]:
     """The output for new tokens, the extended cache of states, and the pullback."""
-    check_context_parallel(mechanism)
     _refuse_pair_masks(mechanism, named)
     if "donate" in named:
         raise TypeError(
@@ -223,20 +217,21 @@ def extend_vjp(
     given = GivenCall("extend_vjp", mechanism, arrays, named, masks, backend, cache)
     signature = signature_of(given)
     if signature is None and _is_distributed(given):
-        from precondattn.execution.torch import dtensor
-
-        return dtensor.extend_vjp(given)
+        of_parts: tuple[Array, Cache, ExtendPullback] = frameworks.distributed.extend_vjp(given)
+        return of_parts
     given, check_arguments = held(given)
     bound = bind_extension(given, signature)
     if checks.contexts:
         _check_values(mechanism, bound, is_full=False)
+    framework = bound.prepared.framework
+    framework.check_division(mechanism)
     bound, cache = contained_after(mechanism, bound, given.cache)
-    with autocast.off(cache.length):
+    with framework.without_autocast(cache.length):
         out, extended, pull = evaluation.extend_vjp(bound, cache)
 
     def pull_valid(cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
         check_arguments()
-        with autocast.off(cotangent):
+        with framework.without_autocast(cotangent):
             gradients, d_past = pull(cotangent, d_store)
         k_valid = bound.frame.valid_keys(bound.sizes["t"])
         return _of_valid(gradients, mechanism, bound, k_valid), d_past
@@ -310,9 +305,8 @@ def explain(
             )
     given = GivenCall(verb, mechanism, arrays, named, masks, backend, cache)
     if _is_distributed(given):
-        from precondattn.execution.torch import dtensor
-
-        return dtensor.explain(given)
+        of_parts: Explanation = frameworks.distributed.explain(given)
+        return of_parts
     if cache is not None:
         if verb == "vjp":
             check_has_states(mechanism)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from textwrap import fill
 
+from precondattn import frameworks
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.algebra.registry import MechanismClass
 from precondattn.arrays import Array, is_compiling
@@ -40,9 +41,7 @@ def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
 
     def call(*arrays: Array, **named: Given) -> Array:
         if is_compiling():
-            from precondattn.execution.torch.compile import captured_shorthand
-
-            return captured_shorthand(cls.name, arrays, named)
+            return frameworks.in_graph.captured_shorthand(cls.name, arrays, named)
         from precondattn.execution.run import call as call_now
 
         mechanism, rest = built(cls, named)

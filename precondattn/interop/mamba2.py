@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+from precondattn import frameworks
 from precondattn.algebra.declaration import Inputs
 from precondattn.arrays import Array, Arrays, cast, is_compiling, library_of, namespace, upcast
 from precondattn.given import Given
@@ -126,9 +127,7 @@ def mamba2(
     """
     arguments = x, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit
     if is_compiling():
-        from precondattn.execution.torch.compile import captured
-
-        return captured("precondattn.interop.mamba2:compute", *arguments)
+        return frameworks.in_graph.captured("precondattn.interop.mamba2:compute", *arguments)
     return compute(*arguments)
 
 
@@ -166,13 +165,12 @@ def _limits(dt_limit: Given) -> tuple[float, float]:
 def _checked(given: Arrays) -> Arrays:
     """The checked arguments, cast by PyTorch's autocast if it is on."""
     from precondattn.execution.array_checks import check_arrays
-    from precondattn.execution.torch.autocast import cast_inputs
 
     for name, array in given.items():
         if library_of(array) is None:
             raise TypeError(f"mamba2: {name} must be an array; found {type(array).__name__}")
     declared = Inputs(**{name: DECLARED[name] for name in given})
-    given, _ = cast_inputs(declared, given)
+    given, _ = frameworks.of(next(iter(given.values()))).cast_inputs(declared, given)
     check_arrays("mamba2", declared, given)
     declared.sizes("mamba2", {name: tuple(array.shape) for name, array in given.items()})
     return given

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 
 import precondattn as pa
+from precondattn.arrays import running_maximum
 from precondattn.execution import containment
 from precondattn.execution.arguments import bind
-from precondattn.execution.containment import INF, NAN, _are_good, examined
+from precondattn.execution.containment import INF, NAN, examined
 from precondattn.execution.input_names import MASKS
 from precondattn.execution.signature import GivenCall, signature_of
-from precondattn.native.scan import running_maximum
+from precondattn.frameworks import of
 from precondattn_conformance import libraries
 from precondattn_conformance.inputs import CallLayout, make_inputs
 
@@ -89,9 +90,9 @@ def test_nothing_reaches_other_segments_nor_their_gradients(library, expression)
         changed = given(library, inputs_of(m, **{name: np.nan}))
         out, pullback = m.vjp(**changed, segment_ids=segments, backend="reference")
         np.testing.assert_allclose(library.numpy(out)[other], expected[other], rtol=1e-9)
-        for of, gradient in pullback(library.array(cotangent, "float64")).items():
+        for name, gradient in pullback(library.array(cotangent, "float64")).items():
             np.testing.assert_allclose(
-                library.numpy(gradient)[other], exact[of][other], rtol=1e-9, atol=1e-12
+                library.numpy(gradient)[other], exact[name][other], rtol=1e-9, atol=1e-12
             )
 
 
@@ -243,7 +244,7 @@ def test_the_largest_numbers_of_a_dtype_are_not_taken_for_infinity():
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         keys = torch.full((2, 3, 1, 33), torch.finfo(dtype).max, dtype=dtype)
         keys[0, 1, 0, 32], keys[1, 2, 0, 0] = NAN, -INF
-        good = _are_good(keys, pattern, (3,))
+        good = of(keys).good_along(keys, (3,), pattern.low)
         assert good.reshape(2, 3).tolist() == [[True, False, True], [True, True, False]], dtype
 
 

@@ -23,8 +23,8 @@ from precondattn.algebra.piece import Piece
 from precondattn.arrays import Tree, dtype_name
 from precondattn.backend import ArraySpec, runner_of
 from precondattn.dispatch.discovery import discover
-from precondattn.execution.torch.frames import frame_of
 from precondattn.frame import OF_TOKENS
+from precondattn.frameworks.torch.frames import frame_of
 
 BATCH = "b"
 KINDS = (BATCH, HEADS)
