@@ -44,9 +44,9 @@ from precondattn.dispatch.discovery import register_backend, unregister_backend,
 from precondattn.execution.checked import checked
 from precondattn.execution.shorthand import shorthand
 from precondattn.frame import Frame
+from precondattn.frameworks.ordinary import ordinary_operators
 from precondattn.interop.head_pairs import pair_values, split_heads
 from precondattn.interop.mamba2 import mamba2, mamba2_inputs
-from precondattn.native.ordinary import ordinary_operators
 from precondattn.parallel.partial_attention import merge, with_lse, with_lse_vjp
 from precondattn.preconditioners import (
     ATK,

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from precondattn.arrays import Array, Arrays, Residuals, library_of
+from precondattn.arrays import DIFFERENTIATING, Array, Arrays, Residuals, library_of, vjp
 from precondattn.backend import Runner, missing_method
 from precondattn.frame import Frame
-from precondattn.native.autograd import DIFFERENTIATING, vjp
 
 
 class DifferentiableRunner(Runner):

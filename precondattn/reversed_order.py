@@ -16,10 +16,10 @@ from precondattn.arrays import (
     differs_from_previous,
     fresh,
     namespace,
+    running_maximum,
     take_tokens,
 )
 from precondattn.frame import Frame
-from precondattn.native.scan import running_maximum
 
 
 def reversed_tokens(x: Array, frame: Frame) -> Array:

@@ -4,6 +4,6 @@
 import, they are registered by the first call of a mechanism on PyTorch tensors.
 """
 
-from precondattn.execution.torch import autograd
+from precondattn.frameworks.torch import autograd
 
 __all__ = ["autograd"]

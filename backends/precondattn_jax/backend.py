@@ -14,7 +14,7 @@ from precondattn.algebra.piece import Piece
 from precondattn.algebra.recurrences import Recurrences, entry_of
 from precondattn.arrays import Tree
 from precondattn.backend import Request
-from precondattn.execution.jax.backend import JaxBackend, JaxRunner, Output, StepOutput
+from precondattn.frameworks.jax.backend import JaxBackend, JaxRunner, Output, StepOutput
 from precondattn_portable.algorithm import AnyAlgorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.backend import Portable

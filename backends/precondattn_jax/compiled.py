@@ -11,8 +11,8 @@ from functools import partial
 import jax
 
 from precondattn.arrays import Tree
-from precondattn.execution.jax.backend import JaxRunner
-from precondattn.execution.jax.sharding import on_shards
+from precondattn.frameworks.jax.backend import JaxRunner
+from precondattn.frameworks.jax.sharding import on_shards
 from precondattn_jax import chunkwise, definition, layout, read_log_mean_exp, triangular_inverse
 
 

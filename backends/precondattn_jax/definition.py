@@ -21,8 +21,8 @@ from jax import Array, lax
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.arrays import Arrays, Tree, cast, upcast_all
 from precondattn.cache import Replace, Updates, append, updated
-from precondattn.execution.jax.derivative import with_derivative
 from precondattn.frame import Frame
+from precondattn.frameworks.jax.derivative import with_derivative
 from precondattn_jax.layout import is_known, padded
 from precondattn_jax.loops import DIFFERENTIABLE, PLAIN, Loops
 from precondattn_portable.algorithm import Algorithm

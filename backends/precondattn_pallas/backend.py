@@ -23,7 +23,7 @@ from precondattn.algebra.recurrence import Gate
 from precondattn.algebra.recurrences import Recurrences
 from precondattn.arrays import Tree
 from precondattn.backend import Request
-from precondattn.execution.jax.backend import JaxBackend, JaxRunner
+from precondattn.frameworks.jax.backend import JaxBackend, JaxRunner
 from precondattn.installed import is_installed
 from precondattn.kernel_backend import KernelBackend
 from precondattn.kernel_backend.kernel_table import ByOption, Kernels, KernelTable, kernels_in

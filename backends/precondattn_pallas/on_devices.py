@@ -7,8 +7,8 @@ from functools import partial
 import jax
 
 from precondattn.arrays import Tree
-from precondattn.execution.jax.backend import JaxRunner
-from precondattn.execution.jax.sharding import on_shards
+from precondattn.frameworks.jax.backend import JaxRunner
+from precondattn.frameworks.jax.sharding import on_shards
 
 
 def on_devices(verb: str, runner: JaxRunner, *arrays: Tree) -> Tree:

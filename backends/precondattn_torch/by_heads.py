@@ -25,9 +25,10 @@ from torch import Tensor
 
 from precondattn.algebra.declaration import HEADS, Pattern
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import Arrays, Residuals, only_computes
+from precondattn.arrays import Arrays, Residuals
 from precondattn.backend import ArraySpec
 from precondattn.frame import Frame
+from precondattn.frameworks.torch.modes import only_computes
 from precondattn.spec.transported import Transported
 from precondattn_portable.algorithm import Algorithm, AnyAlgorithm
 from precondattn_portable.layout import SHARING, chunk_size

@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from precondattn.arrays import Arrays, Residuals, only_computes
+from precondattn.arrays import Arrays, Residuals
 from precondattn.frame import Frame
+from precondattn.frameworks.torch.modes import only_computes
 from precondattn.spec.metric import DOT
 from precondattn.spec.softmax import SoftmaxAttention
 from precondattn_portable.arithmetic import Arithmetic

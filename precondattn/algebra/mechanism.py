@@ -13,6 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import ClassVar, NamedTuple, cast
 
+from precondattn import frameworks
 from precondattn.algebra import registry
 from precondattn.algebra.constructor import check_constructor
 from precondattn.algebra.declaration import Inputs, Pattern
@@ -25,7 +26,7 @@ from precondattn.algebra.options import OptionValue, check_options
 from precondattn.algebra.program import Program
 from precondattn.algebra.text import read, text_of_mechanism
 from precondattn.algebra.unfolding import program_of
-from precondattn.algebra.verbs import Verbs, in_graph
+from precondattn.algebra.verbs import Verbs
 from precondattn.arrays import Array, Arrays, ByName, is_traced_by_dynamo
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -43,7 +44,7 @@ class Mechanism(Verbs):
 
     def __new__(cls, *values: OptionValue, **options: OptionValue) -> registry.AnyMechanism:
         if is_traced_by_dynamo():  # Dynamo can not trace the checks of options and programs.
-            return in_graph().constructed(cls, values, options)
+            return frameworks.in_graph.constructed(cls, values, options)
         if values or options:
             check_constructor(cls, values, options)
         return super().__new__(cls)
@@ -120,7 +121,7 @@ def parse(text: str) -> Mechanism:
     >>> str(pa.Lucid(pa.Softmax(window=128)))
     'lucid(softmax[window=128])'
     """
-    mechanism: Mechanism = in_graph().parsed(text) if is_traced_by_dynamo() else read(text)
+    mechanism: Mechanism = frameworks.in_graph.parsed(text) if is_traced_by_dynamo() else read(text)
     return mechanism
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING
 
+from precondattn import frameworks
 from precondattn.algebra.call import Call, Keeping
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
 from precondattn.arrays import Array, Arrays, ByName, is_compiling, library_of
@@ -24,13 +24,6 @@ from precondattn.given import Given
 if TYPE_CHECKING:
     from precondattn.algebra.registry import AnyMechanism
     from precondattn.dispatch.explanation import Explanation
-
-
-def in_graph() -> ModuleType:
-    """The module whose functions are called instead in code that PyTorch compiles."""
-    from precondattn.execution.torch import compile as functions
-
-    return functions
 
 
 class _SignatureOfCall:
@@ -119,7 +112,7 @@ class Verbs(Piece):
         masks = {"lengths": lengths, "key_mask": key_mask, "segment_ids": segment_ids}
         masks |= {"cu_seqlens": cu_seqlens, "prefix": prefix, "attn_mask": attn_mask}
         if is_compiling():
-            return in_graph().captured_call(self._name, arrays, named, masks, backend)
+            return frameworks.in_graph.captured_call(self._name, arrays, named, masks, backend)
         from precondattn.execution.run import forward
 
         return forward(Call("forward", self, arrays, named, masks, backend))
@@ -311,9 +304,9 @@ class Verbs(Piece):
             length, store = cache.length, dict(cache.store)
             captured = length, store, self._name, arrays, named, masks, backend
             if is_packed:
-                results = in_graph().captured_extend_packed(cache.kinds, *captured)
+                results = frameworks.in_graph.captured_extend_packed(cache.kinds, *captured)
             else:
-                results = in_graph().captured_extend(*captured)
+                results = frameworks.in_graph.captured_extend(*captured)
             out, length, *buffers = results
             if donate:
                 whole.store.clear()

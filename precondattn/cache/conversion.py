@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import array_api_compat
 import numpy as np
 
@@ -17,13 +15,11 @@ from precondattn.arrays import (
     dtype_name,
     exact_device,
     fresh,
-    is_traced,
-    is_traced_by_dynamo,
     library_of,
     namespace,
-    writable,
 )
 from precondattn.cache.kinds import C, holding, kinds_of
+from precondattn.frameworks import of
 
 
 def to(cache: C, device: Device, dtype: DType) -> C:
@@ -39,46 +35,22 @@ def to(cache: C, device: Device, dtype: DType) -> C:
 
 def with_writable_buffers(cache: C) -> C:
     """The cache, for donation: buffers that can not be written to are copied."""
-    if library_of(cache.length) == "torch":  # The usual case is decided without more calls.
-        for a in cache.store.values():
-            if not a.is_contiguous() and 0 in a.stride():
-                break
-        else:
-            return cache
-    return holding(cache, cache.length, {name: writable(a) for name, a in cache.store.items()})
+    framework, buffers = of(cache.length), cache.store
+    if framework.all_writable(buffers.values()):
+        return cache
+    return holding(cache, cache.length, {n: framework.writable(a) for n, a in buffers.items()})
 
 
 def in_library_of(like: Array, cache: C) -> C:
-    """The cache with NumPy's arrays as JAX's if `like` is one: JAX's own functions accept both.
-
-    Serialisers return NumPy's. Those with a dtype that JAX would change are left as they are.
-    """
-    if library_of(like) != "jax":
-        return cache
-    if "numpy" not in map(library_of, (cache.length, *cache.store.values())):
-        return cache
-    jax = sys.modules["jax"]
-
-    def moved(a: Array) -> Array:
-        is_same = library_of(a) == "numpy" and jax.dtypes.canonicalize_dtype(a.dtype) == a.dtype
-        return jax.numpy.array(a) if is_same else a
-
-    with jax.default_device(None if is_traced(like) else next(iter(like.devices()))):
-        return holding(cache, moved(cache.length), {n: moved(a) for n, a in cache.store.items()})
+    """The cache with NumPy's arrays as JAX's if `like` is one: JAX's own functions accept both."""
+    adopted: C = of(like).adopted_cache(cache, like)
+    return adopted
 
 
 def ordinary(cache: C) -> C:
-    """The cache, copied if it was made in PyTorch's inference mode.
-
-    Outside this mode PyTorch neither writes to such tensors nor records them. Dynamo can not ask.
-    """
-    if library_of(cache.length) != "torch" or is_traced_by_dynamo():
-        return cache
-    for a in (cache.length, *cache.store.values()):
-        if a.is_inference() and not sys.modules["torch"].is_inference_mode_enabled():
-            store = {name: fresh(a) for name, a in cache.store.items()}
-            return holding(cache, fresh(cache.length), store)
-    return cache
+    """The cache, copied if it was made in PyTorch's inference mode."""
+    recordable: C = of(cache.length).recordable_cache(cache)
+    return recordable
 
 
 def _apart(device: Device, new: Array, old: Array) -> Array:
@@ -97,8 +69,9 @@ def _in_dtype(dtype: DType, buffer: Array, is_wide: bool) -> Array:
             f"to: dtype must be float16, bfloat16, float32 or float64, as {library} has it; "
             f"found {dtype!r}"
         )
-    if name == "float64" and library == "jax" and not sys.modules["jax"].config.jax_enable_x64:
-        raise TypeError("to: jax has no float64 here; jax_enable_x64 is false")
+    reason = of(buffer).reason_against(name)
+    if reason is not None:
+        raise TypeError(f"to: {reason}")
     if dtype_name(buffer) not in FLOATING:
         return buffer
     return cast(buffer, xp.float32 if is_wide and name in HALF else wanted)

@@ -11,7 +11,6 @@ from precondattn.arrays import (
     Array,
     arange_like,
     cast,
-    copied,
     dtype_name,
     fresh,
     is_traced,
@@ -159,7 +158,7 @@ def _without_rows(
 ) -> Array:
     """A history with 0 from row `length` (b,) on; `removed` has each sequence's range of rows."""
     if removed is not None and writes_in_place(buffer):
-        target = buffer if donate else copied(buffer)
+        target = buffer if donate else fresh(buffer)
         if len(set(removed)) == 1:
             target[:, slice(*removed[0])] = 0
         else:

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import weakref
 
-from precondattn.arrays import Array, device_of, host_integers, is_traced, library_of
+from precondattn.arrays import Array
+from precondattn.frameworks import of
 
-_known: dict[int, tuple[weakref.ref[Array], int, int]] = {}
+_remembered: dict[int, tuple[weakref.ref[Array], int, int]] = {}
 """The tensor, its count of writes and the length, by the identity of the tensor."""
 
 
 def remembered(length: Array, tokens: int) -> Array:
     """The lengths (b,) of a cache, all of which are `tokens`."""
-    if not _is_far(length) or length.is_inference():
+    if not of(length).is_far(length) or length.is_inference():
         return length
     key = id(length)
-    tensor = weakref.ref(length, lambda _: _known.pop(key, None))
-    _known[key] = tensor, length._version, tokens
+    tensor = weakref.ref(length, lambda _: _remembered.pop(key, None))
+    _remembered[key] = tensor, length._version, tokens
     return length
 
 
@@ -32,17 +33,13 @@ def lengths_on_host(length: Array) -> list[int] | None:
 
     If they are not known, the host waits for the device.
     """
-    if not _is_far(length):
-        return host_integers(length)
-    known = None if length.is_inference() else _known.get(id(length))
-    if known is not None:
-        tensor, writes, tokens = known
+    framework = of(length)
+    if not framework.is_far(length):
+        return framework.host_integers(length)
+    remembered_length = None if length.is_inference() else _remembered.get(id(length))
+    if remembered_length is not None:
+        tensor, writes, tokens = remembered_length
         if id(tensor()) == id(length) and writes == length._version:
             return [tokens] * int(length.shape[0])
     integers: list[int] = length.tolist()
     return integers
-
-
-def _is_far(length: Array) -> bool:
-    """Whether reading the lengths waits for a device."""
-    return library_of(length) == "torch" and device_of(length) != "cpu" and not is_traced(length)

@@ -11,15 +11,16 @@ from precondattn.arrays import (
     arange_like,
     as_index,
     cast,
-    copied,
     fresh,
     host_integers,
-    library_of,
     namespace,
     take_tokens,
     wants_gradient,
     writes_in_place,
 )
+from precondattn.frameworks import of
+from precondattn.frameworks.framework import Framework
+from precondattn.limits import KEPT
 
 
 class Append(NamedTuple):
@@ -77,7 +78,7 @@ def updated(
         donate or (is_part and not wants_gradient(buffer, *update))
     )
     if in_place:
-        buffer = buffer if donate else copied(buffer)
+        buffer = buffer if donate else fresh(buffer)
         buffer[:, :rows, ...] = new
         new = buffer
     elif is_part:
@@ -105,7 +106,7 @@ def append(
         return buffer if donate else fresh(buffer)
     tokens = cast(tokens, buffer.dtype)
     if writes_in_place(buffer, tokens) and (donate or not wants_gradient(buffer, tokens)):
-        target = buffer if donate else copied(buffer)
+        target = buffer if donate else fresh(buffer)
         if held is None:
             held = _common_length(length, count, tokens.shape[1])
         if held is not None:
@@ -116,8 +117,7 @@ def append(
         return _append_in_place(target, tokens, length, count)
     if held is not None:
         count = namespace(length).full_like(length, tokens.shape[1])
-    appended = _compiled_by_jax() if library_of(buffer) == "jax" else _appended
-    return appended(buffer, tokens, length, count)
+    return _compiled(of(buffer))(buffer, tokens, length, count)
 
 
 def _appended(buffer: Array, tokens: Array, length: Array, count: Array) -> Array:
@@ -130,13 +130,10 @@ def _appended(buffer: Array, tokens: Array, length: Array, count: Array) -> Arra
     return xp.where(xp.reshape(is_new, (b, capacity) + (1,) * (buffer.ndim - 2)), gathered, buffer)
 
 
-@lru_cache(maxsize=1)
-def _compiled_by_jax() -> Callable[[Array, Array, Array, Array], Array]:
-    """`_appended` compiled as one function; outside `jax.jit`, JAX runs each operation alone."""
-    import jax
-
-    compiled: Callable[[Array, Array, Array, Array], Array] = jax.jit(_appended)
-    return compiled
+@lru_cache(maxsize=KEPT)
+def _compiled(framework: Framework) -> Callable[[Array, Array, Array, Array], Array]:
+    """`_appended` as one function; outside `jax.jit`, JAX runs each operation alone."""
+    return framework.compiled(_appended)
 
 
 def _append_in_place(buffer: Array, tokens: Array, length: Array, count: Array) -> Array:

@@ -12,10 +12,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from precondattn.arrays import Array, Shape, fresh, library_of, namespace, placement, wants_gradient
+from precondattn.arrays import Array, Shape, fresh, namespace, placement
 from precondattn.backend import Backend, Request, Runner
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
+from precondattn.frameworks import of
 from precondattn.spec.read import MEAN_AND_LOG_SUM
 
 if TYPE_CHECKING:
@@ -108,10 +109,7 @@ def _zeros(shape: Shape, inputs: Mapping[str, Array]) -> Array:
     """Zeros that depend on all inputs, so that PyTorch's autograd gives gradients of 0."""
     like = inputs["v"] if "v" in inputs else next(iter(inputs.values()))
     zeros = namespace(like).zeros(shape, dtype=like.dtype, **placement(like))
-    if library_of(like) == "torch" and wants_gradient(*inputs.values()):
-        for array in inputs.values():
-            zeros = zeros + array.reshape(-1)[:0].sum().to(like.dtype)
-    return zeros
+    return of(like).depending_on(zeros, inputs.values())
 
 
 def _zeros_like(arrays: Mapping[str, Array]) -> Arrays:

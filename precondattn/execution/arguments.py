@@ -41,7 +41,6 @@ from precondattn.execution.pair_masks import (
 )
 from precondattn.execution.preparation import PreparedCall, prepared, times
 from precondattn.execution.signature import signature_of
-from precondattn.execution.torch.autocast import cast_inputs
 from precondattn.execution.transposed_layout import advice_on_masks
 from precondattn.frame import EXTENSION, Frame, Layout, extending_frame, full_frame, held_by_all
 from precondattn.given import Given
@@ -195,4 +194,4 @@ def _inputs(call: Call, ready: PreparedCall) -> tuple[Arrays, Mapping[str, DType
     inputs = dict(zip(ready.names, given, strict=True))
     if not ready.is_cast:
         return inputs, None
-    return cast_inputs(declared_inputs(call.mechanism), inputs)
+    return ready.framework.cast_inputs(declared_inputs(call.mechanism), inputs)

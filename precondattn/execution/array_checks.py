@@ -10,11 +10,10 @@ from precondattn.arrays import (
     ByName,
     dtype_name,
     exact_device,
-    is_recorded_by_jit,
     library_of,
-    storage_of,
 )
 from precondattn.backend import UnsupportedError
+from precondattn.frameworks import of
 
 
 def check_arrays(owner: str, declared: Inputs, inputs: ByName) -> str:
@@ -32,7 +31,7 @@ def check_arrays(owner: str, declared: Inputs, inputs: ByName) -> str:
             f"lengths=[len(x) for x in {name}.unbind()]",
         )
         libraries[name] = str(library_of(array))
-    if "torch" in libraries.values() and is_recorded_by_jit():
+    if any(of(array).is_recorded_by_jit() for array in inputs.values()):
         raise UnsupportedError(
             f"{owner}: torch.jit.trace would record the call for one number of tokens; use "
             f"torch.export or torch.compile"
@@ -74,7 +73,7 @@ def check_stored(what: str, array: Array, *, of_nested: str = "give a dense tens
             f"{what} must be an array of NumPy, PyTorch, JAX, CuPy or another array-API library; "
             f"found {type(array).__name__}"
         )
-    storage = storage_of(array)
+    storage = of(array).storage_of(array)
     if storage == "nested":
         raise TypeError(f"{what} is a nested tensor, which is not supported; {of_nested}")
     if storage is not None:

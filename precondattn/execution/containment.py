@@ -37,25 +37,22 @@ from precondattn.arrays import (
     Array,
     Arrays,
     ByName,
+    Tree,
     arange_like,
     cast,
     differs_from_previous,
     gathered,
-    host_array,
-    is_traced,
-    library_of,
     namespace,
+    running_maximum,
     zero_where_not,
 )
 from precondattn.cache import Append, Cache, Replace, Rewrite, Update
 from precondattn.execution.preparation import examined, relating_leaves
+from precondattn.frameworks.framework import good_entries
 from precondattn.limits import KEPT
-from precondattn.native.ordinary import is_ordinary
-from precondattn.native.scan import running_maximum
 
 if TYPE_CHECKING:
     from precondattn.execution.arguments import BoundCall
-    from precondattn.execution.torch.containment import RowAxes
 
 HEADS = ("h", "n", "u")
 NAN, INF = math.nan, math.inf
@@ -84,13 +81,12 @@ class NonFiniteRows(NamedTuple):
 
     def without_bad_entries(self, call: BoundCall) -> Arrays:
         """The inputs, with 0 at least in the bad entries of bad rows."""
-        if not call.prepared.is_direct or call.prepared.request.library != "torch":
+        operators = call.prepared.framework.row_operators
+        if not call.prepared.is_direct or operators is None:
             return self.cleaned(call.inputs)
-        from precondattn.execution.torch.containment import without_bad_entries
-
         patterns = call.prepared.examined
         return {
-            name: without_bad_entries(array, patterns[name].low == -INF)
+            name: operators.without_bad_entries(array, patterns[name].low == -INF)
             if name in patterns
             else array
             for name, array in call.inputs.items()
@@ -188,41 +184,38 @@ def _non_finite_rows(mechanism: Piece, call: BoundCall) -> NonFiniteRows:
 def _in_few_operators(mechanism: Piece, call: BoundCall) -> NonFiniteRows | None:
     """The bad rows of a plain causal call on PyTorch's tensors that nothing observes; or None."""
     ready, frame = call.prepared, call.frame
-    is_plain = ready.request.library == "torch" and (ready.is_direct or ready.is_recorded)
+    operators = ready.framework.row_operators
+    is_plain = operators is not None and (ready.is_direct or ready.is_recorded)
     if not is_plain or frame.k_segment is not None or frame.q_prefix is not None:
         return None
-    plain = _plain_rows(mechanism)
+    plain = _plain_rows(mechanism, operators)
     if plain is None:
         return None
-    from precondattn.execution.torch.containment import finite_rows
-
     inputs = {name: call.inputs[name] for name in ready.examined}
     heads = plain.heads.size(call.sizes)
     queries = call.sizes["t" if "t" in call.sizes else "s"]
     of_inputs = not ready.is_direct or ready.request.verb not in ("forward", "extend")
-    good, reached = finite_rows(inputs, plain.axes, heads, queries, of_inputs=of_inputs)
+    good, reached = operators.finite_rows(inputs, plain.axes, heads, queries, of_inputs=of_inputs)
     return NonFiniteRows(good, reached, reached, mechanism.program.output, plain.buffers)
 
 
 class PlainRows(NamedTuple):
     """What the masks of a mechanism's plain calls need to know."""
 
-    axes: tuple[RowAxes, ...]
+    axes: Tree
     heads: Axis
     """The axis of the output's heads."""
     buffers: dict[str, Pattern]
 
 
 @lru_cache(maxsize=KEPT)
-def _plain_rows(mechanism: Piece) -> PlainRows | None:
+def _plain_rows(mechanism: Piece, operators: Tree) -> PlainRows | None:
     """The axes of examined inputs, if a bad row reaches its own and all later outputs; or None."""
-    from precondattn.execution.torch.containment import row_axes
-
     output = mechanism.program.output
     heads = _row_axes(output)[2]
     if heads is None or not _reaches_all_later(mechanism):
         return None
-    axes = row_axes(tuple(examined(mechanism, is_packed=False).values()))
+    axes = operators.row_axes(tuple(examined(mechanism, is_packed=False).values()))
     if axes is None:
         return None
     return PlainRows(axes, output.axes[heads], _patterns_of_buffers(mechanism))
@@ -252,7 +245,11 @@ def _good_and_bad(
     """The good rows, with size 1 along the other axes, and the bad rows (b, tokens, heads)."""
     axes, output, xp = _row_axes(pattern), mechanism.program.output, namespace(array)
     others = tuple(axis for axis in range(array.ndim) if axis not in axes)
-    good = _are_good(array, pattern, others)
+    framework = call.prepared.framework
+    if others:
+        good = framework.good_along(array, others, pattern.low)
+    else:
+        good = good_entries(array, pattern.low)
     rows = xp.permute_dims(good, (*[axis for axis in axes if axis is not None], *others))
     rows = xp.reshape(rows, tuple(1 if axis is None else good.shape[axis] for axis in axes))
     axis = _row_axes(output)[2]
@@ -262,45 +259,13 @@ def _good_and_bad(
 
 def _are_finite(arrays: Arrays, patterns: Mapping[str, Pattern], call: BoundCall) -> bool:
     """Whether all entries are known to be good; only entries on the CPU are read."""
-    is_read = not patterns or call.prepared.request.device == "cpu"
-    return is_read and all(_is_finite(arrays[name], p) for name, p in patterns.items())
-
-
-def _is_finite(array: Array, pattern: Pattern) -> bool:
-    if is_traced(array):
+    framework = call.prepared.framework
+    if patterns and call.prepared.request.device != "cpu":
         return False
-    if library_of(array) == "torch":
-        # A sum is ten times as fast. If it overflows, the entries are read.
-        total = (array.detach() if array.requires_grad else array).sum().item()
-        if math.isfinite(total) or (total < INF and pattern.low == -INF):
-            return True
-    if library_of(array) == "jax" and len(array.devices()) == 1:
-        array = host_array(array)  # Not a copy, and JAX would compile two operations for its shape.
-    good = namespace(array).all(_is_good(array, pattern))
-    # Under `jax.jit`, the result for a constant is traced too.
-    return not is_traced(good) and bool(good)
-
-
-def _are_good(array: Array, pattern: Pattern, axes: tuple[int, ...]) -> Array:
-    """Whether all entries along these axes are good; they keep size 1."""
-    if not axes:
-        return _is_good(array, pattern)
-    xp = namespace(array)
-    if library_of(array) == "torch" and not is_ordinary(array):
-        # One operator that reads the array. `isfinite` is four, each with a result of its size.
-        # A maximum of magnitudes is NaN or infinite if an entry is, and cannot overflow.
-        values = array.detach()
-        if pattern.low == -INF:
-            return xp.max(values, axis=axes, keepdims=True) < INF
-        return xp.linalg.vector_norm(values, axis=axes, keepdims=True, ord=INF) < INF
-    return xp.all(_is_good(array, pattern), axis=axes, keepdims=True)
-
-
-def _is_good(array: Array, pattern: Pattern) -> Array:
-    """Whether entries are finite, or a log-decay of −∞, which resets a state."""
-    if pattern.low == -INF:
-        return array < INF
-    return namespace(array).isfinite(array)
+    for name, pattern in patterns.items():
+        if not framework.are_finite(arrays[name], pattern.low):
+            return False
+    return True
 
 
 @lru_cache(maxsize=KEPT)

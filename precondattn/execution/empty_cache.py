@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from precondattn import frameworks
 from precondattn.algebra.declaration import FIXED, ShapeError
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
@@ -21,7 +22,6 @@ from precondattn.execution.array_checks import check_arrays, values_of
 from precondattn.execution.cache_checks import check_cacheable, keeps_tokens
 from precondattn.execution.given_states import given_states
 from precondattn.execution.input_names import INIT_OPTIONS, extending_inputs, inputs_by_name
-from precondattn.execution.torch.autocast import cast_inputs
 from precondattn.given import at_least
 
 
@@ -41,9 +41,10 @@ def empty_cache(
                 f"{mechanism}: init_cache of DTensors takes no states and no sequences; make the "
                 f"cache of each device's part"
             )
-        from precondattn.execution.torch import dtensor
-
-        return dtensor.init_cache(mechanism, arrays, named, capacity, key_mask)
+        cache: Cache = frameworks.distributed.init_cache(
+            mechanism, arrays, named, capacity, key_mask
+        )
+        return cache
     check_cacheable(mechanism)
     owner, has_tokens = str(mechanism), traceable(keeps_tokens)(mechanism)
     declared = traceable(extending_inputs)(mechanism)
@@ -58,7 +59,7 @@ def empty_cache(
         )
     if not inputs:
         raise TypeError(f"{owner}: init_cache needs the inputs, for their shapes and dtype")
-    inputs, _ = cast_inputs(declared, inputs)
+    inputs, _ = frameworks.of(next(iter(inputs.values()))).cast_inputs(declared, inputs)
     check_arrays(owner, declared, inputs)
     shapes = {n: tuple(a.shape) for n, a in inputs.items() if "c" not in declared[n].letters}
     sizes = declared.sizes(owner, shapes)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from types import ModuleType
 from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -19,14 +18,12 @@ from precondattn.arrays import (
     Arrays,
     ByName,
     Residuals,
+    Tree,
     cast,
     contiguous,
-    counts_flops,
     dtype_name,
     fresh,
     namespace,
-    read_only,
-    transforms_of,
     wants_gradient,
     zero_where_not,
 )
@@ -43,7 +40,6 @@ from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.masks import nan_where_invalid
 from precondattn.execution.parts import Parts
 from precondattn.frame import Frame
-from precondattn.native.ordinary import is_ordinary
 from precondattn.reversed_order import reversed_keys
 from precondattn.runner import LeafRunner, note_names
 
@@ -70,8 +66,8 @@ def _tolerant(
 
     @wraps(function)
     def run(call: BoundCall, /, *args: P.args, **named: P.kwargs) -> R:
-        is_numpy = call.prepared.request.library not in ("torch", "jax")
-        return (tolerant if is_numpy else function)(call, *args, **named)
+        is_tolerant = call.prepared.framework.ignores_errors
+        return (tolerant if is_tolerant else function)(call, *args, **named)
 
     return run
 
@@ -82,7 +78,8 @@ def forward(call: BoundCall) -> Array:
     values, plan, is_direct = dict(call.inputs), call.prepared.plan, call.prepared.is_direct
     for planned in plan.calls:
         inputs = call.inputs if planned.is_whole else _inputs(planned, values, call)
-        bridge, frame = None if is_direct else _bridge(planned, call), _frame(planned, call)
+        frame = reversed_keys(call.frame) if planned.is_reversed else call.frame
+        bridge = None if is_direct else _bridge(planned, call)
         if bridge is None:
             values[planned.out] = planned.runner.forward(inputs, frame)[0]
         else:
@@ -97,14 +94,16 @@ def vjp(call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
     trace: list[Traced] = []
     for planned in plan.calls:
         inputs, frame = _inputs(planned, values, call), _frame(planned, call)
-        operators = None if is_direct else _operators_of_vmap(planned, "backward", *inputs.values())
+        operators = (
+            None if is_direct else _mapped_operators(call, planned, "backward", *inputs.values())
+        )
         if operators is None:
             out, residuals = planned.runner.forward(inputs, frame)
         else:
             out, residuals = operators.with_residuals(planned, inputs, frame)
         values[planned.out] = out
         # A private copy would hide that a backend writes to it.
-        trace.append((planned, inputs, read_only(out), residuals))
+        trace.append((planned, inputs, call.prepared.framework.read_only(out), residuals))
 
     out = finished(values[plan.out], call)
     # The caller may write to the returned output, which the pullback reads.
@@ -119,7 +118,7 @@ def _pulled_back(call: BoundCall, trace: list[Traced], cotangent: Array) -> Arra
         if planned.out not in cotangents:
             continue
         d_out, frame = cotangents[planned.out], _frame(planned, call)
-        operators = _operators_of_vmap(planned, "backward", d_out, out)
+        operators = _mapped_operators(call, planned, "backward", d_out, out)
         if operators is None:
             gradients = gradients_at(d_out, planned.runner, inputs, frame, out, residuals)
         else:
@@ -242,7 +241,7 @@ def extend_vjp(call: BoundCall, cache: Cache) -> tuple[Array, Cache, ExtendPullb
     inputs and of the old buffers, by name.
     """
     dtypes, frame = {key: buffer.dtype for key, buffer in cache.store.items()}, call.frame
-    output, updates, trace = _steps(call, cache, _bridge_of_mapped_step)
+    output, updates, trace = _steps(call, cache, partial(_bridge_of_mapped_step, call))
 
     @_tolerant
     def pullback(call: BoundCall, cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
@@ -258,7 +257,9 @@ def extend_vjp(call: BoundCall, cache: Cache) -> tuple[Array, Cache, ExtendPullb
                 name: d_store[key] if name in used else namespace(past[name]).zeros_like(past[name])
                 for name, key in keys.items()
             }
-            operators = _operators_of_vmap(planned, "step_backward", d_out, out, *d_new.values())
+            operators = _mapped_operators(
+                call, planned, "step_backward", d_out, out, *d_new.values()
+            )
             if operators is None:
                 gradients, d_old = step_gradients_at(
                     d_out, d_new, planned.runner, past, inputs, frame, out
@@ -363,94 +364,28 @@ def _in_call_dtype(array: Array, call: BoundCall) -> Array:
 
 def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array] | None:
     """The function that runs a call and registers its gradient with the framework; None if none."""
-    is_differentiable, library = planned.runner.differentiable, call.prepared.request.library
-    if is_ordinary(values_of(call.inputs)):
-        return None
-    if planned.backend is EMPTY or (call.prepared.is_recorded and is_differentiable):
-        return None
-    if call.prepared.is_recorded:
-        from precondattn.execution.torch.recorded import apply
-
-        return apply
-    if library == "torch" and (not is_differentiable or _is_counted(planned, call)):
-        from precondattn.execution.torch.autograd import apply
-
-        return apply
-    if library == "jax" and not is_differentiable:
-        from precondattn.execution.jax.autograd import apply
-
-        return apply
-    return None
-
-
-def _is_counted(planned: PlannedCall, call: BoundCall) -> bool:
-    """Whether a differentiable call must be an operator, so that PyTorch counts its FLOPs.
-
-    Transforms can not use operators, and an operator needs a gradient other than autograd's.
-    """
-    is_possible = not transforms_of(*call.inputs.values())
-    return is_possible and counts_flops() and not _is_by_autograd(planned, "backward")
+    framework = call.prepared.framework
+    return None if planned.backend is EMPTY else framework.bridge(planned, call)
 
 
 def _bridge_of_step(
     call: BoundCall, length: Array, planned: PlannedCall, *arrays: Array
 ) -> BridgeOfStep | None:
     """Like `_bridge`, for a step with these buffers and inputs."""
-    is_differentiable, library = planned.runner.differentiable, call.prepared.request.library
-    if planned.backend is EMPTY or is_ordinary(length):
+    if planned.backend is EMPTY:
         return None
-    if library == "torch" and wants_gradient(*arrays):
-        if is_differentiable:
-            return None
-        from precondattn.execution.torch.autograd import apply_step
-
-        return apply_step
-    if library == "jax" and _has_gradient_of_step(planned, call):
-        from precondattn.execution.jax.autograd import apply_step
-
-        return apply_step
-    if library != "torch":
-        return None
-    is_operator = (planned.is_symbolic or counts_flops()) and not transforms_of(*arrays)
-    if is_operator or _operators_of_vmap(planned, "step_backward", *arrays):
-        from precondattn.execution.torch.autograd import apply_extension
-
-        return partial(apply_extension, length=length, count=call.count)
-    return None
+    return call.prepared.framework.bridge_of_step(call, length, planned, *arrays)
 
 
-def _has_gradient_of_step(planned: PlannedCall, call: BoundCall) -> bool:
-    """Whether JAX gets the gradient of a step from the backend.
-
-    It must if the step is a kernel, or if cotangents in float16 have to be divided.
-    """
-    from precondattn.execution.jax.second_derivative import differentiates_step
-
-    is_narrow = call.prepared.request.dtype == "float16" and not planned.backend.wide_values
-    backend, piece = planned.backend, planned.piece
-    is_differentiable = planned.runner.differentiable or differentiates_step(backend, piece)
-    return planned.has_gradient_of_step and (is_narrow or not is_differentiable)
-
-
-def _bridge_of_mapped_step(planned: PlannedCall, *arrays: Array) -> BridgeOfStep | None:
-    operators = _operators_of_vmap(planned, "step_backward", *arrays)
+def _bridge_of_mapped_step(
+    call: BoundCall, planned: PlannedCall, *arrays: Array
+) -> BridgeOfStep | None:
+    operators = _mapped_operators(call, planned, "step_backward", *arrays)
     return None if operators is None else operators.apply_step
 
 
-def _operators_of_vmap(planned: PlannedCall, gradient: str, *arrays: Array) -> ModuleType | None:
-    """The module of operators that `torch.vmap` maps; None outside `torch.vmap`.
-
-    It needs none for the reference, and for calls whose gradient is autograd's.
-    """
-    if planned.backend is REFERENCE or transforms_of(*arrays) != {"vmap"}:
+def _mapped_operators(call: BoundCall, planned: PlannedCall, gradient: str, *arrays: Array) -> Tree:
+    """The operators that `torch.vmap` maps; None outside it, and for the reference."""
+    if planned.backend is REFERENCE:
         return None
-    if _is_by_autograd(planned, gradient):
-        return None
-    from precondattn.execution.torch import autograd
-
-    return autograd
-
-
-def _is_by_autograd(planned: PlannedCall, gradient: str) -> bool:
-    """Whether autograd computes this gradient, which is a method of other backends."""
-    return gradient in planned.runner.by_autograd
+    return call.prepared.framework.mapped_operators(planned, gradient, *arrays)

@@ -36,12 +36,12 @@ from precondattn.arrays import (
     namespace,
     on_device_of,
     placement,
+    sort,
     zero_where_not,
 )
 from precondattn.cache.integers import whole_numbers
 from precondattn.execution.array_checks import check_device
 from precondattn.given import Given
-from precondattn.native.sort import sort
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 

@@ -31,19 +31,17 @@ from precondattn.arrays import (
     Arrays,
     host_array,
     is_traced,
-    library_of,
     namespace,
     on_device_of,
     split_rows,
-    wants_gradient,
     zero_where_not,
 )
 from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution import evaluation
 from precondattn.execution.arguments import BoundCall
 from precondattn.execution.preparation import prepared_part, times
-from precondattn.execution.torch import autocast
 from precondattn.frame import full_frame, runs
+from precondattn.frameworks import of
 from precondattn.limits import KEPT
 
 SIMILAR = 0.8
@@ -173,11 +171,8 @@ class MovedRows(NamedTuple):
 
 def moved(array: Array, rows: MovedRows) -> Array:
     """The array with its rows (first axis) moved."""
-    if library_of(array) == "torch" and wants_gradient(array):
-        from precondattn.execution.torch.moved_rows import Moved
-
-        return Moved.apply(array, *rows)
-    return taken(array, rows)
+    result = of(array).moved_rows(array, rows)
+    return taken(array, rows) if result is None else result
 
 
 def taken(array: Array, rows: MovedRows) -> Array:
@@ -272,7 +267,7 @@ def returned(parts: Sequence[Array], moves: MovedRows | None, b: int) -> Array:
 def forward(divided: DividedPacking, evaluate: Callable[[BoundCall], Array]) -> Array:
     """The output of the packed call; `evaluate` computes each batch."""
     out = divided.returned([evaluate(call) for call in divided.calls()])
-    with autocast.off(out):
+    with of(out).without_autocast(out):
         return evaluation.finished(out, divided.call)
 
 

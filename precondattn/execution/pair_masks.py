@@ -30,11 +30,11 @@ from precondattn.arrays import (
     library_of,
     namespace,
     on_device_of,
+    running_maximum,
 )
 from precondattn.cache.integers import whole_numbers
 from precondattn.execution.masks import INTEGERS, ValueChecks, check_mask
 from precondattn.given import Given
-from precondattn.native.scan import running_maximum
 
 ATTN_MASK, PREFIX = "attn_mask", "prefix"
 PAIR_MASKS = (ATTN_MASK, PREFIX)

@@ -9,7 +9,6 @@ long.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -23,8 +22,6 @@ from precondattn.arrays import (
     arange_like,
     as_index,
     cast,
-    is_traced,
-    library_of,
     namespace,
     take_tokens,
 )
@@ -34,6 +31,7 @@ from precondattn.execution.arguments import BoundCall
 from precondattn.execution.keeping import Places, Tokens, stacked
 from precondattn.execution.masks import nan_where_invalid, zero_padding
 from precondattn.frame import EXTENSION, Frame, Layout, extending_frame
+from precondattn.frameworks import of
 
 PartStep = Callable[[Arrays, Arrays, Frame, Array, Array], tuple[Array, Updates]]
 """A function from states, inputs, a frame, lengths and numbers of new tokens to output and updates.
@@ -85,9 +83,10 @@ class Parts(Places):
             return past, (past, out)
 
         while number <= last:
-            if number == 1 and last > 2 and _is_traced_by_jax(self.length, *inputs.values()):
-                scan = sys.modules["jax"].lax.scan
-                past, (states, out) = scan(between, past, self._several(tokens, last - 1))
+            parts = last - 1 if number == 1 and last > 2 else 0
+            loop = of(self.length).traced_loop(self.length, *inputs.values()) if parts else None
+            if loop is not None:
+                past, (states, out) = loop(between, past, self._several(tokens, parts))
                 outs.append(_joined(out))
                 rows.append({n: namespace(a).moveaxis(a, 0, 1) for n, a in states.items()})
                 number = last
@@ -174,10 +173,6 @@ class Parts(Places):
         """The extended cache with the kept states, in the dtypes of the cache before."""
         kept = {key: cast(rows, before.store[key].dtype) for key, rows in self.kept.items()}
         return self.kept_in(extended, kept)
-
-
-def _is_traced_by_jax(*arrays: Array) -> bool:
-    return library_of(arrays[0]) == "jax" and any(map(is_traced, arrays))
 
 
 def _divided(array: Array, count: int) -> Array:

@@ -18,6 +18,7 @@ from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
     Array,
     Arrays,
+    DType,
     Shape,
     device_of,
     is_captured,
@@ -48,12 +49,12 @@ from precondattn.execution.input_names import (
     shapes_of,
 )
 from precondattn.execution.pair_masks import check_takes_masks
-from precondattn.execution.torch.autocast import cast_inputs, hint
 from precondattn.execution.transposed_layout import advice
 from precondattn.frame import FULL, Layout
+from precondattn.frameworks import of
+from precondattn.frameworks.framework import Framework
 from precondattn.given import Given
 from precondattn.limits import KEPT, KEPT_SIGNATURES
-from precondattn.native.ordinary import is_ordinary
 
 
 class PreparedCall(NamedTuple):
@@ -68,6 +69,7 @@ class PreparedCall(NamedTuple):
     """Whether autocast casts the inputs."""
     examined: Mapping[str, Pattern]
     """The inputs that `containment.py` examines for NaN and infinity."""
+    framework: Framework
     request: Request
     plan: CallPlan
     is_direct: bool
@@ -84,9 +86,6 @@ class PreparedCall(NamedTuple):
 
 
 _prepared: dict[Hashable | None, PreparedCall] = {}
-
-READ_AT_ONCE = ("numpy", "torch")
-"""The libraries whose arrays on the CPU are read without waiting."""
 
 
 def prepared(call: Call, signature: Hashable | None) -> PreparedCall:
@@ -113,7 +112,7 @@ def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
     declared = declared_inputs(mechanism) if is_full else extending_inputs(mechanism)
     options = CALL_OPTIONS if is_full else EXTEND_OPTIONS
     inputs = inputs_by_name(owner, declared, call.arrays, call.named, options)
-    inputs, dtypes_before = cast_inputs(declared, inputs)
+    inputs, dtypes_before = of(next(iter(inputs.values()), None)).cast_inputs(declared, inputs)
     if not is_full:
         check_cacheable(mechanism)
     library = check_arrays(owner, declared, inputs)
@@ -122,6 +121,7 @@ def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
         if library_of(mask) is not None:  # `bind` checks what else a mask may be.
             check_stored(f"{owner}: {name}", mask)
     shapes, like = shapes_of(inputs), next(iter(inputs.values()))
+    framework = of(like)
     # Backends get `cu_seqlens` as `segment_ids`.
     masks = {"segment_ids" if name == "cu_seqlens" else name for name in given_masks}
     check_takes_masks(mechanism, frozenset(masks))
@@ -137,7 +137,7 @@ def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
         capacity = check_cache(owner, mechanism, cache, inputs)
         known = {"c": capacity, "b": cache.length.shape[0]}
         sizes = _sizes(mechanism, declared, shapes, known)
-        check_buffers(owner, mechanism, cache, sizes, call_dtype(inputs), hint(like))
+        check_buffers(owner, mechanism, cache, sizes, call_dtype(inputs), _hint(dtypes_before))
         masks |= cache.store.keys() & {KEY_MASK}
         if call.verb == "extend":  # It may be differentiated with respect to cached arrays too.
             others.extend(cache.store.values())
@@ -146,7 +146,7 @@ def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
     patterns = examined(mechanism, is_packed="segment_ids" in masks) if can_spread else {}
     request = _request(call.verb, library, inputs, frozenset(masks), others)
     allowed = allowed_backends(call.backend)
-    if is_ordinary(like):
+    if framework.is_ordinary(like):
         _check_has_no_gradient(owner, mechanism, inputs)
         allowed = _only_reference(owner, allowed)
     positional = list(declared_inputs(mechanism))[: len(call.arrays)]
@@ -158,11 +158,12 @@ def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
         sizes=sizes,
         is_cast=dtypes_before is not None,
         examined=patterns,
+        framework=framework,
         request=request,
         plan=make_plan(mechanism, request, sizes.get("c"), allowed),
         is_direct=has_signature and not request.differentiated,
-        are_on_host=has_signature and request.device == "cpu" and library in READ_AT_ONCE,
-        is_recorded=has_signature and request.differentiated and library == "torch",
+        are_on_host=has_signature and request.device == "cpu" and framework.reads_at_once,
+        is_recorded=has_signature and request.differentiated,
         layout=None if request.is_symbolic else Layout(FULL, *times(sizes)),
         allowed=allowed,
     )
@@ -187,6 +188,13 @@ def examined(mechanism: Piece, *, is_packed: bool) -> dict[str, Pattern]:
 def relating_leaves(mechanism: Piece) -> list[LeafProtocol]:
     """The leaves that relate tokens to other tokens."""
     return [leaf for leaf in mechanism.program.leaves if leaf.relates_tokens]
+
+
+def _hint(dtypes_before: Mapping[str, DType] | None) -> str:
+    """The hint that an error about the dtype of a cache adds under autocast."""
+    if dtypes_before is None:
+        return ""
+    return " (autocast casts them; create the cache by init_cache under the same autocast)"
 
 
 def _check_has_no_gradient(owner: str, mechanism: Piece, inputs: Arrays) -> None:

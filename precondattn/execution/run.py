@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from precondattn import frameworks
 from precondattn.algebra.call import Call
 from precondattn.algebra.piece import ExtendPullback, Piece
 from precondattn.arrays import Array, Arrays, is_distributed, namespace
@@ -24,8 +25,6 @@ from precondattn.execution.keeping import can_keep, needs_lengths
 from precondattn.execution.masks import zero_padding
 from precondattn.execution.pair_masks import ATTN_MASK, PAIR_MASKS, PREFIX, has_no
 from precondattn.execution.signature import signature_of
-from precondattn.execution.torch import autocast
-from precondattn.execution.torch.context_parallel import check_context_parallel
 from precondattn.execution.unchanged import guarded
 
 
@@ -33,15 +32,13 @@ def forward(call: Call) -> Array:
     """The output of a full call."""
     signature = signature_of(call)
     if signature is None and _is_distributed(call):
-        from precondattn.execution.torch import dtensor
-
-        return dtensor.forward(call)
+        return frameworks.distributed.forward(call)
     mechanism, bound = call.mechanism, bind(call, signature)
     if CHECKS.get() is not None:
         _check_values(mechanism, bound, is_full=True)
     if bound.prepared.examined:
         bound = contained(mechanism, bound)
-    check_context_parallel(mechanism, bound)
+    bound.prepared.framework.check_division(mechanism, bound)
     divided = None if bound.segments is None else packed.divided(mechanism, bound)
     return _evaluated(bound) if divided is None else packed.forward(divided, _evaluated)
 
@@ -49,33 +46,30 @@ def forward(call: Call) -> Array:
 def _evaluated(bound: BoundCall) -> Array:
     if bound.dtypes_before is None:
         return evaluation.forward(bound)
-    from precondattn.execution.torch import autograd_autocast
-
-    return autograd_autocast.forward(bound)
+    return frameworks.under_autocast.forward(bound)
 
 
 def vjp(call: Call) -> tuple[Array, Callable[[Array], Arrays]]:
     """The output of a full call, and its pullback."""
-    mechanism = call.mechanism
-    check_context_parallel(mechanism)
-    signature = signature_of(call)
+    mechanism, signature = call.mechanism, signature_of(call)
     if signature is None and _is_distributed(call):
-        from precondattn.execution.torch import dtensor
-
-        return dtensor.vjp(call)
+        of_parts: tuple[Array, Callable[[Array], Arrays]] = frameworks.distributed.vjp(call)
+        return of_parts
     call, check_unchanged = guarded(call)
     bound = bind(call, signature)
     if CHECKS.get() is not None:
         _check_values(mechanism, bound, is_full=True)
+    framework = bound.prepared.framework
+    framework.check_division(mechanism)
     bound = contained(mechanism, bound)
     divided = packed.divided(mechanism, bound)
-    with autocast.off(next(iter(bound.inputs.values()))):
+    with framework.without_autocast(next(iter(bound.inputs.values()))):
         out, pull = evaluation.vjp(bound) if divided is None else packed.vjp(divided)
 
     def pullback(cotangent: Array) -> Arrays:
         check_cotangent(str(mechanism), "the cotangent", cotangent, "the output", out)
         check_unchanged()
-        with autocast.off(cotangent):
+        with framework.without_autocast(cotangent):
             gradients = pull(cotangent)
         return _of_valid(gradients, mechanism, bound, bound.frame.k_valid)
 
@@ -97,7 +91,7 @@ def gradients_from_lse(call: Call, out: Array, lse: Array, cotangent: Array) -> 
     bound = contained(mechanism, bind(call, signature_of(call)))
     if packed.divided(mechanism, bound) is not None:
         return None
-    with autocast.off(cotangent):
+    with bound.prepared.framework.without_autocast(cotangent):
         gradients = evaluation.gradients_from_lse(bound, out, lse, cotangent)
     k_valid = bound.frame.k_valid
     return None if gradients is None else _of_valid(gradients, mechanism, bound, k_valid)
@@ -106,15 +100,13 @@ def gradients_from_lse(call: Call, out: Array, lse: Array, cotangent: Array) -> 
 def extend(call: Call) -> tuple[Array, Cache]:
     """The output for new tokens, and the extended cache."""
     mechanism, cache, masks, donate = call.mechanism, call.cache, call.masks, call.donate
-    check_context_parallel(mechanism)
     keeping = call.keeping
     if keeping is not None and not can_keep(call):
         keeping = None  # A cache without states can always be cropped.
     signature = signature_of(call)
     if signature is None and _is_distributed(call):
-        from precondattn.execution.torch import dtensor
-
-        return dtensor.extend(call)
+        of_parts: tuple[Array, Cache] = frameworks.distributed.extend(call)
+        return of_parts
     if windows.is_window(cache):
         for name, lacks in ((PREFIX, "no prefix"), (ATTN_MASK, "not all columns of an attn_mask")):
             if masks.get(name) is not None:
@@ -136,6 +128,7 @@ def extend(call: Call) -> tuple[Array, Cache]:
     if CHECKS.get() is not None:
         _check_values(mechanism, bound, is_full=False)
     ready = bound.prepared
+    ready.framework.check_division(mechanism)
     if ready.examined or bound.frame.k_segment is not None:
         bound, cache = contained_after(mechanism, bound, cache)
     if donate and ready.request.library == "torch" and ready.request.differentiated:
@@ -145,9 +138,10 @@ def extend(call: Call) -> tuple[Array, Cache]:
         )
     if bound.dtypes_before is None:
         return evaluation.extend(bound, cache, donate=donate, keeping=keeping)
-    from precondattn.execution.torch import autograd_autocast
-
-    return autograd_autocast.extend(bound, cache, donate=donate, keeping=keeping)
+    under_autocast: tuple[Array, Cache] = frameworks.under_autocast.extend(
+        bound, cache, donate=donate, keeping=keeping
+    )
+    return under_autocast
 
 
 def extend_packed(call: Call) -> tuple[Array, Cache]:
@@ -164,7 +158,6 @@ def extend_packed(call: Call) -> tuple[Array, Cache]:
 def extend_vjp(call: Call) -> tuple[Array, Cache, ExtendPullback]:
     """The output for new tokens, the extended cache of states, and the pullback."""
     mechanism = call.mechanism
-    check_context_parallel(mechanism)
     _refuse_pair_masks(call)
     if "donate" in call.named:
         raise TypeError(
@@ -179,20 +172,21 @@ def extend_vjp(call: Call) -> tuple[Array, Cache, ExtendPullback]:
     check_has_states(mechanism)
     signature = signature_of(call)
     if signature is None and _is_distributed(call):
-        from precondattn.execution.torch import dtensor
-
-        return dtensor.extend_vjp(call)
+        of_parts: tuple[Array, Cache, ExtendPullback] = frameworks.distributed.extend_vjp(call)
+        return of_parts
     call, check_unchanged = guarded(call)
     bound = bind_extension(call, signature)
     if CHECKS.get() is not None:
         _check_values(mechanism, bound, is_full=False)
+    framework = bound.prepared.framework
+    framework.check_division(mechanism)
     bound, cache = contained_after(mechanism, bound, call.cache)
-    with autocast.off(cache.length):
+    with framework.without_autocast(cache.length):
         out, extended, pull = evaluation.extend_vjp(bound, cache)
 
     def pull_valid(cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
         check_unchanged()
-        with autocast.off(cotangent):
+        with framework.without_autocast(cotangent):
             gradients, d_past = pull(cotangent, d_store)
         k_valid = bound.frame.valid_keys(bound.sizes["t"])
         return _of_valid(gradients, mechanism, bound, k_valid), d_past
@@ -251,9 +245,8 @@ def explain(call: Call) -> Explanation:
                 f"without {name}"
             )
     if _is_distributed(call):
-        from precondattn.execution.torch import dtensor
-
-        return dtensor.explain(call)
+        of_parts: Explanation = frameworks.distributed.explain(call)
+        return of_parts
     if cache is not None:
         if verb == "vjp":
             check_has_states(mechanism)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from textwrap import fill
 
+from precondattn import frameworks
 from precondattn.algebra.call import Call
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.algebra.registry import MechanismClass
@@ -41,9 +42,7 @@ def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
 
     def call(*arrays: Array, **named: Given) -> Array:
         if is_compiling():
-            from precondattn.execution.torch.compile import captured_shorthand
-
-            return captured_shorthand(cls.name, arrays, named)
+            return frameworks.in_graph.captured_shorthand(cls.name, arrays, named)
         from precondattn.execution.run import forward
 
         mechanism, rest = built(cls, named)

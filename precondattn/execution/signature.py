@@ -12,14 +12,12 @@ call is checked and planned every time.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable
-from operator import attrgetter
 
 from precondattn.algebra.call import Call
-from precondattn.arrays import Array, exact_device, library_of, only_computes
 from precondattn.cache import Cache
 from precondattn.dispatch.discovery import selection
+from precondattn.frameworks import of
 from precondattn.given import Given
 
 
@@ -40,11 +38,11 @@ def signature_of(call: Call) -> Hashable | None:
             described.append(None)
             continue
         cls = type(argument)
-        describe = _described_by[cls] if cls in _described_by else _learned(argument)
+        describe, state_of = _described_by[cls] if cls in _described_by else _learned(argument)
         if describe is None:
             return None
         if state is None:  # One library: the first argument determines it.
-            state = _state_of_torch(argument) if describe is _of_torch else True
+            state = True if state_of is None else state_of(argument)
             if state is None:
                 return None
         try:
@@ -56,42 +54,19 @@ def signature_of(call: Call) -> Hashable | None:
     return verb, mechanism._name, names, len(arrays), chosen, state, tuple(described)
 
 
-def _state_of_torch(tensor: Array) -> Hashable | None:
-    if not only_computes():
-        return None
-    torch, device = sys.modules["torch"], tensor.device.type
-    try:
-        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    except RuntimeError:  # A device without autocast.
-        autocast = False
-    return torch.is_grad_enabled(), autocast
-
-
 Describe = Callable[[Given], Hashable]
 
-_of_torch: Describe = attrgetter("dtype", "shape", "device", "requires_grad", "layout")
-
-
-def _of_any(array: Array) -> Hashable:
-    return type(array), array.dtype, tuple(array.shape), str(exact_device(array))
-
-
 # Lists and tuples are lengths or the like, which every call checks.
-_described_by: dict[type, Describe | None] = dict.fromkeys((list, tuple), lambda _: "numbers")
-"""The function that describes arguments of a type; None if calls with them have no signature."""
+_described_by: dict[type, tuple[Describe | None, Describe | None]] = dict.fromkeys(
+    (list, tuple), (lambda _: "numbers", None)
+)
+"""The functions that describe arguments of a type, and the state of their framework; without the
+first, calls with such arguments have no signature."""
 
 
-def _learned(argument: Given) -> Describe | None:
-    """The function that describes arguments of a type, when it is seen for the first time."""
-    library, cls = library_of(argument), type(argument)
-    describe: Describe | None = None if library is None else _of_any
-    if library == "torch":
-        torch = sys.modules["torch"]
-        describe = _of_torch if cls in (torch.Tensor, torch.nn.Parameter) else None
-    elif library == "jax":
-        is_plain = cls.__name__ == "ArrayImpl"
-        describe = attrgetter("dtype", "shape", "sharding") if is_plain else None
-    elif library == "numpy":
-        describe = attrgetter("dtype", "shape")
-    _described_by[cls] = describe
-    return describe
+def _learned(argument: Given) -> tuple[Describe | None, Describe | None]:
+    """The functions for arguments of a type, when it is seen for the first time."""
+    framework = of(argument)
+    describe = None if framework.name is None else framework.description(argument)
+    _described_by[type(argument)] = describe, framework.state_of_calls
+    return describe, framework.state_of_calls

@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from precondattn.algebra.call import Call
-from precondattn.arrays import Array, Arrays, ByName, copied, library_of, writes_in_place
+from precondattn.arrays import Array, Arrays, ByName, fresh, writes_in_place
 from precondattn.cache import Cache
+from precondattn.frameworks import of
 
 
 def guarded(call: Call) -> tuple[Call, Callable[[], None]]:
     """The call, and a function that raises an error if an argument has changed since."""
-    tensors = [(name, a) for name, a in _arguments(call).items() if library_of(a) == "torch"]
-    if any(tensor.is_inference() for _, tensor in tensors):
+    arguments = _arguments(call)
+    if any(of(array).is_of_inference(array) for array in arguments.values()):
         call = _with_copies(call)
-    counted = [(name, t, t._version) for name, t in tensors if not t.is_inference()]
+    counts = {name: of(array).counted_writes(array) for name, array in arguments.items()}
     owner, cache, store = call.mechanism, call.cache, None
     if cache is not None and cache.store and writes_in_place(cache.length):
         store = cache.store  # A donated cache is emptied.
@@ -31,8 +32,8 @@ def guarded(call: Call) -> tuple[Call, Callable[[], None]]:
                 f"{owner}: the old cache was donated before the pullback has run, which reads it; "
                 f"extend it without donate, or pull back first"
             )
-        for name, tensor, writes in counted:
-            if tensor._version != writes:
+        for name, array in arguments.items():
+            if of(array).counted_writes(array) != counts[name]:
                 raise RuntimeError(
                     f"{owner}: {name} was written to in place before the pullback has run, which "
                     f"reads it; write to a copy of it, or pull back first"
@@ -45,7 +46,7 @@ def _with_copies(call: Call) -> Call:
     """The call, with copies of the tensors of inference mode."""
 
     def kept(array: Array) -> Array:
-        return copied(array) if library_of(array) == "torch" and array.is_inference() else array
+        return fresh(array) if of(array).is_of_inference(array) else array
 
     def all_kept(arrays: ByName) -> Arrays:
         return {name: kept(array) for name, array in arrays.items()}

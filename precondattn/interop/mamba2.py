@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+from precondattn import frameworks
 from precondattn.algebra.declaration import Inputs
 from precondattn.arrays import Array, Arrays, cast, is_compiling, library_of, namespace, upcast
 from precondattn.given import Arguments, Given
@@ -127,9 +128,8 @@ def mamba2(
     arrays = x, dt, A, B, C
     options = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
     if is_compiling():
-        from precondattn.execution.torch.compile import captured
-
-        return captured("precondattn.interop.mamba2:compute", D, arrays, options)
+        of = "precondattn.interop.mamba2:compute"
+        return frameworks.in_graph.captured(of, D, arrays, options)
     return compute(D, arrays, options)
 
 
@@ -155,13 +155,13 @@ def _limits(dt_limit: Given) -> tuple[float, float]:
 def _checked(arguments: Arrays) -> Arrays:
     """The checked arguments, cast by PyTorch's autocast if it is on."""
     from precondattn.execution.array_checks import check_arrays
-    from precondattn.execution.torch.autocast import cast_inputs
 
     for name, array in arguments.items():
         if library_of(array) is None:
             raise TypeError(f"mamba2: {name} must be an array; found {type(array).__name__}")
     declared = Inputs(**{name: DECLARED[name] for name in arguments})
-    arguments, _ = cast_inputs(declared, arguments)
+    framework = frameworks.of(next(iter(arguments.values())))
+    arguments, _ = framework.cast_inputs(declared, arguments)
     check_arrays("mamba2", declared, arguments)
     declared.sizes("mamba2", {name: tuple(array.shape) for name, array in arguments.items()})
     return arguments

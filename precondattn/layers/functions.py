@@ -17,10 +17,10 @@ from precondattn.arrays import (
     is_compiling,
     library_of,
     namespace,
-    only_computes,
     placement,
     zero_where_not,
 )
+from precondattn.frameworks import of
 
 
 class LinearMap:
@@ -131,7 +131,7 @@ def rms_norm(x: Array, eps: float, gain: Array, axes: int = 1) -> Array:
     """The RMS norm γ x / √(mean x² + eps), with the mean over the last `axes` axes."""
     xp, wide = namespace(x), upcast(x)
     # PyTorch's function on a CPU writes to a result, which selective checkpointing does not allow.
-    if library_of(x) == "torch" and gain.ndim == axes and (is_compiling() or only_computes()):
+    if library_of(x) == "torch" and gain.ndim == axes and (is_compiling() or of(x).only_computes()):
         normed = _native(x).rms_norm(wide, wide.shape[-axes:], cast(gain, wide.dtype), eps)
         return cast(normed, x.dtype)
     over = tuple(range(x.ndim - axes, x.ndim))

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 
 from precondattn.algebra.call import Call
 from precondattn.arrays import Array, Arrays, cast, namespace, upcast, upcast_all
+from precondattn.frameworks import of
 from precondattn.given import Arguments, Given
 from precondattn.spec.array_functions import finite_or_zero, log_sum_exp
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM
@@ -187,9 +188,7 @@ class _CallWithLse:
         self.mechanism = mechanism.with_read(MEAN_AND_LOG_SUM)
 
     def without_autocast(self) -> AbstractContextManager[object]:
-        from precondattn.execution.torch import autocast
-
-        return autocast.off(self.like)
+        return of(self.like).without_autocast(self.like)
 
     def split(self, packed: Array) -> tuple[Array, Array]:
         """The output, in the dtype of the values, and the log-sum-exp."""

@@ -14,14 +14,14 @@ from precondattn.arrays import (
     arange_like,
     as_index,
     cast,
+    is_ordinary,
     namespace,
+    nonempty,
+    solve_triangular,
     stop_gradient,
     zero_where_not,
 )
 from precondattn.frame import Frame
-from precondattn.native.ordinary import is_ordinary
-from precondattn.native.sort import nonempty
-from precondattn.native.triangular_solve import solve_triangular
 
 
 def transpose(x: Array) -> Array:

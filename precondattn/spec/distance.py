@@ -27,10 +27,18 @@ import math
 from functools import lru_cache
 from typing import Protocol
 
-from precondattn.arrays import Array, Arrays, ByName, as_index, cast, namespace, placement
+from precondattn.arrays import (
+    Array,
+    Arrays,
+    ByName,
+    as_index,
+    cast,
+    is_ordinary,
+    namespace,
+    placement,
+)
 from precondattn.frame import Frame
 from precondattn.limits import KEPT
-from precondattn.native.ordinary import is_ordinary
 from precondattn.spec.array_functions import sum_to
 
 BUCKETS, LONGEST_OF_T5 = 32, 128

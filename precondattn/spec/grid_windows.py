@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from precondattn.algebra.declaration import ShapeError
-from precondattn.arrays import Array, differs_from_previous, namespace
+from precondattn.arrays import Array, differs_from_previous, namespace, running_maximum
 from precondattn.frame import Frame
-from precondattn.native.scan import running_maximum
 
 
 class GridWindows(NamedTuple):

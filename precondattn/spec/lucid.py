@@ -47,12 +47,12 @@ from precondattn.arrays import (
     arange_like,
     cast,
     namespace,
+    nonempty,
     stop_gradient,
     zero_where_not,
 )
 from precondattn.cache import Append, Slot, Updates
 from precondattn.frame import Frame
-from precondattn.native.sort import nonempty
 from precondattn.spec.array_functions import (
     finite_or_zero,
     identity_like,

@@ -36,10 +36,9 @@ from typing import ClassVar, NamedTuple
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.options import non_negative
 from precondattn.algebra.recurrence import Recurrence
-from precondattn.arrays import Array, Arrays, ByName, namespace
+from precondattn.arrays import Array, Arrays, ByName, linear_scan, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
-from precondattn.native.scan import linear_scan
 from precondattn.spec.array_functions import finite_or_zero, row_sum, swap_time_and_heads
 from precondattn.spec.linear import with_mass
 from precondattn.spec.linear_family import LinearFamily, queries_of_states, rows_of_states

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from precondattn.arrays import Array, namespace
-from precondattn.native.cholesky import cholesky
+from precondattn.arrays import Array, cholesky, namespace
 from precondattn.spec.array_functions import identity_like, solve_lower, solve_upper, transpose
 
 ROUNDINGS = 4.0

@@ -34,8 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from precondattn.arrays import Array, namespace
-from precondattn.native.scan import TIME, Token, scan
+from precondattn.arrays import TIME, Array, Token, namespace, scan
 from precondattn.spec.array_functions import row_sum, sum_to, transpose
 
 

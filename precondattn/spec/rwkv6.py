@@ -24,10 +24,17 @@ from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.recurrence import Recurrence
-from precondattn.arrays import Array, Arrays, ByName, arange_like, namespace, zero_where_not
+from precondattn.arrays import (
+    TIME,
+    Array,
+    Arrays,
+    ByName,
+    arange_like,
+    namespace,
+    zero_where_not,
+)
 from precondattn.cache import Slot
 from precondattn.frame import Frame
-from precondattn.native.scan import TIME
 from precondattn.spec.array_functions import next_token, previous_token, row_sum
 from precondattn.spec.linear_family import (
     LinearFamily,

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 import torch
 
 import precondattn as pa
-from precondattn.execution.torch import autocast
+from precondattn.frameworks.torch import autocast
 from precondattn_conformance.case import Case
 from precondattn_conformance.declared import derived, expressions
 from precondattn_conformance.grid import PLAIN
@@ -221,7 +221,7 @@ FAULTS = {
 @pytest.mark.parametrize("expression", ["lucid", "gated_delta", "hedgehog"])
 def test_the_conformance_check_fails_where_autocast_is_ignored(expression, name, monkeypatch):
     from precondattn.execution import arguments
-    from precondattn.execution.torch import autograd, autograd_autocast
+    from precondattn.frameworks.torch import autograd, autograd_autocast
 
     case = Case("autocast", expression, "torch", "bfloat16", PLAIN, "clustered")
     assert run_case(case, None).status == "passed"

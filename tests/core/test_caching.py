@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import precondattn as pa
-from precondattn.arrays import read_only
 from precondattn.frame import EXTENSION, Frame, extending_frame
 from precondattn.frame import Layout as FrameLayout
+from precondattn.frameworks import of
 from precondattn_conformance.declared import expressions
 from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
 from tests.representatives import CACHED
@@ -85,7 +85,7 @@ def test_donated_caches_give_the_same_output_and_are_written_in_place(expression
 
 
 VIEWS = {
-    "read-only": lambda a: read_only(np.concatenate([a, a])),
+    "read-only": lambda a: of(a).read_only(np.concatenate([a, a])),
     "broadcast": lambda a: np.broadcast_to(a, (2, *a.shape[1:])),
     "expanded": lambda a: pytest.importorskip("torch").tensor(a).expand(2, *a.shape[1:]),
 }

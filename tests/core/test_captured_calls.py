@@ -12,8 +12,8 @@ pytest.importorskip("torch")
 import torch
 
 import precondattn as pa
-from precondattn import arrays
 from precondattn.execution import preparation
+from precondattn.frameworks.torch import PyTorch
 from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
 
 LENGTH = 6
@@ -24,9 +24,8 @@ MECHANISMS = ("lucid", "path", "gated_delta", "softmax", "laser", "ccq(gated_del
 def captured():
     """Context in which calls are captured, and whatever reads an entry fails."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (arrays, preparation):
-            patch.setattr(module, "is_captured", lambda _: True)
-        patch.setattr(preparation, "READ_AT_ONCE", ())
+        patch.setattr(PyTorch, "is_captured", lambda *_: True)
+        patch.setattr(PyTorch, "reads_at_once", False)
         patch.setattr(preparation, "_prepared", {})
         for name in ("item", "tolist", "numpy", "nonzero", "__bool__", "__index__"):
             patch.setattr(torch.Tensor, name, _reads)

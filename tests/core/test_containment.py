@@ -5,13 +5,14 @@ import pytest
 
 import precondattn as pa
 from precondattn.algebra.call import Call
+from precondattn.arrays import running_maximum
 from precondattn.execution import containment
 from precondattn.execution.arguments import bind
-from precondattn.execution.containment import INF, NAN, _are_good
+from precondattn.execution.containment import INF, NAN
 from precondattn.execution.input_names import MASKS
 from precondattn.execution.preparation import examined
 from precondattn.execution.signature import signature_of
-from precondattn.native.scan import running_maximum
+from precondattn.frameworks import of
 from precondattn_conformance import libraries
 from precondattn_conformance.inputs import CallLayout, make_inputs
 
@@ -91,9 +92,9 @@ def test_nothing_reaches_other_segments_nor_their_gradients(library, expression)
         changed = given(library, inputs_of(m, **{name: np.nan}))
         out, pullback = m.vjp(**changed, segment_ids=segments, backend="reference")
         np.testing.assert_allclose(library.numpy(out)[other], expected[other], rtol=1e-9)
-        for of, gradient in pullback(library.array(cotangent, "float64")).items():
+        for name, gradient in pullback(library.array(cotangent, "float64")).items():
             np.testing.assert_allclose(
-                library.numpy(gradient)[other], exact[of][other], rtol=1e-9, atol=1e-12
+                library.numpy(gradient)[other], exact[name][other], rtol=1e-9, atol=1e-12
             )
 
 
@@ -245,7 +246,7 @@ def test_the_largest_numbers_of_a_dtype_are_not_taken_for_infinity():
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         keys = torch.full((2, 3, 1, 33), torch.finfo(dtype).max, dtype=dtype)
         keys[0, 1, 0, 32], keys[1, 2, 0, 0] = NAN, -INF
-        good = _are_good(keys, pattern, (3,))
+        good = of(keys).good_along(keys, (3,), pattern.low)
         assert good.reshape(2, 3).tolist() == [[True, False, True], [True, True, False]], dtype
 
 

@@ -52,6 +52,6 @@ def test_no_circle_of_imports_has_more_than_three_files():
 
 
 def test_no_file_is_named_after_a_framework():
-    """Its room is: `execution/torch/autograd.py`."""
+    """Its room is: `frameworks/torch/autograd.py`."""
     named = [p for p in modules().values() if p.stem.endswith(("_torch", "_jax"))]
     assert named == []

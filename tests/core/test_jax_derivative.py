@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from precondattn.execution.jax.derivative import with_derivative
+from precondattn.frameworks.jax.derivative import with_derivative
 
 
 def tenfold(arguments):

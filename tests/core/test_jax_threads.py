@@ -11,7 +11,7 @@ pytest.importorskip("jax")
 TWO_STACKS = """
 from functools import partial
 import jax, jax.numpy as jnp
-from precondattn.native.jax_solve import solve_triangular
+from precondattn.frameworks.jax.solve import solve_triangular
 
 matrices, right = jnp.eye(64) + jnp.zeros((8, 64, 64)), jnp.ones((8, 64, 4096))
 solve = partial(solve_triangular, lower=True)

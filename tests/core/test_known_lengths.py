@@ -11,7 +11,7 @@ import torch
 import precondattn as pa
 from precondattn.cache import append, known_lengths
 from precondattn.cache.known_lengths import lengths_on_host, remembered
-from precondattn.execution import preparation
+from precondattn.frameworks.torch import PyTorch
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def reads(monkeypatch):
         found.append(tensor.shape)
         return tolist(tensor)
 
-    monkeypatch.setattr(known_lengths, "_is_far", lambda _: True)
-    monkeypatch.setattr(known_lengths, "_known", {})
+    monkeypatch.setattr(PyTorch, "is_far", lambda *_: True)
+    monkeypatch.setattr(known_lengths, "_remembered", {})
     monkeypatch.setattr(torch.Tensor, "tolist", read)
     return found
 
@@ -42,10 +42,10 @@ def test_a_length_is_known_until_it_is_written_to(reads):
 
 def test_nothing_is_kept_of_a_length_that_no_longer_exists(reads):
     length = remembered(torch.zeros(2, dtype=torch.int32), 0)
-    assert len(known_lengths._known) == 1
+    assert len(known_lengths._remembered) == 1
     del length
     gc.collect()
-    assert not known_lengths._known
+    assert not known_lengths._remembered
 
 
 def test_a_copy_and_a_length_in_inference_mode_are_read(reads):
@@ -75,7 +75,7 @@ def test_tokens_are_appended_without_reading_their_number():
 
 
 def test_generation_reads_no_length(reads, monkeypatch):
-    monkeypatch.setattr(preparation, "READ_AT_ONCE", ())
+    monkeypatch.setattr(PyTorch, "reads_at_once", False)
     m, x = pa.GatedDelta(), {}
     for name, pattern in m.inputs.items():
         sizes = {"b": 2, "t": 1, "s": 1, "h": 2, "n": 2, "u": 2, "d": 4, "e": 4}

@@ -9,8 +9,8 @@ import torch
 import precondattn as pa
 import precondattn.torch_operators
 from precondattn.dispatch.discovery import REFERENCE
-from precondattn.execution.torch.frames import layout_of, text_of
 from precondattn.frame import EXTENSION, FULL, Layout, extending_frame, full_frame
+from precondattn.frameworks.torch.frames import layout_of, text_of
 from precondattn_conformance.inputs import CallLayout, make_inputs
 
 B, T, HELD, CAPACITY = 2, 5, 3, 9

@@ -8,9 +8,9 @@ pytest.importorskip("torch")
 import torch
 
 import precondattn as pa
-from precondattn.native import torch_scan
-from precondattn.native.torch_cholesky import cholesky
-from precondattn.native.torch_solve import BLOCK, solve_triangular
+from precondattn.frameworks.torch import scan as torch_scan
+from precondattn.frameworks.torch.cholesky import cholesky
+from precondattn.frameworks.torch.solve import BLOCK, solve_triangular
 from precondattn.spec.positive_definite import solve_positive
 from tests.core.exported import (
     CLOSE,

@@ -8,8 +8,8 @@ pytest.importorskip("torch")
 import torch
 
 import precondattn as pa
-from precondattn.execution.torch.autograd import operators
 from precondattn.frame import full_frame
+from precondattn.frameworks.torch.autograd import operators
 from precondattn_conformance.declared import derived, expressions
 from precondattn_conformance.inputs import CallLayout, make_inputs
 

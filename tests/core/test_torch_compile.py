@@ -13,8 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import precondattn as pa
 from precondattn.algebra.names import name_of
-from precondattn.execution.torch.autograd import operators
 from precondattn.frame import full_frame
+from precondattn.frameworks.torch.autograd import operators
 from precondattn.runner import LeafRunner
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks import run

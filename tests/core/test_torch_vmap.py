@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import precondattn as pa
-from precondattn.execution.torch import vmap as torch_vmap
+from precondattn.frameworks.torch import vmap as torch_vmap
 from precondattn_conformance.declared import derived, expressions
 from precondattn_conformance.inputs import CallLayout, make_inputs
 

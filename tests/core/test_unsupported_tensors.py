@@ -9,7 +9,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import precondattn as pa
-from precondattn import arrays
+from precondattn import arrays, frameworks
 from precondattn.parallel.layouts import from_layout, to_layout
 from precondattn_conformance.inputs import CallLayout, make_inputs
 
@@ -110,14 +110,14 @@ def test_arrays_whose_entries_are_no_plain_numbers_are_refused():
 def test_an_array_of_float0_is_refused_and_arrays_of_numpy_stay_arrays_of_numpy():
     jax = pytest.importorskip("jax")
     nothing = np.zeros((1, 4, 2, 8), jax.dtypes.float0)
-    known = dict(arrays._library_of_type)
-    arrays._library_of_type.clear()  # As where the first array of a process is such a one.
+    known = dict(frameworks._of_type)
+    frameworks._of_type.clear()  # As where the first array of a process is such a one.
     try:
         with pytest.raises(TypeError, match="q must be of dtype"):
             LUCID(nothing, nothing, nothing)
         assert arrays.library_of(np.zeros(1)) == "numpy"
     finally:
-        arrays._library_of_type.update(known)
+        frameworks._of_type.update(known)
 
 
 def test_a_meta_tensor_has_a_meta_output():

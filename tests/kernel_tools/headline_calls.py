@@ -13,9 +13,8 @@ from unittest.mock import patch
 import torch
 
 import precondattn as pa
-from precondattn import arrays
 from precondattn.cache.known_lengths import remembered
-from precondattn.execution import preparation
+from precondattn.frameworks.torch import PyTorch
 from precondattn_kernel_tools.absent_device import NAME
 
 TARGET = "sm_90"
@@ -98,7 +97,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
     with (
         patch.object(Triton, "refuses_request", lambda *_: None),
-        patch.object(preparation, "READ_AT_ONCE", ()),
+        patch.object(PyTorch, "reads_at_once", False),
         compiling_for(TARGET),
     ):
         yield
@@ -108,11 +107,8 @@ def as_on_a_gpu() -> Iterator[None]:
 def captured() -> Iterator[None]:
     """A context in which calls behave as while a CUDA graph captures them."""
 
-    def is_captured(tensor: torch.Tensor) -> bool:
+    def is_captured(_: PyTorch, tensor: torch.Tensor) -> bool:
         return str(tensor.device.type) == NAME
 
-    with (
-        patch.object(arrays, "is_captured", is_captured),
-        patch.object(preparation, "is_captured", is_captured),
-    ):
+    with patch.object(PyTorch, "is_captured", is_captured):
         yield

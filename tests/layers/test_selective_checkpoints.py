@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as contexts
 
-from precondattn.execution.torch import operators  # noqa: F401  It defines the operators.
+from precondattn.frameworks.torch import operators  # noqa: F401  It defines the operators.
 from precondattn.layers.torch import Block
 
 ATTENTION = (

@@ -17,13 +17,12 @@ from precondattn.algebra.group import group_of
 from precondattn.algebra.options import fields_of
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.program import Program
-from precondattn.arrays import Array, Residuals, library_of, namespace
+from precondattn.arrays import DIFFERENTIATING, Array, Residuals, library_of, namespace
 from precondattn.cache import Updates
 from precondattn.dispatch.discovery import discover
 from precondattn.frame import Frame
 from precondattn.installed import is_installed
 from precondattn.method_backend import MethodRunner
-from precondattn.native.autograd import DIFFERENTIATING
 from precondattn_conformance.functions.arrangement import Arrangement, width
 from precondattn_conformance.functions.declined import declined
 from precondattn_conformance.functions.parameters import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import precondattn as pa
-from precondattn.native.autograd import DIFFERENTIATING
+from precondattn.arrays import DIFFERENTIATING
 from precondattn_conformance.functions.parameters import Parameters
 from precondattn_conformance.libraries import HALF, WIDE
 

@@ -17,9 +17,8 @@ import numpy as np
 import precondattn as pa
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import Array, Arrays, library_of, namespace, placement
+from precondattn.arrays import Array, Arrays, library_of, namespace, placement, vjp
 from precondattn.frame import Frame, full_frame
-from precondattn.native.autograd import vjp
 from precondattn_conformance.conventions import FLOAT64
 from precondattn_conformance.grid import PLAIN
 from precondattn_conformance.inputs import numbers_in_range

@@ -11,7 +11,7 @@ from torch.nn import Module
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Device
 from precondattn.cache import Cache
-from precondattn.execution.torch.autocast import target
+from precondattn.frameworks.torch.autocast import target
 from precondattn.given import Given, at_least
 from precondattn.layers.apply import apply
 from precondattn.layers.checks import (

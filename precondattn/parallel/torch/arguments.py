@@ -14,7 +14,7 @@ from precondattn.algebra.declaration import Axis, Pattern
 from precondattn.arrays import Arrays, Shape, dtype_name
 from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
 from precondattn.execution.pair_masks import refuse_divided
-from precondattn.execution.torch.dtensor_sharding import MASKS
+from precondattn.frameworks.torch.dtensor_sharding import MASKS
 from precondattn.parallel.heads import HeadAxes
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from precondattn.execution.jax import mesh_axes
+from precondattn.frameworks.jax import mesh_axes
 
 # JAX's locations of operations hold the Python stack, which is deep in pytest, and XLA then takes
 # minutes to simplify loops.

@@ -6,7 +6,7 @@
 import jax
 import pytest
 
-from precondattn.execution.jax import independent_axes, sharding
+from precondattn.frameworks.jax import independent_axes, sharding
 from precondattn_conformance.cases import cases
 from precondattn_conformance.runner import run_case
 from tests.backends.jax.four_devices import told

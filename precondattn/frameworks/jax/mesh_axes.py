@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from precondattn.algebra.declaration import LETTERS
 from precondattn.arrays import Shape
 from precondattn.backend import GatheredWarning
-from precondattn.execution.jax.independent_axes import NUMBERED, is_independent
+from precondattn.frameworks.jax.independent_axes import NUMBERED, is_independent
 
 MeshAxes = Mapping[str, tuple[str, ...]]
 """The mesh axes over which an independent axis is sharded, by the axis's letter."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from precondattn.native.torch_scan import steps
+from precondattn.frameworks.torch.scan import steps
 
 
 def cholesky(matrix: Tensor) -> Tensor:

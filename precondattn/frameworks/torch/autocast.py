@@ -8,20 +8,22 @@ it, forward and backward, so that everything is computed in float32.
 
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
+from torch import Tensor
+
 from precondattn.algebra.declaration import Inputs
-from precondattn.arrays import HALF, Array, Arrays, DType, dtype_name, library_of
+from precondattn.arrays import HALF, Array, Arrays, DType, dtype_name
 
 _OFF: AbstractContextManager[object] = nullcontext()
 
 
 def target(array: Array) -> DType:
     """The dtype of autocast on the device of `array`; None if autocast is off."""
-    if library_of(array) != "torch":
+    if not isinstance(array, Tensor):
         return None
-    torch, device = sys.modules["torch"], array.device.type
+    device = array.device.type
     try:
         is_on = torch.is_autocast_enabled(device)
     except RuntimeError:  # The device has no autocast.
@@ -36,7 +38,7 @@ def cast_inputs(declared: Inputs, inputs: dict[str, Array]) -> tuple[Arrays, DTy
         return inputs, None
     cast = {}
     for name, array in inputs.items():
-        is_cast = library_of(array) == "torch" and dtype_name(array) in (*HALF, "float32")
+        is_cast = isinstance(array, Tensor) and dtype_name(array) in (*HALF, "float32")
         keeps_float32 = not declared[name].is_rows and is_cast and dtype_name(array) == "float32"
         cast[name] = array.to(dtype) if is_cast and not keeps_float32 else array
     return cast, {name: getattr(array, "dtype", None) for name, array in inputs.items()}
@@ -46,12 +48,5 @@ def off(array: Array) -> AbstractContextManager[object]:
     """A context without autocast on the device of `array`."""
     context = _OFF
     if target(array) is not None:
-        context = sys.modules["torch"].autocast(array.device.type, enabled=False)
+        context = torch.autocast(array.device.type, enabled=False)
     return context
-
-
-def hint(array: Array) -> str:
-    """The hint that an error about the dtype of a cache adds under autocast."""
-    if target(array) is None:
-        return ""
-    return " (autocast casts them; create the cache by init_cache under the same autocast)"

@@ -21,12 +21,12 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
 
-import precondattn.execution.jax.autograd  # noqa: F401  (It registers frames as pytrees.)
+import precondattn.frameworks.jax.autograd  # noqa: F401  (It registers frames as pytrees.)
 from precondattn.arrays import Tree
-from precondattn.execution.jax import mesh_axes
-from precondattn.execution.jax.backend import JaxRunner
-from precondattn.execution.jax.derivative import with_derivative
-from precondattn.execution.jax.independent_axes import axes_of, axes_of_results
+from precondattn.frameworks.jax import mesh_axes
+from precondattn.frameworks.jax.backend import JaxRunner
+from precondattn.frameworks.jax.derivative import with_derivative
+from precondattn.frameworks.jax.independent_axes import axes_of, axes_of_results
 
 GRADIENTS = ("backward", "step_backward")
 

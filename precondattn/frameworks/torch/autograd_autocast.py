@@ -21,7 +21,7 @@ from precondattn.cache import Cache
 from precondattn.cache.kinds import Kinds
 from precondattn.execution import evaluation
 from precondattn.execution.arguments import BoundCall
-from precondattn.execution.torch.autocast import off
+from precondattn.frameworks.torch.autocast import off
 
 Function = Callable[..., tuple[Tensor, ...]]
 

@@ -7,12 +7,9 @@ over tokens is PyTorch's `scan`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-
-from precondattn.arrays import Array, library_of
 
 _chosen: ContextVar[bool] = ContextVar("ordinary_operators", default=False)
 
@@ -57,8 +54,6 @@ def ordinary_operators() -> Iterator[None]:
         _chosen.reset(token)
 
 
-def is_ordinary(array: Array) -> bool:
-    """Whether a call with this array is being exported as PyTorch's own operators."""
-    if library_of(array) != "torch" or not sys.modules["torch"].compiler.is_exporting():
-        return False
-    return _chosen.get()  # Last: `torch.compile` can not trace it.
+def is_chosen() -> bool:
+    """Whether this context is `ordinary_operators()`."""
+    return _chosen.get()

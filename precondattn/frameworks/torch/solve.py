@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from precondattn.native.torch_scan import steps
+from precondattn.frameworks.torch.scan import steps
 
 BLOCK = 32
 """The number C of rows of a block, a power of 2."""

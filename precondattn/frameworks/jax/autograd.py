@@ -15,10 +15,10 @@ import jax
 from precondattn.arrays import Array, Arrays, Tree, dtype_name, upcast
 from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
-from precondattn.execution.jax.backend import JaxBackend
-from precondattn.execution.jax.derivative import no_tangent
-from precondattn.execution.jax.second_derivative import with_derivatives
 from precondattn.frame import Frame, rebuilt
+from precondattn.frameworks.jax.backend import JaxBackend
+from precondattn.frameworks.jax.derivative import no_tangent
+from precondattn.frameworks.jax.second_derivative import with_derivatives
 
 jax.tree_util.register_pytree_node(
     Frame,

@@ -12,10 +12,10 @@ from torch import Tensor
 from precondattn.arrays import Array, Arrays, Residuals, Tree, wants_gradient
 from precondattn.cache import Replace, Updates
 from precondattn.dispatch.plan import PlannedCall
-from precondattn.execution.torch import operators, vmap  # noqa: F401
-from precondattn.execution.torch.derivatives import register_flops
-from precondattn.execution.torch.frames import text_of
 from precondattn.frame import Frame
+from precondattn.frameworks.torch import operators, vmap  # noqa: F401
+from precondattn.frameworks.torch.derivatives import register_flops
+from precondattn.frameworks.torch.frames import text_of
 
 
 def apply(planned: PlannedCall, inputs: Arrays, frame: Frame) -> Tensor:

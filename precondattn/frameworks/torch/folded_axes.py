@@ -22,9 +22,9 @@ from precondattn.algebra.declaration import HEADS, Pattern, Sizes
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import Tree, dtype_name
 from precondattn.backend import ArraySpec
-from precondattn.execution.torch.frames import frame_of
-from precondattn.execution.torch.operators import named
 from precondattn.frame import OF_TOKENS
+from precondattn.frameworks.torch.frames import frame_of
+from precondattn.frameworks.torch.operators import named
 
 BATCH = "b"
 KINDS = (BATCH, HEADS)

@@ -26,7 +26,7 @@ from precondattn.execution import input_names, run
 from precondattn.execution.cache_checks import check_cache, check_cacheable
 from precondattn.execution.empty_cache import empty_cache
 from precondattn.execution.pair_masks import refuse_divided
-from precondattn.execution.torch.dtensor_sharding import MASKS, MeshSharding, sharding_of
+from precondattn.frameworks.torch.dtensor_sharding import MASKS, MeshSharding, sharding_of
 
 
 class DTensorCall(NamedTuple):

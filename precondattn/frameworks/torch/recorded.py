@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from precondattn.arrays import Tree, cast, only_computes
+from precondattn.arrays import Tree, cast
 from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.array_checks import values_of
 from precondattn.execution.cotangents import gradients_at
-from precondattn.execution.torch.autocast import off
-from precondattn.execution.torch.legacy_vmap import is_mapped
-from precondattn.execution.torch.outputs import output_dtype, unaliased
 from precondattn.frame import Frame
+from precondattn.frameworks.torch import autograd, derivatives
+from precondattn.frameworks.torch.autocast import off
+from precondattn.frameworks.torch.legacy_vmap import is_mapped
+from precondattn.frameworks.torch.modes import only_computes
+from precondattn.frameworks.torch.outputs import output_dtype, unaliased
 
 Names = tuple[str, ...]
 
@@ -52,11 +54,9 @@ class _Recorded(torch.autograd.Function):  # type: ignore[misc]
         out, *residuals = outputs
         inputs = dict(zip(ctx.names, tensors, strict=True))
         if torch.is_grad_enabled() or not only_computes() or is_mapped(cotangent):
-            from precondattn.execution.torch import autograd, derivatives
-
             derivatives.check_tangents([cotangent])
-            known = planned, inputs, ctx.frame, out, residuals
-            return None, None, None, *autograd.gradients(*known, cotangent).values()
+            found = autograd.gradients(planned, inputs, ctx.frame, out, residuals, cotangent)
+            return None, None, None, *found.values()
         if not planned.backend.wide_values:
             out = cast(out, values_of(inputs).dtype)
         arguments = inputs, ctx.frame, out, tuple(residuals)

@@ -24,9 +24,9 @@ from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Arrays, Tree, cast, upcast
 from precondattn.dispatch.discovery import discover
 from precondattn.execution import definition
-from precondattn.execution.jax.backend import JaxBackend
-from precondattn.execution.jax.derivative import with_derivative
 from precondattn.frame import Frame
+from precondattn.frameworks.jax.backend import JaxBackend
+from precondattn.frameworks.jax.derivative import with_derivative
 
 
 def with_derivatives(verb: str, backend: Tree, function: Callable[..., Tree], piece: Piece) -> Tree:

@@ -16,8 +16,8 @@ from torch import Tensor
 from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.group import piece_named
 from precondattn.arrays import Tree
-from precondattn.execution.torch import folded_axes, legacy_vmap, operators
-from precondattn.execution.torch.folded_axes import MappedArrays, OneCall, SeparateCallsError
+from precondattn.frameworks.torch import folded_axes, legacy_vmap, operators
+from precondattn.frameworks.torch.folded_axes import MappedArrays, OneCall, SeparateCallsError
 
 SEQUENCES = (Pattern.read("b"),)
 

@@ -75,7 +75,7 @@ class JaxRunner(Runner):
 
     def computing(self, verb: str) -> Callable[..., Tree]:
         """The method named `verb` of the methods that compute, with its derivatives."""
-        from precondattn.execution.jax.second_derivative import with_derivatives
+        from precondattn.frameworks.jax.second_derivative import with_derivatives
 
         function = getattr(self.plain, verb)
         return lambda *arrays: with_derivatives(verb, self.backend, function, self.piece)(*arrays)

@@ -37,9 +37,9 @@ from precondattn.dispatch.discovery import REFERENCE, Discovered, discover
 from precondattn.execution.array_checks import call_dtype, values_of
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.input_names import shapes_of
-from precondattn.execution.torch.autocast import off
-from precondattn.execution.torch.frames import frame_of
-from precondattn.execution.torch.outputs import output_dtype, unaliased
+from precondattn.frameworks.torch.autocast import off
+from precondattn.frameworks.torch.frames import frame_of
+from precondattn.frameworks.torch.outputs import output_dtype, unaliased
 from precondattn.limits import KEPT
 
 Tensors = list[Tensor]

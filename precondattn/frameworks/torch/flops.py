@@ -15,7 +15,7 @@ from torch.utils import flop_counter
 
 from precondattn.algebra.declaration import FIXED
 from precondattn.algebra.group import piece_named
-from precondattn.arrays import flop_counters
+from precondattn.frameworks.torch.modes import flop_counters
 
 Shapes = Sequence[Sequence[int]]
 

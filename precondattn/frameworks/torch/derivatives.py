@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from precondattn.arrays import Arrays, Tree, cast, counts_flops, has_tangent
+from precondattn.arrays import Arrays, Tree, cast
 from precondattn.execution import definition
-from precondattn.execution.torch.frames import frame_of
-from precondattn.execution.torch.operators import backward, forward, named, step, step_backward
+from precondattn.frameworks.torch.frames import frame_of
+from precondattn.frameworks.torch.modes import counts_flops, has_tangent
+from precondattn.frameworks.torch.operators import backward, forward, named, step, step_backward
 
 Tensors = Sequence[Tensor]
 
@@ -25,7 +26,7 @@ Tensors = Sequence[Tensor]
 def register_flops() -> None:
     """Make active FlopCounterModes count the operators; the module is slow to import."""
     if counts_flops():
-        from precondattn.execution.torch import flops
+        from precondattn.frameworks.torch import flops
 
         flops.register()
 

@@ -1,1 +1,0 @@
-"""Calls on PyTorch tensors: autograd, compilers, transforms, and tensors on several devices."""

@@ -1,1 +1,0 @@
-"""Functions that the array-API standard lacks, implemented by each library's own function."""
