@@ -9,7 +9,6 @@ from types import ModuleType
 from torch import Tensor
 
 from precondattn.arrays import is_ordinary, transforms_of, wants_gradient
-from precondattn.backend import MethodsOf
 from precondattn.dispatch.discovery import REFERENCE
 from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.arguments import BoundCall
@@ -68,4 +67,4 @@ def mapped_operators(planned: PlannedCall, gradient: str, *arrays: Tensor) -> Mo
 
 def _is_by_autograd(planned: PlannedCall, gradient: str) -> bool:
     """Whether autograd computes this gradient, which is a method of other backends."""
-    return isinstance(planned.runner, MethodsOf) and gradient in planned.runner.by_autograd
+    return gradient in planned.runner.by_autograd
