@@ -37,7 +37,7 @@ DRAWN = 48
 WIDEST = 256
 """The width of keys at which a d × d matrix for each token takes seconds."""
 PARTS = 12
-"""Of options and compositions, `full` has one of so many cases."""
+"""At `full`, the number of cases of options and compositions of which one runs."""
 
 
 def require_possible(level: str, *filters: tuple[Sequence[str], Sequence[str], str]) -> None:
