@@ -107,7 +107,7 @@ class _Run:
 
     def cases(self, level: str, mechanisms: Iterable[str]) -> Iterator[Case]:
         dtypes = {name: libraries.named(name).dtypes for name in self.libraries}
-        part = Part(level, self.named, dtypes)
+        part = Part(level, self.named, dtypes, lambda case: CHECK[case.check].applies(case))
         ids: set[str] = set()
         """A design row of a class with one option may also be a row of that variant."""
         for mechanism in mechanisms:
