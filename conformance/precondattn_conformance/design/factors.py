@@ -96,7 +96,7 @@ FEWER = ("fewer", "single")
 LONG = ("long", "longest")
 
 
-class IncompatibleLevels(NamedTuple):
+class Apart(NamedTuple):
     """Levels of one factor that are incompatible with levels of another, and the reason."""
 
     factor: str
@@ -106,19 +106,11 @@ class IncompatibleLevels(NamedTuple):
     why: str
 
 
-def _only(
-    levels: tuple[str, ...], factor: str, why: str, **allowed: str
-) -> list[IncompatibleLevels]:
+def _only(levels: tuple[str, ...], factor: str, why: str, **allowed: str) -> list[Apart]:
     """Levels of one factor that are compatible only with the allowed levels of others."""
+    others = {x: [y for y in FACTORS[x].levels if y not in allowed[x].split()] for x in allowed}
     return [
-        IncompatibleLevels(
-            factor,
-            levels,
-            other,
-            tuple(x for x in FACTORS[other].levels if x not in names.split()),
-            why,
-        )
-        for other, names in allowed.items()
+        Apart(factor, levels, other, tuple(excluded), why) for other, excluded in others.items()
     ]
 
 
@@ -126,26 +118,22 @@ _DEAR = "the oracle is quadratic"
 _WIDE = "a state of this width is large"
 _ORTHOGONAL = "no other key is similar, and equal keys get no gradient"
 APART = (
-    IncompatibleLevels("verb", CACHES, "mask", PACKED, "a cache contains one sequence per row"),
-    IncompatibleLevels("verb", CACHES, "queries", FEWER, "new tokens are queries and keys"),
-    IncompatibleLevels("time", ("one",), "mask", AT_BLOCKS, "there is no block's edge"),
-    IncompatibleLevels("time", ("one",), "queries", FEWER, "there is one key"),
+    Apart("verb", CACHES, "mask", PACKED, "a cache contains one sequence per row"),
+    Apart("verb", CACHES, "queries", FEWER, "new tokens are queries and keys"),
+    Apart("time", ("one",), "mask", AT_BLOCKS, "there is no block's edge"),
+    Apart("time", ("one",), "queries", FEWER, "there is one key"),
     *_only(LONG, "time", _DEAR, batch="1", heads="1/1 4/2", d="5 16 64", e="3 16 72"),
     *_only(LONG, "time", _DEAR, mask="none lengths_apart key_blocks segments_long"),
     *_only(LONG, "time", "there are too many blocks", block="64 128"),
     *_only(("longest",), "time", _DEAR, verb="forward vjp", heads="1/1", d="16", e="16 72"),
     *_only(("longest",), "time", _DEAR, dtype="float32"),
-    IncompatibleLevels("d", ("256",), "e", ("128", "256"), _WIDE),
+    Apart("d", ("256",), "e", ("128", "256"), _WIDE),
     *_only(("256",), "d", _WIDE, batch="1", heads="1/1 4/2", values="1"),
     *_only(("256",), "e", _WIDE, batch="1", heads="1/1 4/2", d="5 16 64", values="1"),
-    IncompatibleLevels("d", ("128", "256"), "data", ("duplicate",), _ORTHOGONAL),
-    IncompatibleLevels(
-        "batch", ("1",), "order", ("expanded_batch",), "one sequence can not be expanded"
-    ),
-    IncompatibleLevels("batch", ("1",), "bias", ("over b", "over b and h"), "one sequence"),
-    IncompatibleLevels(
-        "heads", ("1/1",), "order", ("expanded_heads",), "one head can not be expanded"
-    ),
-    IncompatibleLevels("heads", ("1/1",), "bias", ("over h", "over b and h"), "one head"),
+    Apart("d", ("128", "256"), "data", ("duplicate",), _ORTHOGONAL),
+    Apart("batch", ("1",), "order", ("expanded_batch",), "one sequence can not be expanded"),
+    Apart("batch", ("1",), "bias", ("over b", "over b and h"), "one sequence"),
+    Apart("heads", ("1/1",), "order", ("expanded_heads",), "one head can not be expanded"),
+    Apart("heads", ("1/1",), "bias", ("over h", "over b and h"), "one head"),
 )
 """Incompatible levels for every mechanism. `rows.py` adds those that a declaration excludes."""

@@ -6,19 +6,18 @@
     stress   all rows, and rows drawn at random     the same
 
 JAX, which compiles every operation for every shape, has a part of these. A run that names a
-mechanism has all cases of its level. Others have a part (`Part`).
+mechanism has all cases of its level. Others have a part (`RunPart`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from zlib import crc32
 
 import precondattn as pa
 from precondattn.spec.mesa_query import MesaQuery
 from precondattn_conformance.case import Case
-from precondattn_conformance.checks import CHECK
 from precondattn_conformance.declared import is_class, mechanism_of
 from precondattn_conformance.design.covering import Row
 from precondattn_conformance.design.factors import LONG, NONE
@@ -37,7 +36,7 @@ DRAWN = 48
 WIDEST = 256
 """The width of keys at which a d × d matrix for each token takes seconds."""
 PARTS = 12
-"""Of options and compositions, `full` has one of so many cases."""
+"""Of as many cases of options and compositions, `full` runs one."""
 
 
 def require_possible(level: str, *filters: tuple[Sequence[str], Sequence[str], str]) -> None:
@@ -102,7 +101,7 @@ def _of_smoke(made: Design) -> list[Row]:
 
 
 @dataclass(frozen=True)
-class Part:
+class RunPart:
     """The part of a level's cases that a run has, by what it names (one of `NAMED`).
 
     At `smoke`, the libraries of a run that names nothing share the cases. Of a class as it is
@@ -120,6 +119,8 @@ class Part:
     named: str
     dtypes: Mapping[str, Sequence[str]]
     """The dtypes of each library of the run."""
+    applies: Callable[[Case], bool]
+    """Whether the check of a case is meaningful for its mechanism and data."""
 
     def has_all_of(self, mechanism: str) -> bool:
         """Whether the run has all cases that are listed for a mechanism."""
@@ -143,11 +144,10 @@ class Part:
             leaves = mechanism_of(case.mechanism).program.leaves
             if any(isinstance(leaf, MesaQuery | pa.ConditionedQuery) for leaf in leaves):
                 return False
-        applies = CHECK[case.check].applies
         able = [
             library
             for library in SHARING
             if case.dtype in self.dtypes.get(library, ())
-            and applies(replace(case, library=library))
+            and self.applies(replace(case, library=library))
         ]
         return able[number % len(able)] == case.library

@@ -30,7 +30,7 @@ from precondattn_conformance.design.factors import (
     TOKENS,
     TRIPLES,
     VERBS,
-    IncompatibleLevels,
+    Apart,
 )
 from precondattn_conformance.design.options import at_block, inner_eps_of, options_of, together
 from precondattn_conformance.inputs import CallLayout
@@ -95,7 +95,7 @@ def design(expression: str, library: str, blocks: tuple[int, ...] = ()) -> Desig
 @cache
 def _array(
     levels: tuple[tuple[str, tuple[str, ...]], ...],
-    apart: tuple[IncompatibleLevels, ...],
+    apart: tuple[Apart, ...],
     paired_options: str,
 ) -> CoveringArray:
     """The rows, which designs with equal levels share.
@@ -155,16 +155,16 @@ def _has_bias(m: pa.Mechanism) -> bool:
     return any(pattern.is_pairwise for pattern in m.inputs.values())
 
 
-def _apart(m: pa.Mechanism, options: tuple[str, ...]) -> list[IncompatibleLevels]:
+def _apart(m: pa.Mechanism, options: tuple[str, ...]) -> list[Apart]:
     """The incompatible levels of a mechanism with these options."""
     lines = list(APART)
     by_position = tuple(mask for mask in MASKS if "lengths" in mask or "segment" in mask)
     why = "queries of a call that is not causal have no positions"
     if not m.offers.causal:
-        lines.append(IncompatibleLevels("queries", FEWER, "mask", by_position, why))
+        lines.append(Apart("queries", FEWER, "mask", by_position, why))
     changed = {option: declared.mechanism_of(option) for option in options}
     if any(map(declared.is_constant_in_one_token, (m, *changed.values()))):
-        lines.append(IncompatibleLevels("time", ("one",), "verb", ("vjp",), "the gradient is 0"))
+        lines.append(Apart("time", ("one",), "verb", ("vjp",), "the gradient is 0"))
     for option, other in changed.items():
         apart = []
         if m.offers.causal and not other.offers.causal:
@@ -172,12 +172,10 @@ def _apart(m: pa.Mechanism, options: tuple[str, ...]) -> list[IncompatibleLevels
         if not declared.is_bounded(other):
             apart.append(("data", ("duplicate",), "it is not bounded"))
         lines += [
-            IncompatibleLevels(factor, (option,), *line)
-            for line in apart
-            for factor in ("option", "second")
+            Apart(factor, (option,), *line) for line in apart for factor in ("option", "second")
         ]
     if not _has_bias(m):
         without = tuple(o for o in (NONE, *options) if "bias=true" not in o)
         axes = ("over b", "over h", "over b and h")
-        lines.append(IncompatibleLevels("option", without, "bias", axes, "there is no bias"))
+        lines.append(Apart("option", without, "bias", axes, "there is no bias"))
     return lines
