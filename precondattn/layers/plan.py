@@ -19,7 +19,7 @@ from precondattn.layers.parameters import Constant, FanIn, Parameter
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.recipes import Unchanged, recipes_for
 from precondattn.layers.recipes.outputs import AFTER_PROJECTION
-from precondattn.layers.sizes import WIDTH, Sizes, sizes_of
+from precondattn.layers.sizes import WIDTH, LayerSizes, Sizes, sizes_of
 
 OUT = "out"
 PROJECTION = "projection"
@@ -85,12 +85,8 @@ def plan_for(
     heads: int,
     mechanism: str | Mechanism,
     *,
-    kv_heads: int | None,
-    value_heads: int | None,
-    head_dim: int | None,
-    value_dim: int | None,
-    slots: int | None,
     recipes: Mapping[str, Recipe] | None,
+    **sizes: int | None,
 ) -> LayerPlan:
     """The plan of a layer."""
     if isinstance(mechanism, str):
@@ -98,9 +94,9 @@ def plan_for(
     if not isinstance(mechanism, Mechanism):
         raise not_a_mechanism(mechanism)
     mechanism, recipes = norm_before_rotation(mechanism, recipes or {})
-    sizes = sizes_of(mechanism, width, heads, kv_heads, value_heads, head_dim, value_dim, slots)
+    all_sizes = sizes_of(mechanism, LayerSizes(width, heads, **sizes))
     entries = _in_order(_entries(mechanism, recipes))
-    return plan_of(mechanism, sizes.by_letter[WIDTH], entries, sizes)
+    return plan_of(mechanism, all_sizes.by_letter[WIDTH], entries, all_sizes)
 
 
 def plan_of(

@@ -33,27 +33,21 @@ class Sizes(NamedTuple):
     """The usual name of each letter, for sharding."""
 
 
-def sizes_of(
-    mechanism: Mechanism,
-    width: int,
-    heads: int,
-    kv_heads: int | None,
-    value_heads: int | None,
-    head_dim: int | None,
-    value_dim: int | None,
-    slots: int | None,
-) -> Sizes:
+class LayerSizes(NamedTuple):
+    """The arguments of a layer that are sizes; None for the default."""
+
+    width: int
+    heads: int
+    kv_heads: int | None = None
+    value_heads: int | None = None
+    head_dim: int | None = None
+    value_dim: int | None = None
+    slots: int | None = None
+
+
+def sizes_of(mechanism: Mechanism, numbers: LayerSizes) -> Sizes:
     """The sizes of all letters."""
-    numbers = {
-        "width": width,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "value_heads": value_heads,
-        "head_dim": head_dim,
-        "value_dim": value_dim,
-        "slots": slots,
-    }
-    counts = {name: None if n is None else count(name, n) for name, n in numbers.items()}
+    counts = {name: None if n is None else count(name, n) for name, n in numbers._asdict().items()}
     width, heads = (count(name, counts[name]) for name in ("width", "heads"))
     _, _, kv_heads, value_heads, head_dim, value_dim, slots = counts.values()
     q, k, v = _rows(mechanism)

@@ -73,7 +73,7 @@ Piece = TypeVar("Piece", bound=PlannedPiece)
 
 @dataclass(frozen=True)
 class Way:
-    """One of the ways."""
+    """A way to divide the tokens of a leaf."""
 
     passed: str
     """What a device has of other devices during a call, in words; empty for nothing"""

@@ -22,12 +22,9 @@ from precondattn.layers.recipes import (
 )
 from tests.layers.layer_cases import MECHANISMS, sizes_for
 
-SIZES = ("kv_heads", "value_heads", "head_dim", "value_dim", "slots")
-
 
 def plan(expression, width=24, heads=4, recipes=None, **sizes):
-    given = {**dict.fromkeys(SIZES), **sizes}
-    return plan_for(width, heads, expression, recipes=recipes, **given)
+    return plan_for(width, heads, expression, recipes=recipes, **sizes)
 
 
 def recipes_of(expression, **options):

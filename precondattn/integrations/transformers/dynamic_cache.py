@@ -9,13 +9,14 @@ from torch import Tensor
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.cache import Cache
-from precondattn.integrations.transformers.cache import ANY, CacheLayer
-from precondattn.integrations.transformers.drafts import DraftRecording
-from precondattn.integrations.transformers.padding import (
+from precondattn.integrations.transformers.cache import (
+    ANY,
+    CacheLayer,
     check_cached_mask,
     new_columns,
     with_key_mask,
 )
+from precondattn.integrations.transformers.drafts import DraftRecording
 from precondattn.integrations.transformers.rollback import undone_if_failed
 
 FEWEST = 64

@@ -8,7 +8,9 @@ which packed sequence each token belongs to. That is a tensor (b, 1, 1, s) in pl
     integers  the number of the packed sequence
     None      neither
 
-A user's own mask (b, heads or 1, t, s) is passed on too. It restricts a mechanism's pattern.
+A user's own mask (b, heads or 1, t, s) is passed on too. It restricts a mechanism's pattern. A mask
+(b, s) of other numbers than 0 and 1 is refused before each call, because Transformers converts its
+numbers to booleans.
 
 Transformers describes the pattern of a mask by a function of indices. A pattern that is neither
 causal, nor a causal window, nor either of these packed, raises. An encoder has a mask function of
@@ -231,3 +233,36 @@ def check_own_pattern(mask: Tensor, mechanism: Mechanism, start: Tensor | int) -
             f"attention_mask: this mask of your own lets a token attend where {mechanism} does "
             f"not, whose pattern is {pattern}; a mask can restrict it, not replace it"
         )
+
+
+HANDLE = "precondattn_checked_masks"
+"""The attribute of a model with the handle of its check."""
+
+
+def check_masks(model: Given, is_checked: bool = True) -> None:
+    """Check the masks of a model's calls from now on, or no longer."""
+    if handle := model.__dict__.pop(HANDLE, None):
+        handle.remove()
+    if is_checked:
+        setattr(model, HANDLE, model.register_forward_pre_hook(_check, with_kwargs=True))
+
+
+def _check(model: Given, args: tuple[Given, ...], kwargs: Given) -> None:
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        check_numbers(mask)
+
+
+def check_numbers(mask: Tensor) -> None:
+    """Raise an error for a mask (b, s) with floating-point numbers other than 0 and 1.
+
+    In compiled code the device raises it.
+    """
+    if not mask.is_floating_point():
+        return
+    message = "attention_mask (b, s) must have 1 for tokens and 0 for padding; found others"
+    are_valid = ((mask == 0) | (mask == 1)).all()
+    if torch.compiler.is_compiling():
+        torch._assert_async(are_valid, message)
+    elif not are_valid:
+        raise ValueError(message)

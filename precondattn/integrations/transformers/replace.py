@@ -17,14 +17,13 @@ from precondattn.integrations.transformers.attention import (
     attention,
     pass_cache_layer,
 )
-from precondattn.integrations.transformers.checked_masks import check_masks
 from precondattn.integrations.transformers.interface import (
     ALL_ATTENTION_FUNCTIONS,
     ALL_MASK_ATTENTION_FUNCTIONS,
     HFConfig,
     PreTrainedModel,
 )
-from precondattn.integrations.transformers.masks import mask_of_encoder, mask_of_tokens
+from precondattn.integrations.transformers.masks import check_masks, mask_of_encoder, mask_of_tokens
 from precondattn.integrations.transformers.options import AttentionOptions, options_of, with_options
 from precondattn.integrations.transformers.rollback import whole_or_not
 

@@ -12,8 +12,12 @@ from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.conversion import ordinary
 from precondattn.cache.kinds import empty_if_donated, holding, kinds_of
 from precondattn.cache.windows import FIRST
-from precondattn.integrations.transformers.cache import ANY, CacheLayer
-from precondattn.integrations.transformers.padding import check_cached_mask, new_columns
+from precondattn.integrations.transformers.cache import (
+    ANY,
+    CacheLayer,
+    check_cached_mask,
+    new_columns,
+)
 
 
 class StaticCacheLayer(CacheLayer):

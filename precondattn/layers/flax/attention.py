@@ -20,8 +20,14 @@ from precondattn.layers.checks import (
     check_call,
     keeping_of,
 )
-from precondattn.layers.flax.depth import Depth, depth_of
-from precondattn.layers.flax.module import ModuleMap, kernel_of, linear_of, parameter
+from precondattn.layers.flax.module import (
+    Depth,
+    ModuleMap,
+    depth_of,
+    kernel_of,
+    linear_of,
+    parameter,
+)
 from precondattn.layers.histories import with_rows
 from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.plan import plan_for

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from precondattn.arrays import DType
+from precondattn.given import at_least
 from precondattn.layers.functions import LinearMap
 from precondattn.layers.maps import Map, Stored, Weight
 from precondattn.layers.parameters import FirstValues
@@ -117,3 +118,25 @@ class _Draw:
 
     def identity(self) -> jax.Array:
         return jnp.broadcast_to(jnp.eye(self.shape[-1], dtype=self.dtype), self.shape)
+
+
+class Depth(nnx.Variable[jax.Array]):
+    """The depth () of a layer, or (layers,) of a stack, which is not trained.
+
+    `nnx.vmap` makes a stack of layers as one module, which `nnx.scan` runs. What differs between
+    the layers must be a variable, of which each layer has a slice.
+    """
+
+
+def depth_of(depth: int) -> int | Depth:
+    """An int unchanged, or an array as a variable."""
+    if isinstance(depth, jax.Array):
+        if depth.shape != () or not jnp.issubdtype(depth.dtype, jnp.integer):
+            raise ValueError(
+                f"depth must be a whole number or an integer array (); found {depth.dtype} "
+                f"{depth.shape}"
+            )
+        if not isinstance(depth, jax.core.Tracer):
+            at_least(0, "depth", depth)
+        return Depth(depth)
+    return at_least(0, "depth", depth)

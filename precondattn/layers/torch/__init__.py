@@ -3,7 +3,7 @@
 from precondattn.layers.torch.attention import Attention
 from precondattn.layers.torch.block import Block
 from precondattn.layers.torch.decoder import Decoder
-from precondattn.layers.torch.divide_tokens import divide_tokens
+from precondattn.layers.torch.divided import divide_tokens
 from precondattn.layers.torch.divided_weights import divide_weights
 from precondattn.layers.torch.vision_transformer import VisionAttention, VisionTransformer
 from precondattn.layers.torch.weights import to_torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,11 @@ from precondattn.layers.plan import OUT, PROJECTION, LayerPlan, plan_for
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.recipes.outputs import AFTER_PROJECTION
 from precondattn.layers.segments import segments_of
-from precondattn.layers.torch.divided import DividedTokens
-from precondattn.layers.torch.divided_weights import DividedWeights
 from precondattn.layers.torch.module import Declared, ModuleMap, parameters_of, register
+
+if TYPE_CHECKING:
+    from precondattn.layers.torch.divided import DividedTokens
+    from precondattn.layers.torch.divided_weights import DividedWeights
 
 LAST = "o_proj"
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from precondattn.arrays import is_distributed
 from precondattn.layers.plan import LayerPlan
 from precondattn.layers.shares import Share, plan_of_device, share_of
+from precondattn.layers.torch.module import Declared, PartOfMap
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from precondattn.layers.maps import Map
-    from precondattn.layers.torch.module import Declared, PartOfMap
 
 OWNER = "divide_weights"
 CONTIGUOUS = torch.contiguous_format
@@ -72,8 +72,6 @@ def divide_weights(model: Module, mesh: DeviceMesh) -> None:
     >>> divide_tokens(model, mesh["cp"], layout="contiguous")  # doctest: +SKIP
     >>> model = fully_shard(model, mesh=mesh["dp", "cp"])  # doctest: +SKIP
     """
-    from precondattn.layers.torch.divided import check_apart
-    from precondattn.layers.torch.module import Declared
     from precondattn.parallel.torch.agreement import agreed
     from precondattn.parallel.torch.call import check_mesh, device_of
 
@@ -133,6 +131,16 @@ def _distribute(module: Declared, divided: DividedWeights) -> None:
         new = nn.Parameter(part, requires_grad=parameter.requires_grad)
         module.get_submodule(path).register_parameter(last, new)
     module.divided_weights = divided
+
+
+def check_apart(owner: str, mesh: DeviceMesh, other: DeviceMesh) -> None:
+    """Raise an error if the processes that divide tokens also divide weights."""
+    both = {*mesh.mesh.flatten().tolist()} & {*other.mesh.flatten().tolist()}
+    if len(both) > 1:
+        raise ValueError(
+            f"{owner}: tokens and weights must be divided along two dimensions of a mesh; found "
+            f"the processes {sorted(both)} in {mesh} and in {other}"
+        )
 
 
 def check_plain(name: str, module: Module) -> None:
@@ -211,8 +219,6 @@ class DividedWeights:
 
     def part_of_map(self, of_map: Map, module: Module, *, with_bias: bool = True) -> PartOfMap:
         """The part of a linear map that this process computes."""
-        from precondattn.layers.torch.module import PartOfMap
-
         name = of_map.name
         check_plain(f"{OWNER}: {name}", module)
         bias = module.bias if with_bias else None

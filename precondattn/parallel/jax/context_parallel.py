@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from precondattn.parallel.divided_mechanism import DividedMechanism
+from precondattn.parallel.divided_mechanism import DividedMechanism, Plan
 from precondattn.parallel.heads import HeadAxes
 from precondattn.parallel.jax import heads, tokens
 from precondattn.parallel.jax.call import (
@@ -21,7 +21,6 @@ from precondattn.parallel.jax.call import (
     arguments_of,
     output_axes,
 )
-from precondattn.parallel.plan import Plan
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism

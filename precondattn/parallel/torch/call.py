@@ -49,6 +49,21 @@ class MeshProcesses:
         self.agree(error)
         return result  # type: ignore[return-value]
 
+    def agree_on(
+        self,
+        bind: Callable[[], Result],
+        said: Callable[[Result], str],
+        numbers: Callable[[Result], Sequence[int]] = lambda result: (0, 0),
+    ) -> tuple[Result, list[list[int]]]:
+        """The checked arguments bind() of a call, which all processes describe alike by `said`.
+
+        The `numbers` of each process are the second result.
+        """
+        result, error = tried(bind)
+        if error is not None:
+            self.agree(error, "", (0, 0))
+        return result, self.agree(None, said(result), numbers(result))  # type: ignore[arg-type, return-value]
+
     def agree(
         self, error: Exception | None, called: str = "", numbers: Sequence[int] = ()
     ) -> list[list[int]]:

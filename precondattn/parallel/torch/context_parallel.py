@@ -11,11 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from precondattn.cache import Cache
-from precondattn.parallel.divided_mechanism import DividedMechanism, advice
+from precondattn.parallel.divided_mechanism import DividedMechanism, Plan, advice
 from precondattn.parallel.heads import HeadAxes
-from precondattn.parallel.plan import Plan
 from precondattn.parallel.torch import cached, heads, tokens
-from precondattn.parallel.torch.arguments import bind
+from precondattn.parallel.torch.arguments import Bound, bind
 from precondattn.parallel.torch.call import DividedCall, check_mesh, processes_of
 from precondattn.parallel.torch.divided_cache import DividedCache
 from precondattn.parallel.torch.new_tokens import NewTokens, bind_new
@@ -257,18 +256,14 @@ class ContextParallel(DividedMechanism):
         donate: object = False,
     ) -> NewTokens:
         """The new tokens, after all processes have checked their arguments."""
-        new, error = None, None
-        try:
+        layout, on = str(self.order or "heads"), "" if backend is None else f" on {backend!r}"
+
+        def bound() -> NewTokens:
             if not isinstance(donate, bool):
                 raise TypeError(f"donate must be true or false; found {donate!r}")
-            layout = str(self.order or "heads")
-            new = bind_new(self.mechanism, self.mesh, layout, cache, arrays, named, backend)
-        except (TypeError, ValueError) as raised:
-            error = raised
-        on = "" if backend is None else f" on {backend!r}"
-        said = "" if new is None else f"{new} after {cache}{on}"
-        self.processes.agree(error, said, (0, 0))
-        assert new is not None  # `agree` has raised the error.
+            return bind_new(self.mechanism, self.mesh, layout, cache, arrays, named, backend)
+
+        new, _ = self.processes.agree_on(bound, lambda new: f"{new} after {cache}{on}")
         return new
 
     def _agreed(
@@ -301,21 +296,19 @@ class ContextParallel(DividedMechanism):
         start: CacheStart | None = None,
     ) -> DividedCall:
         """The call, after all processes have checked their arguments."""
-        bound, error = None, None
-        try:
+
+        def checked() -> Bound:
             bound = bind(self.mechanism, self.mesh, arrays, named)
             if start is not None:
                 start.check(self.order, bound)
-        except (TypeError, ValueError) as raised:
-            error = raised
-        said, counts = "", (0, 0)
-        if bound is not None and error is None:
+            return bound
+
+        def said(bound: Bound) -> str:
             on = "" if backend is None else f" on {backend!r}"
-            said = f"{self.mechanism} in layout {self.layout!r}{on}: {bound}"
-            said += "" if start is None else f"; {start}"
-            counts = bound.tokens
-        everyone = self.processes.agree(error, said, counts)
-        assert bound is not None  # `agree` has raised the error.
+            text = f"{self.mechanism} in layout {self.layout!r}{on}: {bound}"
+            return text if start is None else f"{text}; {start}"
+
+        bound, everyone = self.processes.agree_on(checked, said, lambda bound: bound.tokens)
         by_letter = {letter: tuple(n[i] for n in everyone) for i, letter in enumerate("ts")}
         if min(map(min, by_letter.values())) < 1:
             raise ValueError(

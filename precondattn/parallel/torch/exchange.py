@@ -54,22 +54,41 @@ class Exchange(NamedTuple):
 
     def run(self, arrays: Sequence[Tensor], *, to_heads: bool) -> tuple[Tensor, ...]:
         devices = range(self.devices)
-        cut, join = (self._heads, self._tokens) if to_heads else (self._tokens, self._heads)
-        sent = [[cut.share_of(i, x, to) for i, x in enumerate(arrays)] for to in devices]
+        cut, join = self._heads_of, self._joined_tokens
+        if not to_heads:
+            cut, join = self._tokens_of, self._joined_heads
+        sent = [[cut(i, x, device) for i, x in enumerate(arrays)] for device in devices]
         shapes = [
             [self._shape(i, x, source, to_heads=to_heads) for i, x in enumerate(arrays)]
             for source in devices
         ]
         received = exchanged(self.processes.group, self.processes.rank, sent, shapes)
-        return tuple(join.joined(i, [of[i] for of in received]) for i in range(len(arrays)))
+        return tuple(join(i, [of[i] for of in received]) for i in range(len(arrays)))
 
-    @property
-    def _heads(self) -> _Heads:
-        return _Heads(self)
+    def _heads_of(self, i: int, x: Tensor, device: int) -> Tensor:
+        """A device's heads of array i."""
+        axis = self.axes[i].heads
+        if axis is None:
+            return x
+        part = share(self.heads[i], self.devices, device)
+        return x.narrow(axis, part.start, part.stop - part.start)
 
-    @property
-    def _tokens(self) -> _Tokens:
-        return _Tokens(self)
+    def _tokens_of(self, i: int, x: Tensor, device: int) -> Tensor:
+        """A device's tokens of array i."""
+        times = self.times[i]
+        return x.narrow(self.axes[i].time, sum(times[:device]), times[device])
+
+    def _joined_heads(self, i: int, pieces: list[Tensor]) -> Tensor:
+        axis, count = self.axes[i].heads, self.heads[i]
+        if axis is None:
+            return _sum(pieces)
+        if count >= self.devices:
+            return torch.cat(pieces, axis)
+        firsts = [first_with(count, self.devices, head) for head in range(count + 1)]
+        return torch.cat([_sum(pieces[a:b]) for a, b in pairwise(firsts)], axis)
+
+    def _joined_tokens(self, i: int, pieces: list[Tensor]) -> Tensor:
+        return torch.cat(pieces, self.axes[i].time)
 
     def _shape(self, i: int, x: Tensor, source: int, *, to_heads: bool) -> Shape:
         """The shape of the piece that a device sends to this one."""
@@ -80,43 +99,6 @@ class Exchange(NamedTuple):
             of = self.processes.rank if to_heads else source
             shape[axes.heads] = len(range(self.heads[i])[share(self.heads[i], self.devices, of)])
         return tuple(shape)
-
-
-class _Heads(NamedTuple):
-    """The exchange between one device's heads and all heads."""
-
-    exchange: Exchange
-
-    def share_of(self, i: int, x: Tensor, device: int) -> Tensor:
-        axis, count = self.exchange.axes[i].heads, self.exchange.heads[i]
-        if axis is None:
-            return x
-        part = share(count, self.exchange.devices, device)
-        return x.narrow(axis, part.start, part.stop - part.start)
-
-    def joined(self, i: int, pieces: list[Tensor]) -> Tensor:
-        axis, count = self.exchange.axes[i].heads, self.exchange.heads[i]
-        devices = self.exchange.devices
-        if axis is None:
-            return _sum(pieces)
-        if count >= devices:
-            return torch.cat(pieces, axis)
-        firsts = [first_with(count, devices, head) for head in range(count + 1)]
-        sums = [_sum(pieces[a:b]) for a, b in pairwise(firsts)]
-        return torch.cat(sums, axis)
-
-
-class _Tokens(NamedTuple):
-    """The exchange between one device's tokens and all tokens."""
-
-    exchange: Exchange
-
-    def share_of(self, i: int, x: Tensor, device: int) -> Tensor:
-        times = self.exchange.times[i]
-        return x.narrow(self.exchange.axes[i].time, sum(times[:device]), times[device])
-
-    def joined(self, i: int, pieces: list[Tensor]) -> Tensor:
-        return torch.cat(pieces, self.exchange.axes[i].time)
 
 
 def _sum(pieces: list[Tensor]) -> Tensor:

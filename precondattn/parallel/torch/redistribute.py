@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from precondattn.arrays import fresh, wants_gradient
@@ -64,13 +66,10 @@ def redistribute(
     owner = f"redistribute(a cache of {cache.mechanism})"
     processes = processes_of(owner, cache.mesh)
     rank, devices = processes.rank, processes.devices
-    error: Exception | None = None
-    try:
-        to, capacity = _checked(owner, cache, devices, to, capacity)
-    except (TypeError, ValueError) as raised:
-        error = raised
-    said = f"{cache} to {to}, for {capacity} tokens"
-    processes.agree(error, said, (0, 0))
+    arguments = partial(_checked, owner, cache, devices, to, capacity)
+    (to, capacity), _ = processes.agree_on(
+        arguments, lambda checked: f"{cache} to {checked[0]}, for {checked[1]} tokens"
+    )
     is_given = to in (None, rank)
     if not cache.token_buffers:
         states = {name: fresh(state) for name, state in cache.part.store.items()}

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from precondattn.given import Given
 from precondattn.integrations.transformers.cache import PREFIX_TUNING
-from precondattn.integrations.transformers.checked_masks import check_numbers
-from precondattn.integrations.transformers.masks import check_own_pattern
+from precondattn.integrations.transformers.masks import check_numbers, check_own_pattern
 from precondattn.integrations.transformers.model.cache import PrecondattnCache
 
 RECORDED = ("output_hidden_states",)
