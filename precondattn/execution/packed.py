@@ -186,17 +186,46 @@ def taken(array: Array, rows: MovedRows) -> Array:
     return zero_where_not(has_source, result)
 
 
-class DividedPacking:
+class Batches:
+    """The sequences of packed arrays (b, s, …), moved into batches of similar lengths."""
+
+    sizes: tuple[tuple[int, int], ...]
+    """(sequences, tokens) of each batch."""
+
+    def __init__(self, rows: int, moves: MovedRows | None, like: Array) -> None:
+        self.rows, self.moves = rows, moves
+        if moves is not None:
+            self.moves = MovedRows(*[None if a is None else on_device_of(like, a) for a in moves])
+
+    def gathered(self, array: Array) -> list[Array]:
+        """The array (sequences, longest, …) of each batch, from an array (b, s, …)."""
+        xp, rest = namespace(array), array.shape[2:]
+        slots = xp.reshape(array, (-1, *rest))
+        if self.moves is not None:
+            slots = moved(slots, self.moves)
+        parts = split_rows(slots, [b * t for b, t in self.sizes])
+        each = zip(parts, self.sizes, strict=True)
+        return [xp.reshape(part, (*size, *rest)) for part, size in each]
+
+    def returned(self, parts: Sequence[Array]) -> Array:
+        """An array (b, s, …), from the arrays of the batches; 0 at tokens of no sequence."""
+        xp, rest = namespace(parts[0]), parts[0].shape[2:]
+        flat = [xp.reshape(part, (-1, *rest)) for part in parts]
+        tokens = flat[0] if len(flat) == 1 else xp.concat(flat, axis=0)
+        if self.moves is not None:
+            tokens = moved(tokens, self.moves.back)
+        return xp.reshape(tokens, (self.rows, tokens.shape[0] // self.rows, *rest))
+
+
+class DividedPacking(Batches):
     """A packed call and its batches, which are ordinary bound calls."""
 
     def __init__(
         self, mechanism: Piece, call: BoundCall, lengths: list[np.ndarray], moves: MovedRows | None
     ) -> None:
+        super().__init__(call.sizes["b"], moves, next(iter(call.inputs.values())))
         self.mechanism, self.call, self.lengths = mechanism, call, lengths
         self.sizes = tuple((len(each), int(each.max())) for each in lengths)
-        """(sequences, tokens) of each batch."""
-        like = next(iter(call.inputs.values()))
-        self.moves = on_device(moves, like)
         patterns = mechanism.inputs
         self.of_tokens = [name for name in call.inputs if is_of_tokens(patterns[name])]
 
@@ -225,43 +254,6 @@ class DividedPacking:
         ready = prepared_part(self.mechanism, self.call.prepared, inputs, sizes, masks)
         frame, before = full_frame(t, t, like, **named), self.call.dtypes_before
         return BoundCall(ready, inputs, frame, lengths, dtypes_before=before)
-
-    def gathered(self, array: Array) -> list[Array]:
-        """The array (segments, longest, …) of each batch, from an array (b, s, …)."""
-        return gathered(array, self.moves, self.sizes)
-
-    def returned(self, parts: Sequence[Array]) -> Array:
-        """An array (b, s, …), from the arrays of the batches."""
-        return returned(parts, self.moves, self.call.sizes["b"])
-
-
-def on_device(moves: MovedRows | None, like: Array) -> MovedRows | None:
-    if moves is None:
-        return None
-    return MovedRows(*(None if a is None else on_device_of(like, a) for a in moves))
-
-
-def gathered(
-    array: Array, moves: MovedRows | None, sizes: Sequence[tuple[int, int]]
-) -> list[Array]:
-    """The array (segments, longest, …) of each batch of these sizes, from an array (b, s, …)."""
-    xp, rest = namespace(array), array.shape[2:]
-    slots = xp.reshape(array, (-1, *rest))
-    if moves is not None:
-        slots = moved(slots, moves)
-    parts = split_rows(slots, [b * t for b, t in sizes])
-    each = zip(parts, sizes, strict=True)
-    return [xp.reshape(part, (*size, *rest)) for part, size in each]
-
-
-def returned(parts: Sequence[Array], moves: MovedRows | None, b: int) -> Array:
-    """An array (b, s, …), from the arrays of the batches."""
-    xp, rest = namespace(parts[0]), parts[0].shape[2:]
-    flat = [xp.reshape(part, (-1, *rest)) for part in parts]
-    tokens = flat[0] if len(flat) == 1 else xp.concat(flat, axis=0)
-    if moves is not None:
-        tokens = moved(tokens, moves.back)
-    return xp.reshape(tokens, (b, tokens.shape[0] // b, *rest))
 
 
 def forward(divided: DividedPacking, evaluate: Callable[[BoundCall], Array]) -> Array:

@@ -36,22 +36,14 @@ from precondattn.execution.input_names import (
     shapes_of,
 )
 from precondattn.execution.masks import ValueChecks, check_mask, segments_of, sequences_between
-from precondattn.execution.packed import (
-    MovedRows,
-    gathered,
-    is_of_tokens,
-    moves_to,
-    on_device,
-    returned,
-    similar,
-)
+from precondattn.execution.packed import Batches, is_of_tokens, moves_to, similar
 from precondattn.frame import runs
 from precondattn.given import Given
 
 PACKINGS = ("segment_ids", "cu_seqlens")
 
 
-class PackedExtension:
+class PackedExtension(Batches):
     """A packed extension, and its batches."""
 
     def __init__(self, call: Call) -> None:
@@ -98,11 +90,10 @@ class PackedExtension:
         has_tokens = self.shape[0] * self.shape[1] > 0
         self.groups = similar(lengths) if has_tokens else [np.arange(len(lengths))]
         self.lengths = [lengths[members] for members in self.groups]
-        self.moves: MovedRows | None = None
-        if has_tokens:
-            count = self.shape[0] * self.shape[1]
-            self.moves = on_device(moves_to(self.groups, starts, lengths, count), self.like)
-        self.sizes = [(len(n), max(int(n.max()), int(has_tokens))) for n in self.lengths]
+        count = self.shape[0] * self.shape[1]
+        moves = moves_to(self.groups, starts, lengths, count) if has_tokens else None
+        super().__init__(self.shape[0], moves, self.like)
+        self.sizes = tuple((len(n), max(int(n.max()), int(has_tokens))) for n in self.lengths)
         if CHECKS.get() is not None:
             self._examine()
 
@@ -161,13 +152,6 @@ class PackedExtension:
             batches.append((rows, batch))
         return batches
 
-    def gathered(self, array: Array) -> list[Array]:
-        return gathered(array, self.moves, self.sizes)
-
-    def of_tokens_in(self, parts: Sequence[Array]) -> Array:
-        """An array (b, t, …) from the arrays of all batches, with 0 at tokens of no sequence."""
-        return returned(parts, self.moves, self.shape[0])
-
     @cached_property
     def order(self) -> list[int] | None:
         """The index of each sequence among those of all batches; None if the order is the same."""
@@ -205,7 +189,7 @@ def extend(call: Call, one_batch: Callable[[Call], tuple[Array, Cache]]) -> tupl
     outs, caches = zip(*[one_batch(batch) for _, batch in packed.batches()], strict=True)
     if call.donate:
         call.cache.store.clear()
-    return packed.of_tokens_in(outs), packed.cache_of(caches)
+    return packed.returned(outs), packed.cache_of(caches)
 
 
 def extend_vjp(call: Call, one_batch: ExtendVjp) -> tuple[Array, Cache, ExtendPullback]:
@@ -222,11 +206,11 @@ def extend_vjp(call: Call, one_batch: ExtendVjp) -> tuple[Array, Cache, ExtendPu
         ]
         gradients, d_past = zip(*pulled, strict=True)
         d_inputs = {
-            name: packed.of_tokens_in([part[name] for part in gradients])
+            name: packed.returned([part[name] for part in gradients])
             if name in packed.of_tokens
             else sum(part[name] for part in gradients)
             for name in packed.inputs
         }
         return d_inputs, {n: packed.rows_of([part[n] for part in d_past]) for n in d_past[0]}
 
-    return packed.of_tokens_in(outs), packed.cache_of(caches), pullback
+    return packed.returned(outs), packed.cache_of(caches), pullback

@@ -69,19 +69,16 @@ class DPLR(LinearFamily):
     name: ClassVar[str] = "dplr"
     variants: ClassVar[tuple[str, ...]] = ("dplr[scale=1]",)
     declares = Recurrence("low rank", gate="channel", heads="u")
-
-    @property
-    def inputs(self) -> Inputs:
-        return Inputs(
-            q="b t h d",
-            k="b s h d",
-            v="b s u e",
-            a="b s h d unit row",
-            b="b s h d unit row",
-            g="b s u d in (-inf, 0]",
-        )
-
     steps_per_token = STEPS
+
+    inputs = Inputs(
+        q="b t h d",
+        k="b s h d",
+        v="b s u e",
+        a="b s h d unit row",
+        b="b s h d unit row",
+        g="b s u d in (-inf, 0]",
+    )
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         one_step = super().flops(sizes)
