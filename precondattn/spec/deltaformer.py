@@ -49,10 +49,11 @@ from precondattn.spec.array_functions import (
     swap_time_and_heads,
     transpose,
 )
+from precondattn.spec.scale import ScaledScores
 
 
 @dataclass(frozen=True)
-class DeltaFormer(Leaf):
+class DeltaFormer(ScaledScores, Leaf):
     """DeltaFormer: o = A u, with (I + diag(β) P) u = v.
 
     A is the causal softmax of s q kᵀ, and P the same over the keys before the query's own. There is
@@ -90,9 +91,6 @@ class DeltaFormer(Leaf):
     @property
     def offers(self) -> Offers:
         return Offers(scale=self.scale)
-
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         """The FLOPs of attention: one product with u serves the solve and the read."""

@@ -32,11 +32,12 @@ from precondattn.spec.linear_family import (
     rows_of_states,
 )
 from precondattn.spec.recurrence import RECURRENT, Form, Stream
+from precondattn.spec.scale import ScaledScores
 from precondattn.spec.stateful import Stateful
 
 
 @dataclass(frozen=True)
-class GSA(Stateful):
+class GSA(ScaledScores, Stateful):
     """Gated slot attention: p_t = softmax(s K_tᵀ q_t), o_t = V_tᵀ p_t over m slots.
 
     `s` (b, s, n, m) is the weight with which a token is written to each slot, and `g` (b, s, n, m)
@@ -90,9 +91,6 @@ class GSA(Stateful):
             Slot("keys", "gsa.keys({k}, {s}, {g})", "b n d m", wide=True, symbol="K"),
             Slot("values", "gsa.values({v}, {s}, {g})", "b n m e", wide=True, symbol="V"),
         )
-
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
 
     def _streams(
         self, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame, form: Form

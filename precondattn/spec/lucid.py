@@ -64,6 +64,7 @@ from precondattn.spec.array_functions import (
 )
 from precondattn.spec.metric import DOT, Metric, cached_keys
 from precondattn.spec.rms_norm import rms, rms_norm_vjp
+from precondattn.spec.scale import ScaledScores
 from precondattn.spec.transported import metric_option
 
 
@@ -87,7 +88,7 @@ class TriangularSystem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LucidSolve(Leaf):
+class LucidSolve(ScaledScores, Leaf):
     """y with (I + diag(β) stril(Φ)) y = diag(β) v, Φ = exp(s ⟨RN(k), RN(k)⟩ − s d).
 
     Parameters
@@ -172,9 +173,6 @@ class LucidSolve(Leaf):
         each = self.metric.flops(visible_pairs(s, s, window=self.window), keys, d, e)
         # A cached key is transported once, for the base.
         return each._replace(decode=2.0 * keys * (d + e)).times(sizes["n"])
-
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
 
     def _extra(self, x: Mapping[str, Array]) -> Arrays:
         return {name: swap_time_and_heads(x[name]) for name in self.metric.inputs}

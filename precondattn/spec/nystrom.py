@@ -43,6 +43,7 @@ from precondattn.spec.array_functions import (
     transpose,
 )
 from precondattn.spec.iterated_inverse import iterated_inverse, iterated_inverse_vjp
+from precondattn.spec.scale import ScaledScores
 from precondattn.spec.segment_means import Means, segment_means
 from precondattn.spec.whole_sequence import WholeSequence
 
@@ -61,7 +62,7 @@ class LandmarkKernels(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Nystrom(WholeSequence):
+class Nystrom(ScaledScores, WholeSequence):
     """Softmax attention through m landmarks: o = softmax(s q k̃ᵀ) A⁺ softmax(s q̃ kᵀ) v.
 
     With fewer key/value heads than query heads (n < h), query head i reads key/value head
@@ -138,9 +139,6 @@ class Nystrom(WholeSequence):
                 f"{self}: packed sequences would depend on each other, as the factor of the start "
                 f'is that of all sequences; start="matrix" is expected'
             )
-
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
 
     def flops(self, sizes: Mapping[str, int]) -> Flops:
         t, s, d, e = (sizes[letter] for letter in "tsde")

@@ -48,11 +48,12 @@ from precondattn.spec.array_functions import (
 )
 from precondattn.spec.grid_neighbours import GridNeighbours, Offset, offsets
 from precondattn.spec.grid_windows import check_axes, check_tokens, each_axis, shortest
+from precondattn.spec.scale import ScaledScores
 from precondattn.spec.whole_sequence import check_same_tokens
 
 
 @dataclass(frozen=True)
-class Outlook(Leaf):
+class Outlook(ScaledScores, Leaf):
     """Outlook attention (VOLO): softmax attention among the tokens of a window around each token.
 
     The input `logits` has a row of w for each of the w slots of the window of each token; there are
@@ -144,9 +145,6 @@ class Outlook(Leaf):
     def check_call(self, sizes: Mapping[str, int], masks: frozenset[str]) -> None:
         check_same_tokens(self, "windows sum", sizes)
         check_tokens(self, self.grid, sizes["s"], masks)
-
-    def scale_for(self, e: int) -> float:
-        return e**-0.5 if self.scale is None else self.scale
 
     def flops(self, sizes: Mapping[str, int]) -> Flops:
         t, columns = sizes["t"], self.columns

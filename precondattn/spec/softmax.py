@@ -59,11 +59,12 @@ from precondattn.spec.distance import (
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.metric import DOT, Metric, cached_keys
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM, Read
+from precondattn.spec.scale import ScaledScores
 from precondattn.spec.sink import column, sink_vjp
 
 
 @dataclass(frozen=True)
-class SoftmaxAttention(Leaf):
+class SoftmaxAttention(ScaledScores, Leaf):
     """Softmax over the scores of a metric: the base class of `Softmax` and `Path`."""
 
     metric: ClassVar[Metric]
@@ -138,9 +139,6 @@ class SoftmaxAttention(Leaf):
 
     def with_read(self, read: Read) -> SoftmaxAttention:
         return replace(self, read=read)
-
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         t, s = sizes["t"], sizes["s"]

@@ -42,13 +42,14 @@ from precondattn.spec.array_functions import (
 )
 from precondattn.spec.positive_definite import solve_positive
 from precondattn.spec.rms_norm import rms, rms_norm_vjp
+from precondattn.spec.scale import ScaledScores
 
 ITERATIONS = 10
 """Products with Φ that are counted as the cost of a solve."""
 
 
 @dataclass(frozen=True)
-class SymmetricLucidSolve(Leaf):
+class SymmetricLucidSolve(ScaledScores, Leaf):
     """y with (Φ + ρ I) y = v, Φ = exp(s ⟨RN(k), RN(k)⟩ − s d), over all tokens of a sequence.
 
     It is not causal and has no cache. The definition factorizes the matrix; blocked backends solve
@@ -116,9 +117,6 @@ class SymmetricLucidSolve(Leaf):
         each = pair_flops(visible_pairs(s, s, causal=False), s, d, e)
         solve = ITERATIONS * each.forward
         return Flops(solve, solve + each.backward - each.forward, 0.0).times(sizes["n"])
-
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
 
     def unit_keys(self, k: Array) -> Array:
         """RN(k) of keys (…, d)."""

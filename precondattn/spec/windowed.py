@@ -49,10 +49,11 @@ from precondattn.spec.grid_windows import (
 )
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN, Read
+from precondattn.spec.scale import ScaledScores
 
 
 @dataclass(frozen=True)
-class Windowed(Leaf):
+class Windowed(ScaledScores, Leaf):
     """Softmax attention within windows of a grid of tokens (Swin): not causal, no cache.
 
     Tokens are in the order of the grid's rows. Fewer queries than keys are the last tokens.
@@ -155,9 +156,6 @@ class Windowed(Leaf):
 
     def with_read(self, read: Read) -> Windowed:
         return replace(self, read=read)
-
-    def scale_for(self, d: int) -> float:
-        return d**-0.5 if self.scale is None else self.scale
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         keys = min(prod(self.windows.size), sizes["s"])
