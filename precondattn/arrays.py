@@ -69,10 +69,10 @@ def upcast(array: Array) -> Array:
 
 def upcast_all(arrays: Mapping[str, Array]) -> dict[str, Array]:
     """The arrays, with those in half precision converted to float32."""
-    return {
-        name: array if (type(array), array.dtype) in _wide else upcast(array)
-        for name, array in arrays.items()
-    }
+    wide = {}
+    for name, array in arrays.items():
+        wide[name] = array if (type(array), array.dtype) in _wide else upcast(array)
+    return wide
 
 
 def cast(array: Array, dtype: DType) -> Array:

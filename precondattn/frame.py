@@ -138,10 +138,11 @@ class Frame:
         """
         frame = cls.__new__(cls)
         frame.layout, frame.held, frame.longest = layout, layout.held, layout.longest
-        frame._like, frame._masks, frame._is_lazy = like, masks or {}, True
-        frame.q_segment = frame.k_segment = frame._masks.get("segment_ids")
-        frame.q_prefix, frame.pairs = (frame._masks.get(n) for n in ("prefix", "attn_mask"))
-        if "lengths" not in frame._masks:
+        frame._masks = masks = {} if masks is None else masks
+        frame._like, frame._is_lazy = like, True
+        frame.q_segment = frame.k_segment = masks.get("segment_ids")
+        frame.q_prefix, frame.pairs = masks.get("prefix"), masks.get("attn_mask")
+        if "lengths" not in masks:
             frame.q_valid = None
         if layout.kind == FULL:
             frame.k_valid = None
@@ -303,7 +304,6 @@ class Frame:
         requires |i − j| < w. All queries of a segment see its prefix, whatever causality and window
         require.
         """
-        xp = namespace(self.q_position)
         i = self.q_position[:, :, None]
         j = self.k_position[:, None, :]
         if causal:
@@ -312,7 +312,7 @@ class Frame:
             mask = i == i
             mask = mask & (j == j)
         if window is not None:
-            mask = mask & (xp.abs(i - j) < window)
+            mask = mask & (abs(i - j) < window)
         if self.q_prefix is not None:
             mask = mask | (j < self.q_prefix[:, :, None])
         if self.q_valid is not None:

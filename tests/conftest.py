@@ -64,7 +64,7 @@ def only_the_reference(monkeypatch):
 
     What a test registers is forgotten, also by the plans that are kept for each number of changes.
     """
-    discovery._changes += 1
+    discovery.changes += 1
     monkeypatch.setattr(discovery, "_registered", {})
     monkeypatch.setattr(discovery, "_plug_ins", PlugIns(discovery.GROUP))
     monkeypatch.setattr(discovery, "_discovered", None)
@@ -78,7 +78,7 @@ def only_the_reference(monkeypatch):
 
     monkeypatch.setattr(metadata, "entry_points", of_others)
     yield
-    discovery._changes += 1
+    discovery.changes += 1
 
 
 @pytest.fixture

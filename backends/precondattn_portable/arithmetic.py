@@ -13,9 +13,13 @@ import math
 import operator
 from collections.abc import Callable
 
-from precondattn.arrays import Array, Arrays, Index, namespace, placement
-from precondattn.spec.array_functions import row_sum, transpose
+import array_api_compat.numpy
+import numpy as np
+
+from precondattn.arrays import Array, Arrays, Index, Namespace, arange_like, namespace, placement
+from precondattn.spec.array_functions import row_sum, swap_time_and_heads, transpose
 from precondattn.spec.l2_norm import l2_norm, length
+from precondattn.spec.rms_norm import rms
 
 
 class Scratch:
@@ -40,7 +44,7 @@ class FlatScratch(Scratch):
         size = math.prod(shape)
         if name not in self.pieces or self.pieces[name].shape[0] < size:
             self.pieces[name] = self.ops.empty((size,), self.like)
-        return namespace(self.like).reshape(self.pieces[name][:size], shape)
+        return self.ops.reshape(self.pieces[name][:size], shape)
 
 
 class Arithmetic:
@@ -55,6 +59,22 @@ class Arithmetic:
     multiply = staticmethod(operator.mul)
     divide = staticmethod(operator.truediv)
 
+    namespace = staticmethod(namespace)
+    transposed = staticmethod(transpose)
+    swapped = staticmethod(swap_time_and_heads)
+    """(b, t, h, …) as (b, h, t, …), or the reverse."""
+
+    def arange(self, count: int, like: Array) -> Array:
+        """0, 1, … count − 1 as int32, on like's device."""
+        return arange_like(count, like)
+
+    def reshape(self, x: Array, shape: tuple[int, ...]) -> Array:
+        return namespace(x).reshape(x, shape)
+
+    def rms(self, x: Array, eps: float) -> Array:
+        """√(mean x² + eps) of every row; 1 where it is 0."""
+        return rms(x, eps)
+
     def empty(self, shape: tuple[int, ...], like: Array) -> Array:
         """An uninitialized array for results, with like's dtype and device."""
         return namespace(like).empty(shape, dtype=like.dtype, **placement(like))
@@ -66,7 +86,10 @@ class Arithmetic:
         """An uninitialized array (b, …, t, …), as `empty` with the axis of t after b in memory."""
         memory = (shape[0], shape[axis], *shape[1:axis], *shape[axis + 1 :])
         order = (0, *range(2, axis + 1), 1, *range(axis + 1, len(shape)))
-        return namespace(like).permute_dims(self.empty(memory, like), order)
+        return self.permuted(self.empty(memory, like), order)
+
+    def permuted(self, x: Array, order: tuple[int, ...]) -> Array:
+        return namespace(x).permute_dims(x, order)
 
     def scratch(self, size: int, like: Array) -> Scratch:
         """Workspace for temporary results; those without a name have at most `size` elements."""
@@ -231,13 +254,53 @@ class InPlace(Arithmetic):
         return x
 
 
+class OfNumPy(InPlace):
+    """Operations of NumPy, without the look-up of an array's library."""
+
+    def namespace(self, *arrays: Array) -> Namespace:
+        return array_api_compat.numpy
+
+    product = staticmethod(np.matmul)
+    transposed = staticmethod(operator.attrgetter("mT"))
+    swapped = staticmethod(operator.methodcaller("swapaxes", 1, 2))
+    reshape = staticmethod(np.reshape)
+    permuted = staticmethod(np.transpose)
+    lower = staticmethod(np.tril)
+
+    def arange(self, count: int, like: Array) -> Array:
+        return np.arange(count, dtype=np.int32)
+
+    def empty(self, shape: tuple[int, ...], like: Array) -> Array:
+        return np.empty(shape, like.dtype)
+
+    def zeros(self, shape: tuple[int, ...], like: Array) -> Array:
+        return np.zeros(shape, like.dtype)
+
+    def heads_first(self, x: Array) -> Array:
+        return np.ascontiguousarray(x.swapaxes(1, 2))
+
+    def rms(self, x: Array, eps: float) -> Array:
+        mean_square = np.sum(x * x, axis=-1, keepdims=True) / x.shape[-1] + eps
+        if eps >= 1e-30:  # As in `spec/rms_norm.py`.
+            return np.sqrt(mean_square)
+        return np.sqrt(np.where(mean_square > 0, mean_square, 1.0))
+
+    def exp(self, x: Array) -> Array:
+        return np.exp(x, out=x)
+
+    def keep(self, x: Array, where: Array, otherwise: float) -> Array:
+        np.copyto(x, otherwise, where=~where)
+        return x
+
+
 STANDARD = Arithmetic()
 IN_PLACE = InPlace()
+NUMPY = OfNumPy()
 
 
 def arithmetic_of(library: str | None) -> Arithmetic:
     """The arithmetic of the arrays of a library."""
-    return IN_PLACE if library in ("numpy", "cupy") else STANDARD
+    return {"numpy": NUMPY, "cupy": IN_PLACE}.get(str(library), STANDARD)
 
 
 def product_at(ops: Arithmetic, array: Array, where: Index, a: Array, b: Array) -> Array:

@@ -153,16 +153,17 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
 
     def _view(self, x: Arrays) -> AttentionView:
         ops, leaf = self.ops, self.leaf
-        (n, d), h, xp = x["k"].shape[2:], x["q"].shape[2], namespace(x["q"])
+        (n, d), h = x["k"].shape[2:], x["q"].shape[2]
         q = grouped_queries(ops, x["q"], n) * leaf.scale_for(d)
         k, v = ops.heads_first(x["k"]), ops.heads_first(x["v"])
         w = beta = g = sink = bias = None
-        if leaf.metric.inputs:
+        if leaf.metric != DOT:
             w, beta = ops.heads_first(x["w"]), ops.heads_first(x["beta"])
         if leaf.forget != "none":
             b, s, _ = x["g"].shape
-            g = xp.reshape(ops.heads_first(x["g"]), (b, n, h // n, s))
+            g = ops.reshape(ops.heads_first(x["g"]), (b, n, h // n, s))
         if leaf.sink:
+            xp = namespace(x["sink"])
             sink = xp.broadcast_to(xp.reshape(x["sink"], (n, h // n)), (q.shape[0], n, h // n))
         if leaf.bias:
             bias = grouped_bias(x["bias"], n)
@@ -181,15 +182,18 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         """Groups of heads; the gradients of a bias and of distances are added to those in `d`."""
         ops, leaf = self.ops, self.leaf
         (_, _, r, t, _), s = view.q.shape, view.k.shape[2]
-        chunk, chunks = (chunk_size(t), 1) if gradient else chunks_per_row_block(t)
         is_transported = isinstance(leaf.metric, Transported)
-        size = chunk * chunks if is_transported else block_size(t, r)
-        if not leaf.bias:
+        size, chunk, chunks = block_size(t, r), 1, 1
+        if is_transported:
+            chunk, chunks = (chunk_size(t), 1) if gradient else chunks_per_row_block(t)
+            size = chunk * chunks
+        if frame.q_valid is not None and not leaf.bias:
             # Outputs and cotangents of padded queries are set to 0; a bias may be NaN there.
             needless = leaf.causal and has_lengths_only(frame)
             frame = frame.replaced(q_valid=None, **({"k_valid": None} if needless else {}))
-        pairs = None if frame.pairs is None else grouped_bias(frame.pairs, view.k.shape[1])
-        frame = frame.replaced(pairs=None)
+        pairs = None
+        if frame.pairs is not None:
+            pairs, frame = grouped_bias(frame.pairs, view.k.shape[1]), frame.replaced(pairs=None)
         mask = Mask(frame, s, self._offset(t, s), leaf.causal, leaf.window, pairs=pairs)
         row_block = r * size * (s if gradient else self.keys_of_row_block(view, mask, size))
         for part, workspaces in groups_with_scratch(ops, view.k, row_block, gradient=gradient):
@@ -247,15 +251,14 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         o = self.ops.time_first((*rows, view.v.shape[3]), view.q, 3)
         o[...] = 0.0
         log_total = self.ops.zeros((*rows, 1), view.q)
-        xp = namespace(o)
         for group in self._groups(view, frame, gradient=False):
             for tile in group.tiles():
                 read, logs = self.read(group, tile)
                 where = tile.at(group.part)
-                o[where] = xp.reshape(read, o[where].shape)
-                log_total[where] = xp.reshape(logs, log_total[where].shape)
-        out = zero_padding(ungrouped(o), frame)[:, missing:, ...]
-        return out, (ungrouped(log_total)[:, missing:, :, 0],)
+                o[where] = self.ops.reshape(read, o[where].shape)
+                log_total[where] = self.ops.reshape(logs, log_total[where].shape)
+        out = zero_padding(ungrouped(self.ops, o), frame)[:, missing:, ...]
+        return out, (ungrouped(self.ops, log_total)[:, missing:, :, 0],)
 
     def backward(
         self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
@@ -296,14 +299,15 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
                 d[name][group.part] = array
         gradients = self._gradients(x, d, missing)
         if leaf.sink:
-            d_log_total = leaf.read.d_log_total(ungrouped(out), ungrouped(cotangent))
-            logs, d_log_total = (swap_time_and_heads(a) for a in (ungrouped(logs), d_log_total))
+            out, cotangent, logs = (ungrouped(ops, a) for a in (out, cotangent, logs))
+            d_log_total = leaf.read.d_log_total(out, cotangent)
+            logs, d_log_total = swap_time_and_heads(logs), swap_time_and_heads(d_log_total)
             gradients["sink"] = sink_vjp(x["sink"], logs, d_log_total)
         return gradients
 
     def _gradients(self, x: Arrays, d: Arrays, missing: int) -> Arrays:
         """The gradients of the inputs, from those of the view."""
-        d_q = ungrouped(d["q"])[:, missing:, ...] * self.leaf.scale_for(x["k"].shape[3])
+        d_q = ungrouped(self.ops, d["q"])[:, missing:, ...] * self.leaf.scale_for(x["k"].shape[3])
         gradients = {"q": d_q}
         for name in ("k", "v", "w", "beta"):
             if name in d:
@@ -360,7 +364,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
                 result = read_of_parts(ops, leaf.read, row_block, values, group.sink)
                 where = tile.at(part)
                 o[where] = xp.reshape(result, o[where].shape)
-        return ungrouped(o), {"key": Append(x["k"]), "value": Append(x["v"])}
+        return ungrouped(ops, o), {"key": Append(x["k"]), "value": Append(x["v"])}
 
     def _step_of_one_token(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
         """A step of one token, if all sequences have equally many cached tokens, all visible.
@@ -421,7 +425,7 @@ def _aligned(leaf: SoftmaxAttention, x: Arrays, frame: Frame) -> tuple[Arrays, F
     Chunks of reflections are aligned to key positions, and need a query at every position.
     """
     s = x["k"].shape[1]
-    missing = s - x["q"].shape[1] if leaf.metric.inputs else 0
+    missing = s - x["q"].shape[1] if leaf.metric != DOT else 0
     if not missing:
         return x, frame, 0
     x = {**x, "q": padded(x["q"], missing, 0, axis=1)}

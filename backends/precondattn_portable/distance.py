@@ -91,7 +91,7 @@ class DistantScores:
     def row_block(self, tile: Tile, workspace: Scratch) -> Array:
         row_block = self.scores.row_block(tile, workspace)
         rows = tile.i1 - tile.i0
-        pairs = by_query_head(row_block, rows)
+        pairs = by_query_head(self.ops, row_block, rows)
         for start, stop in self._columns(tile):
             f = self.f[..., self._numbers(tile, start, stop)]
             changed_at(self.ops.add, pairs, (..., slice(start, stop)), toeplitz(f, rows))
@@ -99,7 +99,8 @@ class DistantScores:
 
     def pull(self, tile: Tile, d_row_block: Array) -> None:
         self.scores.pull(tile, d_row_block)
-        xp, d_pairs = namespace(d_row_block), by_query_head(d_row_block, tile.i1 - tile.i0)
+        xp = namespace(d_row_block)
+        d_pairs = by_query_head(self.ops, d_row_block, tile.i1 - tile.i0)
         for start, stop in self._columns(tile):
             d_f = toeplitz_vjp(xp.sum(d_pairs[..., start:stop], axis=0))
             changed_at(self.ops.add, self.d_f, (..., self._numbers(tile, start, stop)), d_f)

@@ -44,7 +44,7 @@ class ForgetGate:
         row_block = self.scores.row_block(tile, workspace)
         p0, p1, low = self.offset + tile.i0, self.offset + tile.i1, tile.low
         self._advance(p0)
-        xp, pairs = namespace(row_block), by_query_head(row_block, p1 - p0)
+        xp, pairs = namespace(row_block), by_query_head(self.ops, row_block, p1 - p0)
         if low < p0:
             rows = xp.cumulative_sum(self.g[..., p0:p1], axis=-1)[..., None]
             columns = self.since[..., low:p0][..., None, :]
@@ -60,7 +60,7 @@ class ForgetGate:
 
     def _pull_gates(self, tile: Tile, d_row_block: Array) -> None:
         p0, p1, low = self.offset + tile.i0, self.offset + tile.i1, tile.low
-        xp, d_pairs = namespace(d_row_block), by_query_head(d_row_block, p1 - p0)
+        xp, d_pairs = namespace(d_row_block), by_query_head(self.ops, d_row_block, p1 - p0)
         if low < p0:
             d_old = self.factor * d_pairs[..., : p0 - low]
             d_rows = sums_from(xp.sum(d_old, axis=-1), axis=-1)

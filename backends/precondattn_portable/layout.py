@@ -93,7 +93,7 @@ class Tile(NamedTuple):
 def grouped_queries(ops: Arithmetic, q: Array, n: int) -> Array:
     """(b, t, h, d) to (b, n, r, t, d): the r query heads that share one of n key/value heads."""
     b, t, h, d = q.shape
-    return namespace(q).reshape(ops.heads_first(q), (b, n, h // n, t, d))
+    return ops.reshape(ops.heads_first(q), (b, n, h // n, t, d))
 
 
 def queries_by_key_head(q: Array, n: int) -> Array:
@@ -115,17 +115,16 @@ def of_heads(pairs: Array, part: Part) -> Array:
     return pairs if pairs.shape[1] == 1 else pairs[:, part[1], ...]
 
 
-def by_query_head(row_block: Array, queries: int) -> Array:
+def by_query_head(ops: Arithmetic, row_block: Array, queries: int) -> Array:
     """(b, n, r queries, s) to (b, n, r, queries, s)."""
     b, n, rows, s = row_block.shape
-    return namespace(row_block).reshape(row_block, (b, n, rows // queries, queries, s))
+    return ops.reshape(row_block, (b, n, rows // queries, queries, s))
 
 
-def ungrouped(q: Array) -> Array:
+def ungrouped(ops: Arithmetic, q: Array) -> Array:
     """(b, n, r, t, d) to (b, t, h, d)."""
     b, n, r, t, d = q.shape
-    xp = namespace(q)
-    return xp.permute_dims(xp.reshape(q, (b, n * r, t, d)), (0, 2, 1, 3))
+    return ops.swapped(ops.reshape(q, (b, n * r, t, d)))
 
 
 time_first = swap_time_and_heads
@@ -150,8 +149,8 @@ def chunks_per_row_block(tokens: int) -> tuple[int, int]:
 
 def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
     """(start, stop) of blocks of `size`, the last one shorter."""
-    for start in range(0, count, size):
-        yield start, min(start + size, count)
+    starts = range(0, count, size)
+    return zip(starts, (*starts[1:], count), strict=False)  # Without tokens there is no start.
 
 
 def head_groups(b: int, n: int, row_block: int, most: int | None = None) -> Iterator[Part]:
@@ -182,7 +181,7 @@ def groups_with_scratch(
 
 def zero_padding(x: Array, frame: Frame) -> Array:
     """(b, t, h, …) with 0 at padded queries, which attend to nothing."""
-    return only_at(frame.q_valid, x)
+    return x if frame.q_valid is None else only_at(frame.q_valid, x)
 
 
 def only_at(valid: Array | None, x: Array, axis: int = 1) -> Array:

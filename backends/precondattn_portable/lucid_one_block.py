@@ -8,32 +8,35 @@ from __future__ import annotations
 import precondattn as pa
 from precondattn.arrays import Array, Arrays, arange_like, namespace
 from precondattn.frame import Frame
-from precondattn.spec.array_functions import transpose, where_valid
+from precondattn.spec.array_functions import where_valid
 from precondattn.spec.metric import DOT
-from precondattn.spec.rms_norm import rms
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import ROW_BLOCK_ENTRIES, block_size, time_first
 from precondattn_portable.triangular_inverse import solve_unit_lower
 
 
-def is_one_block(leaf: pa.LucidSolve, x: Arrays) -> bool:
-    """Whether the tokens fit a block, and the matrix has a unit diagonal and plain scores."""
+def has_plain_matrix(leaf: pa.LucidSolve) -> bool:
+    """Whether the matrix has a unit diagonal and plain scores."""
+    return leaf.metric == DOT and leaf.has_unit_diagonal
+
+
+def is_one_block(x: Arrays) -> bool:
+    """Whether the tokens fit a block."""
     b, s, n, _ = x["k"].shape
-    is_plain = leaf.metric == DOT and leaf.has_unit_diagonal
-    return is_plain and s == block_size(s) and b * n * s * s <= ROW_BLOCK_ENTRIES
+    return bool(s == block_size(s) and b * n * s * s <= ROW_BLOCK_ENTRIES)
 
 
 def solve_one_block(ops: Arithmetic, leaf: pa.LucidSolve, x: Arrays, frame: Frame) -> Array:
     """y (b, s, n, e)."""
-    k, right, d = ops.heads_first(x["k"]), time_first(x["v"]), x["k"].shape[3]
-    unit = k / rms(k, leaf.eps) if leaf.normalize == "keys" else k
+    k, right, d = ops.heads_first(x["k"]), ops.swapped(x["v"]), x["k"].shape[3]
+    unit = k / ops.rms(k, leaf.eps) if leaf.normalize == "keys" else k
     scale = leaf.scale_for(d)
-    phi = ops.exp(ops.subtract(ops.product(unit * scale, transpose(unit)), scale * d))
+    phi = ops.exp(ops.subtract(ops.product(unit * scale, ops.transposed(unit)), scale * d))
     phi = strictly_below(ops, phi, leaf.window, frame.k_segment)
     beta = strengths(ops, leaf, x, frame)
     if beta is not None:
         phi, right = ops.multiply(phi, beta), beta * right
-    return time_first(solve_unit_lower(ops, phi, right))
+    return ops.swapped(solve_unit_lower(ops, phi, right))
 
 
 def strictly_below(ops: Arithmetic, phi: Array, window: int | None, segment: Array | None) -> Array:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple, cast
 
 import precondattn as pa
@@ -57,6 +58,7 @@ from precondattn_portable.layout import (
     tokens_at,
 )
 from precondattn_portable.lucid_one_block import (
+    has_plain_matrix,
     is_one_block,
     solve_one_block,
     strengths,
@@ -252,6 +254,10 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
 
     name = "substitution in blocks"
 
+    @cached_property
+    def has_plain_matrix(self) -> bool:
+        return has_plain_matrix(self.leaf)
+
     def _view(self, x: Arrays, frame: Frame, size: int) -> LucidView:
         leaf = self.leaf
         missing = -x["k"].shape[1] % size
@@ -307,7 +313,7 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
 
     def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
         ops = self.ops
-        if is_one_block(self.leaf, x):
+        if self.has_plain_matrix and is_one_block(x):
             return solve_one_block(ops, self.leaf, x, frame), ()
         s = x["k"].shape[1]
         view = self._view(x, frame, self._size(s))

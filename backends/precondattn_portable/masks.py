@@ -14,12 +14,12 @@ from functools import cached_property
 
 import numpy as np
 
-from precondattn.arrays import Array, device_of, host_array, namespace
+from precondattn.arrays import Array, device_of, host_array
 from precondattn.frame import Frame, runs
 from precondattn_portable.arithmetic import Arithmetic, changed_at
 from precondattn_portable.layout import Part, Tile, blocks, by_query_head, of_heads
 
-MOST_KNOWN = 4
+MOST_KEPT = 4
 """The number of pair masks that are cached: with a window, two for each row block, and others for
 the first blocks. It limits memory where every row block has another mask, such as in a step."""
 
@@ -54,10 +54,11 @@ class Mask:
             if reach > 0:  # Keys from the first of the sequence on are visible.
                 low, high = 0, max(high, min(reach, self.keys))
         first, last = self.offset + i0, self.offset + i1 - 1
-        if self._segments is not None and 0 <= first <= last < self.keys:
+        has_segments = self.frame.k_segment is not None and self._segments is not None
+        if has_segments and 0 <= first <= last < self.keys:
             begin, end = self._segments
             low, high = max(low, int(begin[first])), min(high, int(end[last]))
-        if self._marks is not None and low < high:
+        if self.pairs is not None and self._marks is not None and low < high:
             seen = np.flatnonzero(self._marks[..., i0:i1, low:high].any(axis=(0, 1, 2, 3)))
             # A row without visible keys still has an output, and a sum of weights.
             ends = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 1)
@@ -155,11 +156,12 @@ class Mask:
         if not ranges:
             return scores
         i0, i1, low, _ = tile
-        pairs = by_query_head(scores, i1 - i0)
+        pairs = by_query_head(ops, scores, i1 - i0)
         for start, stop in ranges:
             where = (..., slice(start - low, stop - low))
-            changed_at(ops.keep, pairs, where, self.visible(i0, i1, start, stop), otherwise)
-        return namespace(scores).reshape(pairs, scores.shape)
+            visible = self.visible(ops, scores, Tile(i0, i1, start, stop))
+            changed_at(ops.keep, pairs, where, visible, otherwise)
+        return ops.reshape(pairs, scores.shape)
 
     def partly_masked(self, tile: Tile) -> list[tuple[int, int]]:
         """The ranges of keys that some of these queries may not attend to."""
@@ -179,31 +181,35 @@ class Mask:
         ranges = ((low, begin), (end, high)) if begin < end else ((low, high),)
         return [(start, stop) for start, stop in ranges if start < stop]
 
-    def visible(self, i0: int, i1: int, low: int, high: int) -> Array:
-        """(b or 1, n or 1, r or 1, i1 − i0, high − low)"""
+    def visible(self, ops: Arithmetic, like: Array, tile: Tile) -> Array:
+        """(b or 1, n or 1, r or 1, i1 − i0, high − low), on like's device."""
+        i0, i1, low, high = tile
         if not self.is_positional:
-            return self._visible(i0, i1, low, high)
+            of_rows, of_columns = slice(i0, i1), slice(low, high)
+            parts = zip(self.frame.arrays[:-1], ((of_rows, of_columns) * 4)[:-1], strict=True)
+            visible = self._visible(Frame(*[a if a is None else a[:, part] for a, part in parts]))
+            return visible if self.pairs is None else visible & self.pairs[..., of_rows, of_columns]
         assert self.offset is not None
         # Symbolic sizes have no hash.
         pairs = int(self.offset + i0 - low), int(i1 - i0), int(high - low)
-        if pairs not in self._known:
-            if len(self._known) == MOST_KNOWN:
-                self._known.clear()
-            self._known[pairs] = self._visible(i0, i1, low, high)
-        return self._known[pairs]
+        visible = self._of_positions.get(pairs)
+        if visible is None:
+            if len(self._of_positions) == MOST_KEPT:
+                self._of_positions.clear()
+            difference, rows, columns = pairs
+            positions = ops.arange(rows, like) + difference, ops.arange(columns, like)
+            visible = self._visible(Frame(positions[0][None, :], positions[1][None, :]))
+            self._of_positions[pairs] = visible
+        return visible
 
     @cached_property
-    def _known(self) -> dict[tuple[int, int, int], Array]:
+    def _of_positions(self) -> dict[tuple[int, int, int], Array]:
         """Masks by position, by the position difference of the first pair and the sizes."""
         return {}
 
-    def _visible(self, i0: int, i1: int, low: int, high: int) -> Array:
-        rows, columns = slice(i0, i1), slice(low, high)
-        parts = zip(self.frame.arrays[:-1], ((rows, columns) * 4)[:-1], strict=True)
-        frame = Frame(*[a if a is None else a[:, part] for a, part in parts])
+    def _visible(self, frame: Frame) -> Array:
         visible = frame.visible(causal=self.causal, window=self.window, strict=self.strict)
-        visible = visible[:, :, None, :, :]
-        return visible if self.pairs is None else visible & self.pairs[..., rows, columns]
+        return visible[:, :, None, :, :]
 
 
 def _on_host(array: Array | None) -> np.ndarray | None:

@@ -69,7 +69,7 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
             result = ops.product(ops.multiply(p, centred), k[part][tile.keys])
             where = tile.at(part)
             c[where] = namespace(c).reshape(result, c[where].shape)
-        return zero_padding(ungrouped(q - contraction * c), frame), ()
+        return zero_padding(ungrouped(ops, q - contraction * c), frame), ()
 
     def backward(
         self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
@@ -96,9 +96,9 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
             ops.add_product_at(d_keys, tile.keys, transpose(weighted), rows_h)
             ops.add_product_at(d_keys, tile.keys, transpose(d_s), rows_q)
         return {
-            "q": l2_norm_vjp(x["q"], leaf.eps, ungrouped(d_q)),
+            "q": l2_norm_vjp(x["q"], leaf.eps, ungrouped(ops, d_q)),
             "k": l2_norm_vjp(x["k"], leaf.eps, time_first(d_k)),
-            "contraction": ungrouped(d_contraction)[..., 0],
+            "contraction": ungrouped(ops, d_contraction)[..., 0],
         }
 
     def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:

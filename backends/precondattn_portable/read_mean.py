@@ -14,7 +14,7 @@ import math
 from typing import NamedTuple
 
 from precondattn.arrays import Array, device_of, has_only_a_shape, namespace
-from precondattn.spec.array_functions import finite_or_zero, log_softmax, row_sum, transpose
+from precondattn.spec.array_functions import log_softmax, transpose
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM, Read
 from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.layout import Tile, padded
@@ -27,11 +27,12 @@ def exponentials(
 
     A sink (b, n, rows, 1) is in the sum. A row without visible keys then has λ = σ.
     """
-    xp = namespace(row_block)
+    xp = ops.namespace(row_block)
     largest = xp.max(row_block, axis=-1, keepdims=True)
-    shift = finite_or_zero(largest if sink is None else xp.maximum(largest, sink))
+    shift = largest if sink is None else xp.maximum(largest, sink)
+    shift = xp.where(shift == -math.inf, 0.0, shift)  # A row may have no visible key.
     row_block = ops.exp(ops.add(row_block, -shift))
-    total = row_sum(row_block)
+    total = xp.sum(row_block, axis=-1, keepdims=True)
     if sink is not None:
         total = total + xp.exp(sink - shift)
     total = xp.where(total > 0, total, 1.0)
@@ -102,7 +103,9 @@ class MeanRead:
 
     def forward(self, row_block: Array, tile: Tile) -> tuple[Array, Array]:
         """Masked scores (b, n, rows, keys) to outputs (b, n, rows, e) and λ (b, n, rows, 1)."""
-        sink = sink_of_rows(self.sink, row_block.shape[2])
+        sink = self.sink
+        if sink is not None:
+            sink = sink_of_rows(sink, row_block.shape[2])
         row_block, total, log_total = exponentials(self.ops, row_block, sink)
         o = self.ops.product(row_block, self.v[tile.keys])
         return self.ops.multiply(o, 1.0 / total), log_total

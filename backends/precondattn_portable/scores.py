@@ -38,8 +38,8 @@ class Scores(Protocol):
 
 def biased(ops: Arithmetic, row_block: Array, bias: Array) -> Array:
     """Scores plus a bias (b or 1, n or 1, r or 1, i1 − i0, high − low)."""
-    pairs = ops.add(by_query_head(row_block, bias.shape[3]), bias)
-    return namespace(pairs).reshape(pairs, row_block.shape)
+    pairs = ops.add(by_query_head(ops, row_block, bias.shape[3]), bias)
+    return ops.reshape(pairs, row_block.shape)
 
 
 def capped_in_place(ops: Arithmetic, scores: Array, cap: float) -> Array:
@@ -57,7 +57,7 @@ class DotScores:
 
     def row_block(self, tile: Tile, workspace: Scratch) -> Array:
         rows = tile.rows_of(self.q)
-        keys = transpose(self.k[tile.keys])
+        keys = self.ops.transposed(self.k[tile.keys])
         return self.ops.product(rows, keys, workspace.shaped((*rows.shape[:3], keys.shape[3])))
 
     def pull(self, tile: Tile, d_row_block: Array) -> None:
@@ -101,7 +101,7 @@ class BiasedScores:
 
     def pull(self, tile: Tile, d_row_block: Array) -> None:
         self.scores.pull(tile, d_row_block)
-        here, d_pairs = _pairs(tile), by_query_head(d_row_block, tile.i1 - tile.i0)
+        here, d_pairs = _pairs(tile), by_query_head(self.ops, d_row_block, tile.i1 - tile.i0)
         changed_at(self.ops.add, self.d_bias, here, sum_to(d_pairs, self.bias[here].shape))
 
 

@@ -72,7 +72,7 @@ def transported_step(
     mask = Mask(cached.frame, start + t, start, window=leaf.window)
     row_block = mask.apply(ops, row_block, Tile(0, t, 0, start + t))
     o = read_of_parts(ops, leaf.read, row_block, [past_heads(past["value"], start), v])
-    out = ungrouped(xp.reshape(o, (*q.shape[:4], o.shape[3])))
+    out = ungrouped(ops, xp.reshape(o, (*q.shape[:4], o.shape[3])))
 
     updates: Updates = {"value": Append(x["v"])}
     now = start + t - (start + t) % flush

@@ -10,8 +10,7 @@ cancel.
 
 from __future__ import annotations
 
-from precondattn.arrays import Array, namespace
-from precondattn.spec.array_functions import identity_like, transpose
+from precondattn.arrays import Array
 from precondattn_portable.arithmetic import Arithmetic
 
 LEAF = 8
@@ -20,9 +19,9 @@ LEAF = 8
 
 def unit_lower_inverse(ops: Arithmetic, strict: Array, out: Array | None = None) -> Array:
     """(I + strict)⁻¹ for strictly lower triangular matrices (…, C, C), in `out` where given."""
-    xp = namespace(strict)
+    xp = ops.namespace(strict)
     size = strict.shape[-1]
-    flat = xp.reshape(strict, (-1, size, size))
+    flat = ops.reshape(strict, (-1, size, size))
     whole = size - size % LEAF
     if out is None:
         inverse = ops.zeros(flat.shape, flat)
@@ -54,7 +53,7 @@ def _row_by_row(ops: Arithmetic, strict: Array) -> Array:
 
     The stack becomes the last axis, along which libraries access memory contiguously.
     """
-    xp = namespace(strict)
+    xp = ops.namespace(strict)
     size = strict.shape[-1]
     strict = ops.multiply(xp.permute_dims(strict, (2, 3, 0, 1)) + 0.0, -1.0)
     inverse = ops.zeros(strict.shape, strict)
@@ -63,7 +62,9 @@ def _row_by_row(ops: Arithmetic, strict: Array) -> Array:
         inverse[i, :i, ...] = strict[i, :i, ...]
         if i > 1:
             inverse[i, :i, ...] += xp.sum(strict[i, 1:i, None, ...] * inverse[1:i, :i, ...], axis=0)
-    inverse = ops.add(inverse, identity_like(strict[..., 0, 0])[..., None, None])
+    row = ops.arange(size, strict)
+    identity = xp.astype(row[:, None] == row, strict.dtype)
+    inverse = ops.add(inverse, identity[..., None, None])
     return xp.permute_dims(inverse, (2, 3, 0, 1))
 
 
@@ -78,4 +79,4 @@ def solve_unit_lower(
     if solved is not None:
         return solved
     inverse = unit_lower_inverse(ops, strict)
-    return ops.product(transpose(inverse) if transposed else inverse, right)
+    return ops.product(ops.transposed(inverse) if transposed else inverse, right)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 
 import torch
 from torch import Tensor
@@ -23,6 +24,13 @@ class TorchArithmetic(InPlace):
     plus_product = staticmethod(torch.addcmul)
     accumulate = staticmethod(Tensor.cumsum_)
     lower = staticmethod(Tensor.tril_)
+    transposed = staticmethod(operator.attrgetter("mT"))
+    swapped = staticmethod(operator.methodcaller("transpose", 1, 2))
+    reshape = staticmethod(torch.reshape)
+    permuted = staticmethod(torch.permute)
+
+    def arange(self, count: int, like: Tensor) -> Tensor:
+        return torch.arange(count, dtype=torch.int32, device=like.device)
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         return like.new_empty(shape)

@@ -20,6 +20,7 @@ from precondattn.spec.softmax import SoftmaxAttention
 from precondattn_portable.distance import by_position_ahead, positions_ahead
 from precondattn_portable.layout import Part, Tile, grouped_bias
 from precondattn_portable.masks import Mask
+from precondattn_torch.arithmetic import TORCH
 
 FEWEST_BETWEEN = 64
 """The narrowest gap between a prefix and a window for which a tile is split in two."""
@@ -30,7 +31,7 @@ class KernelTiles:
 
     def __init__(self, leaf: SoftmaxAttention, x: Arrays, frame: Frame) -> None:
         (self.b, self.t, self.h, _), (self.s, self.n) = x["q"].shape, x["k"].shape[1:3]
-        self.r = self.h // self.n
+        self.r, self.like = self.h // self.n, x["q"]
         # Outputs and cotangents of padded queries are set to 0.
         needless = leaf.causal and has_lengths_only(frame)
         frame = frame.replaced(q_valid=None, **({"k_valid": None} if needless else {}))
@@ -90,7 +91,7 @@ class KernelTiles:
 
     def visible(self, tile: Tile, mask: Mask) -> Tensor:
         """The visible pairs of a tile, by a mask of some heads (b or 1, n or 1, r or 1, …)."""
-        return self._in_order(mask.visible(*tile))
+        return self._in_order(mask.visible(TORCH, self.like, tile))
 
     def rows(self, x: Tensor, tile: Tile, part: Part) -> Tensor:
         """The rows (b, n, r, i1 − i0, d) of some heads' queries of x (b, t, h, d)."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from functools import cache
 
+from precondattn.dispatch import discovery
 from precondattn.dispatch.described import DEVICES, explain_described
-from precondattn.dispatch.discovery import selection
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.grid import PLAIN
 
@@ -25,7 +25,7 @@ def is_narrow(
     The backend is asked about small calls on the given kind of device, or on all kinds that the
     library has.
     """
-    _, changes = selection(None)  # A name may later be another backend's.
+    changes = discovery.changes  # A name may later be another backend's.
     return _is_narrow(backend, expression, library, device, changes)
 
 

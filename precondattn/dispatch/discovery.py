@@ -41,14 +41,15 @@ class Discovered(NamedTuple):
 _plug_ins = PlugIns(GROUP)
 _registered: dict[str, Backend] = {}
 _discovered: Discovered | None = None
-_changes = 0
+changes = 0
 """The number of times that the set of backends has changed."""
 _lock = RLock()
 """The lock for changes of `_registered` and `_discovered`; no plug-in is imported under it."""
 
-_chosen: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar(
+chosen_names: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar(
     "precondattn_backends", default=None
 )
+"""The names that `use_backend` allows; None for all."""
 
 
 def discover() -> Discovered:
@@ -123,12 +124,12 @@ def _check_promises(backend: Backend) -> None:
 
 
 def _add(backend: Backend) -> None:
-    global _discovered, _changes
+    global _discovered, changes
     with _lock:
         if backend.name in {REFERENCE.name, *_registered}:
             raise ValueError(f"the backend name {backend.name!r} is taken")
         _registered[backend.name] = backend
-        _discovered, _changes = None, _changes + 1
+        _discovered, changes = None, changes + 1
 
 
 def unregister_backend(name: str) -> None:
@@ -139,12 +140,12 @@ def unregister_backend(name: str) -> None:
     ValueError
         if no backend of this name is registered.
     """
-    global _discovered, _changes
+    global _discovered, changes
     with _lock:
         if name not in _registered:
             raise ValueError(f"no backend {name!r} is registered; there are {[*_registered]}")
         del _registered[name]
-        _discovered, _changes = None, _changes + 1
+        _discovered, changes = None, changes + 1
 
 
 @contextmanager
@@ -165,20 +166,20 @@ def use_backend(*names: str) -> Iterator[None]:
     ...     out = pa.lucid(q, k, v)
     """
     _check_names(names)
-    token = _chosen.set(names)
+    token = chosen_names.set(names)
     try:
         yield
     finally:
-        _chosen.reset(token)
+        chosen_names.reset(token)
 
 
 def allowed_backends(backend: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
     """The names that a call is restricted to by its `backend=` or by `use_backend`, or None."""
     if backend is None:
-        return _chosen.get()
+        return chosen_names.get()
     if type(backend) is str or type(backend) is tuple:
         try:
-            return _checked_names(backend, _changes)
+            return _checked_names(backend, changes)
         except TypeError:
             pass  # An entry has no hash, or is no name: the check below says so.
     names = (backend,) if isinstance(backend, str) else backend
@@ -192,13 +193,6 @@ def _checked_names(backend: str | tuple[str, ...], changes: int) -> tuple[str, .
     names = (backend,) if isinstance(backend, str) else backend
     _check_names(names)
     return names
-
-
-def selection(backend: str | tuple[str, ...] | None) -> tuple[tuple[str, ...] | None, int]:
-    """The allowed backends, and a number that changes when backends do; part of a signature."""
-    if _discovered is None:
-        discover()
-    return (_chosen.get() if backend is None else allowed_backends(backend)), _changes
 
 
 def _check_names(names: tuple[str, ...]) -> None:

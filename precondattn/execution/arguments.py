@@ -18,6 +18,7 @@ from precondattn.arrays import Array, Arrays, DType, host_integers, namespace
 from precondattn.cache import KEY_MASK
 from precondattn.cache.kinds import invalid_length
 from precondattn.cache.known_lengths import lengths_on_host
+from precondattn.execution import preparation
 from precondattn.execution.cache_checks import keeps_tokens
 from precondattn.execution.containment import NonFiniteRows
 from precondattn.execution.input_names import MASKS, declared_inputs
@@ -73,7 +74,7 @@ class BoundCall(NamedTuple):
 
 def bind(call: Call, signature: Hashable | None) -> BoundCall:
     """The checked arguments of a full call, with its masks."""
-    ready = prepared(call, signature)
+    ready = preparation.prepared_calls.get(signature) or prepared(call, signature)
     inputs, before = _inputs(call, ready)
     like = next(iter(inputs.values()))
     if not ready.request.masks:
@@ -92,7 +93,8 @@ def bind(call: Call, signature: Hashable | None) -> BoundCall:
     if end is not None:
         if lengths is None:  # Padding was found only now; it changes the plan.
             padded = call._replace(masks={**masks, "lengths": end})
-            ready = prepared(padded, signature_of(padded))
+            signature = signature_of(padded)
+            ready = preparation.prepared_calls.get(signature) or prepared(padded, signature)
         lengths = end if lengths is None else namespace(end).minimum(lengths, end)
     prefix = _prefix(owner, masks, like, ready.sizes, segment_ids, checks)
     of_tokens = {"lengths": lengths, KEY_MASK: key_mask, "segment_ids": segment_ids}
@@ -134,7 +136,7 @@ def bind_extension(call: Call, signature: Hashable | None) -> BoundCall:
     `segment_ids` (b, t) are only for caches of states, and no argument of the public verbs. The
     cached states belong to the segment of the first new token.
     """
-    ready = prepared(call, signature)
+    ready = preparation.prepared_calls.get(signature) or prepared(call, signature)
     inputs, before = _inputs(call, ready)
     masks, length, sizes = call.masks, call.cache.length, ready.sizes
     b, t, capacity = sizes["b"], sizes["t"], sizes["c"]

@@ -20,8 +20,6 @@ from precondattn.arrays import (
     Residuals,
     Tree,
     cast,
-    contiguous,
-    dtype_name,
     fresh,
     namespace,
     wants_gradient,
@@ -34,7 +32,6 @@ from precondattn.dispatch.discovery import REFERENCE
 from precondattn.dispatch.empty import EMPTY
 from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.arguments import BoundCall
-from precondattn.execution.array_checks import values_of
 from precondattn.execution.containment import NAN
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.masks import nan_where_invalid
@@ -330,8 +327,8 @@ def finished(out: Array, call: BoundCall, *, is_cotangent: bool = False) -> Arra
 
     If an input has a NaN or infinity, the outputs it reaches are NaN, and their cotangents 0.
     """
-    if dtype_name(out) != call.prepared.request.dtype:
-        out = _in_call_dtype(out, call)
+    if out.dtype != call.prepared.dtype:
+        out = cast(out, call.prepared.dtype)
     valid = call.frame.q_valid
     if valid is not None:
         shape = (*valid.shape, *(1,) * (out.ndim - 2))
@@ -340,7 +337,7 @@ def finished(out: Array, call: BoundCall, *, is_cotangent: bool = False) -> Arra
         out = nan_where_invalid(out, call.invalid)
     if call.non_finite is not None:
         out = call.non_finite.replaced(out, 0.0 if is_cotangent else NAN)
-    return out if is_cotangent else contiguous(out)
+    return out if is_cotangent else call.prepared.framework.contiguous(out)
 
 
 def _frame(planned: PlannedCall, call: BoundCall) -> Frame:
@@ -351,15 +348,8 @@ def _frame(planned: PlannedCall, call: BoundCall) -> Frame:
 def _inputs(planned: PlannedCall, values: ByName, call: BoundCall) -> Arrays:
     inputs = {name: values[value] for name, value in planned.arguments}
     for name in planned.narrowed:
-        inputs[name] = _in_call_dtype(inputs[name], call)
+        inputs[name] = cast(inputs[name], call.prepared.dtype)
     return inputs
-
-
-def _in_call_dtype(array: Array, call: BoundCall) -> Array:
-    if dtype_name(array) == call.prepared.request.dtype:
-        return array
-    # The dtype is an input's, because not every namespace has bfloat16.
-    return namespace(array).astype(array, values_of(call.inputs).dtype)
 
 
 def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array] | None:

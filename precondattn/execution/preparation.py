@@ -33,7 +33,7 @@ from precondattn.cache.kinds import STATE
 from precondattn.dispatch.discovery import REFERENCE, allowed_backends
 from precondattn.dispatch.empty import is_empty
 from precondattn.dispatch.plan import CallPlan, make_plan
-from precondattn.execution.array_checks import call_dtype, check_arrays, check_stored
+from precondattn.execution.array_checks import call_dtype, check_arrays, check_stored, values_of
 from precondattn.execution.cache_checks import (
     check_buffers,
     check_cache,
@@ -70,6 +70,8 @@ class PreparedCall(NamedTuple):
     examined: Mapping[str, Pattern]
     """The inputs that `containment.py` examines for NaN and infinity."""
     framework: Framework
+    dtype: DType
+    """The dtype of the output, as the inputs have it: not every namespace has bfloat16."""
     request: Request
     plan: CallPlan
     is_direct: bool
@@ -85,23 +87,21 @@ class PreparedCall(NamedTuple):
     """The names of the allowed backends, in order of preference; None for all."""
 
 
-_prepared: dict[Hashable | None, PreparedCall] = {}
+prepared_calls: dict[Hashable | None, PreparedCall] = {}
+"""The preparation of calls, by their signatures."""
 
 
 def prepared(call: Call, signature: Hashable | None) -> PreparedCall:
-    """The preparation of a call: looked up by its signature, or made if it is new or None.
+    """The preparation of a call whose signature is new or None.
 
     Invalid arguments raise an error here, except for invalid entries of arrays.
     """
-    known = _prepared.get(signature)  # Read once: another thread may clear the dict.
-    if known is not None:
-        return known
-    known = _planned(call, has_signature=signature is not None)
+    ready = _planned(call, has_signature=signature is not None)
     if signature is not None:
-        if len(_prepared) >= KEPT_SIGNATURES:
-            _prepared.clear()
-        _prepared[signature] = known
-    return known
+        if len(prepared_calls) >= KEPT_SIGNATURES:
+            prepared_calls.clear()
+        prepared_calls[signature] = ready
+    return ready
 
 
 def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
@@ -159,6 +159,7 @@ def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
         is_cast=dtypes_before is not None,
         examined=patterns,
         framework=framework,
+        dtype=values_of(inputs).dtype,
         request=request,
         plan=make_plan(mechanism, request, sizes.get("c"), allowed),
         is_direct=has_signature and not request.differentiated,

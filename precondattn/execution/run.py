@@ -38,7 +38,9 @@ def forward(call: Call) -> Array:
         _check_values(mechanism, bound, is_full=True)
     if bound.prepared.examined:
         bound = contained(mechanism, bound)
-    bound.prepared.framework.check_division(mechanism, bound)
+    check_division = bound.prepared.framework.check_division
+    if check_division is not None:
+        check_division(mechanism, bound)
     divided = None if bound.segments is None else packed.divided(mechanism, bound)
     return _evaluated(bound) if divided is None else packed.forward(divided, _evaluated)
 
@@ -60,7 +62,8 @@ def vjp(call: Call) -> tuple[Array, Callable[[Array], Arrays]]:
     if CHECKS.get() is not None:
         _check_values(mechanism, bound, is_full=True)
     framework = bound.prepared.framework
-    framework.check_division(mechanism)
+    if framework.check_division is not None:
+        framework.check_division(mechanism)
     bound = contained(mechanism, bound)
     divided = packed.divided(mechanism, bound)
     with framework.without_autocast(next(iter(bound.inputs.values()))):
@@ -128,7 +131,8 @@ def extend(call: Call) -> tuple[Array, Cache]:
     if CHECKS.get() is not None:
         _check_values(mechanism, bound, is_full=False)
     ready = bound.prepared
-    ready.framework.check_division(mechanism)
+    if ready.framework.check_division is not None:
+        ready.framework.check_division(mechanism)
     if ready.examined or bound.frame.k_segment is not None:
         bound, cache = contained_after(mechanism, bound, cache)
     if donate and ready.request.library == "torch" and ready.request.differentiated:
@@ -179,7 +183,8 @@ def extend_vjp(call: Call) -> tuple[Array, Cache, ExtendPullback]:
     if CHECKS.get() is not None:
         _check_values(mechanism, bound, is_full=False)
     framework = bound.prepared.framework
-    framework.check_division(mechanism)
+    if framework.check_division is not None:
+        framework.check_division(mechanism)
     bound, cache = contained_after(mechanism, bound, call.cache)
     with framework.without_autocast(cache.length):
         out, extended, pull = evaluation.extend_vjp(bound, cache)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable
 
 from precondattn.algebra.call import Call
 from precondattn.cache import Cache
-from precondattn.dispatch.discovery import selection
+from precondattn.dispatch import discovery
 from precondattn.frameworks import of
 from precondattn.given import Given
 
@@ -50,7 +50,13 @@ def signature_of(call: Call) -> Hashable | None:
         except RuntimeError:  # A nested tensor has no shape; every call refuses it.
             described.append("no shape")
     # The name always means the same mechanism, and a text is fast to hash.
-    chosen = selection(backend)
+    if not discovery.changes:
+        discovery.discover()  # What it finds is counted too.
+    if backend is None:
+        allowed = discovery.chosen_names.get()
+    else:
+        allowed = discovery.allowed_backends(backend)
+    chosen = allowed, discovery.changes
     return verb, mechanism._name, names, len(arrays), chosen, state, tuple(described)
 
 

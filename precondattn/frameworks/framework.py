@@ -62,6 +62,11 @@ class Framework:
 
     reads_at_once = False
     """Whether arrays on the CPU are read without waiting."""
+    row_operators: Tree = None
+    """The functions that find the rows with a NaN or infinity in few operators, or None."""
+    check_division: Callable[..., None] | None = None
+    """The function of a mechanism and a call that raises an error where each device has an unknown
+    part of the sequences; None where there is no such thing."""
     state_of_calls: Callable[[Array], Tree] | None = None
     """The function of an array for what else a call depends on; None where there is nothing. Its
     result is None for a call that must be planned each time."""
@@ -73,11 +78,6 @@ class Framework:
     def __init__(self, name: str | None) -> None:
         self.name = name
         """The library's name; None for what is not an array."""
-
-    @property
-    def row_operators(self) -> Tree:
-        """The functions that find the rows with a NaN or infinity in few operators, or None."""
-        return None
 
     # ------------------------------------------------------------------ properties of arrays
 
@@ -350,9 +350,6 @@ class Framework:
         return _NOTHING
 
     # ----------------------------------------------------------------------------------- calls
-
-    def check_division(self, mechanism: Call, call: Call = None) -> None:
-        """Raise an error where each device has an unknown part of the sequences."""
 
     def bridge(self, planned: Call, call: Call) -> Callable[..., Array] | None:
         """The function that runs a call and registers its gradient; None if none is needed."""

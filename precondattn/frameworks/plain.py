@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from operator import attrgetter
 
 import array_api_compat
+import numpy as np
 
-from precondattn.frameworks.framework import Framework, namespace, repeats_entries
+from precondattn.frameworks.framework import INF, Framework, namespace, repeats_entries
 from precondattn.frameworks.types import Array, Device, Tree
 
 
@@ -44,8 +46,10 @@ class NumPy(Framework):
     def in_order(self, array: Array) -> Array:
         return array.copy(order="C")
 
-    def contiguous(self, array: Array) -> Array:
-        return array if array.flags.c_contiguous else array.copy(order="C")
+    contiguous = staticmethod(partial(np.asanyarray, order="C"))
+
+    def are_finite(self, array: Array, low: float | None) -> bool:
+        return bool((array < INF).all() if low == -INF else np.isfinite(array).all())
 
     def read_only(self, array: Array) -> Array:
         view = array.view()
@@ -85,6 +89,12 @@ class CuPy(NumPy):
 
     def read_only(self, array: Array) -> Array:
         return array
+
+    def contiguous(self, array: Array) -> Array:
+        return array if array.flags.c_contiguous else array.copy(order="C")
+
+    def are_finite(self, array: Array, low: float | None) -> bool:
+        return Framework.are_finite(self, array, low)
 
     def host_integers(self, array: Array) -> list[int] | None:
         return None

@@ -49,10 +49,11 @@ from precondattn.spec.array_functions import (
     swap_time_and_heads,
     transpose,
 )
+from precondattn.spec.scale import ScaledScores
 
 
 @dataclass(frozen=True)
-class DeltaFormer(Leaf):
+class DeltaFormer(ScaledScores, Leaf):
     """DeltaFormer: o = A u, with (I + diag(β) P) u = v.
 
     A is the causal softmax of s q kᵀ, and P the same over the keys before the query's own. There is

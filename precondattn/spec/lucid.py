@@ -65,6 +65,7 @@ from precondattn.spec.array_functions import (
 )
 from precondattn.spec.metric import DOT, Metric, cached_keys
 from precondattn.spec.rms_norm import rms, rms_norm_vjp
+from precondattn.spec.scale import ScaledScores
 from precondattn.spec.transported import metric_option
 
 
@@ -88,7 +89,7 @@ class TriangularSystem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LucidSolve(Leaf):
+class LucidSolve(ScaledScores, Leaf):
     """y with (I + diag(β) stril(Φ)) y = diag(β) v, Φ = exp(s ⟨RN(k), RN(k)⟩ − s d).
 
     Parameters

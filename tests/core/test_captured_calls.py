@@ -26,7 +26,7 @@ def captured():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PyTorch, "is_captured", lambda *_: True)
         patch.setattr(PyTorch, "reads_at_once", False)
-        patch.setattr(preparation, "_prepared", {})
+        patch.setattr(preparation, "prepared_calls", {})
         for name in ("item", "tolist", "numpy", "nonzero", "__bool__", "__index__"):
             patch.setattr(torch.Tensor, name, _reads)
         yield

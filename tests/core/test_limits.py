@@ -109,11 +109,11 @@ def test_no_cache_of_mechanisms_grows_without_limit():
 
 def test_no_more_signatures_are_kept_than_the_limit(monkeypatch):
     monkeypatch.setattr(preparation, "KEPT_SIGNATURES", 4)
-    preparation._prepared.clear()
+    preparation.prepared_calls.clear()
     for t in range(1, 12):
         x = np.ones((1, t, 1, 2))
         pa.softmax(x, x, x)
-        assert len(preparation._prepared) <= 4
+        assert len(preparation.prepared_calls) <= 4
 
 
 @pytest.mark.parametrize(

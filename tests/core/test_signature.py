@@ -34,7 +34,7 @@ def preparations(monkeypatch):
         return plan(call, *rest, **named)
 
     monkeypatch.setattr(preparation, "_planned", counted)
-    preparation._prepared.clear()
+    preparation.prepared_calls.clear()
     return verbs
 
 
@@ -150,20 +150,20 @@ def test_transformed_and_counted_calls_have_no_signature(monkeypatch):
     q, k, v = torch.randn(3, 1, 4, 2, 8)
     m = pa.Lucid()
     m(q, k, v)
-    kept = dict(preparation._prepared)
+    kept = dict(preparation.prepared_calls)
     torch.func.grad(lambda q: m(q, k, v).sum())(q)
     torch.func.vmap(lambda q: m(q, k, v))(q[None])
     torch.func.jvp(lambda q: m(q, k, v), (q,), (q,))
     with FlopCounterMode(display=False) as counter:
         m(q, k, v)
     assert counter.get_total_flops() > 0
-    assert preparation._prepared == kept
+    assert preparation.prepared_calls == kept
 
 
 def test_first_calls_of_several_threads_are_right():
     m = pa.Lucid(pa.Laser())
     x = arrays_of(m, "numpy")
-    preparation._prepared.clear()
+    preparation.prepared_calls.clear()
     expected = m(**x, backend="reference")
     outputs = []
     threads = [threading.Thread(target=lambda: outputs.append(m(**x))) for _ in range(4)]

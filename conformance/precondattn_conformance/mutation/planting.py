@@ -83,7 +83,7 @@ class Planter:
 
 def forget(package: str) -> None:
     """Clear caches of earlier calls in the package, in precondattn and in compilers."""
-    preparation._prepared.clear()
+    preparation.prepared_calls.clear()
     for kept in _kept(package):
         kept.cache_clear()
     interpreter = sys.modules.get("triton.runtime.interpreter")

@@ -17,6 +17,7 @@ from precondattn.frameworks.framework import (
     Framework,
     good_entries,
 )
+from precondattn.frameworks.jax.solve import solve_triangular
 from precondattn.frameworks.types import Array, Device, Step, Token, Tree
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 class JAX(Framework):
     ignores_errors = False
+    solve_triangular = staticmethod(solve_triangular)
+    stop_gradient = staticmethod(lax.stop_gradient)
+    fresh = staticmethod(jnp.array)
 
     # ------------------------------------------------------------------- properties of arrays
 
@@ -70,16 +74,10 @@ class JAX(Framework):
 
     # ----------------------------------------------------------------------- memory and hosts
 
-    def fresh(self, array: Array) -> Array:
-        return jnp.array(array)
-
     def host_array(self, array: Array) -> Array:
         return None if self.is_traced(array) else np.asarray(array)
 
     # ------------------------------------------------------------------------------- functions
-
-    def stop_gradient(self, array: Array) -> Array:
-        return lax.stop_gradient(array)
 
     def take_tokens(self, array: Array, tokens: Array) -> Array:
         """As in `Framework`, without communication between devices with different sequences."""
@@ -99,11 +97,6 @@ class JAX(Framework):
             return array
         names = (None if i == axis else name for i, name in enumerate(sharding.spec))
         return jax.sharding.reshard(array, sharding.update(spec=jax.sharding.PartitionSpec(*names)))
-
-    def solve_triangular(self, matrix: Array, right: Array, *, lower: bool) -> Array:
-        from precondattn.frameworks.jax.solve import solve_triangular
-
-        return solve_triangular(matrix, right, lower=lower)
 
     def running_maximum(self, array: Array, axis: int) -> Array:
         return lax.cummax(array, axis=axis)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,17 +18,18 @@ from precondattn.frameworks.framework import (
     repeats_entries,
 )
 from precondattn.frameworks.ordinary import is_chosen
+from precondattn.frameworks.torch import autocast, containment
+from precondattn.frameworks.torch.context_parallel import check_context_parallel
 from precondattn.frameworks.torch.modes import (
     has_tangent,
     is_proxied,
     is_transformed,
     only_computes,
 )
-from precondattn.frameworks.types import Array, Arrays, DType, Step, Token, Tree
+from precondattn.frameworks.torch.vjp import vjp
+from precondattn.frameworks.types import Array, Step, Token, Tree
 
 if TYPE_CHECKING:
-    from precondattn.algebra.declaration import Inputs
-    from precondattn.algebra.piece import Piece
     from precondattn.cache import Cache
     from precondattn.dispatch.plan import PlannedCall
     from precondattn.execution.arguments import BoundCall
@@ -45,12 +44,11 @@ _functorch = torch._C._functorch
 
 class PyTorch(Framework):
     reads_at_once, ignores_errors = True, False
-
-    @property
-    def row_operators(self) -> ModuleType:
-        from precondattn.frameworks.torch import containment
-
-        return containment
+    row_operators = containment
+    check_division = staticmethod(check_context_parallel)
+    cast_inputs = staticmethod(autocast.cast_inputs)
+    without_autocast = staticmethod(autocast.off)
+    vjp = staticmethod(vjp)
 
     # ------------------------------------------------------------------ properties of tensors
 
@@ -143,8 +141,7 @@ class PyTorch(Framework):
     def in_order(self, array: Tensor) -> Tensor:
         return array.clone(memory_format=torch.contiguous_format)
 
-    def contiguous(self, array: Tensor) -> Tensor:
-        return array if array.is_contiguous() else array.contiguous()
+    contiguous = staticmethod(Tensor.contiguous)
 
     def is_of_inference(self, array: Tensor) -> bool:
         return bool(array.is_inference())
@@ -239,16 +236,6 @@ class PyTorch(Framework):
                 zeros = zeros + array.reshape(-1)[:0].sum().to(zeros.dtype)
         return zeros
 
-    def vjp(
-        self,
-        function: Callable[..., tuple[Tensor, ...]],
-        arrays: Sequence[Tensor],
-        cotangents: Sequence[Tensor],
-    ) -> tuple[Tensor, ...]:
-        from precondattn.frameworks.torch.vjp import vjp
-
-        return vjp(function, arrays, cotangents)
-
     # -------------------------------------------------------------- rows with NaN and infinity
 
     def are_finite(self, array: Tensor, low: float | None) -> bool:
@@ -270,27 +257,7 @@ class PyTorch(Framework):
             return values.amax(axes, keepdim=True) < INF
         return torch.linalg.vector_norm(values, INF, axes, keepdim=True) < INF
 
-    # ------------------------------------------------------------------------------- autocast
-
-    def cast_inputs(
-        self, declared: Inputs, inputs: Arrays
-    ) -> tuple[Arrays, Mapping[str, DType] | None]:
-        from precondattn.frameworks.torch.autocast import cast_inputs
-
-        return cast_inputs(declared, inputs)
-
-    def without_autocast(self, array: Tensor) -> AbstractContextManager[object]:
-        from precondattn.frameworks.torch.autocast import off
-
-        return off(array)
-
     # ----------------------------------------------------------------------------------- calls
-
-    def check_division(self, mechanism: Piece, call: BoundCall | None = None) -> None:
-        if "torch.distributed.tensor.experimental" in sys.modules:
-            from precondattn.frameworks.torch.context_parallel import check_context_parallel
-
-            check_context_parallel(mechanism, call)
 
     def bridge(self, planned: PlannedCall, call: BoundCall) -> Callable[..., Tensor] | None:
         from precondattn.frameworks.torch import bridges

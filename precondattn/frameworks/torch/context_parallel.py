@@ -9,9 +9,11 @@ because its masks, states and solves need the tokens of the other devices.
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-from precondattn.algebra.piece import Piece
-from precondattn.execution.arguments import BoundCall
+if TYPE_CHECKING:
+    from precondattn.algebra.piece import Piece
+    from precondattn.execution.arguments import BoundCall
 
 PACKAGE = "torch.distributed.tensor.experimental"
 """The PyTorch package that has the context, and the functions that replace others in it."""
