@@ -94,8 +94,8 @@ class Cupy(KernelBackend):
         return None
 
     def capability(self) -> str:
-        known = _capability()
-        return "" if known is None else f"{known // 10}.{known % 10}"
+        capability = _capability()
+        return "" if capability is None else f"{capability // 10}.{capability % 10}"
 
     def assembler(self) -> str:
         from cupy.cuda import nvrtc
@@ -121,9 +121,9 @@ def _capability() -> int | None:
 @contextmanager
 def _on_device(inputs: Mapping[str, Array]) -> Iterator[None]:
     """A context that launches kernels on the device of the inputs."""
-    first = next(iter(inputs.values()))
-    if library_of(first) != "cupy":
+    array = next(iter(inputs.values()))
+    if library_of(array) != "cupy":
         yield
         return
-    with first.device:
+    with array.device:
         yield
