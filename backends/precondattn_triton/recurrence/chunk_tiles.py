@@ -32,7 +32,7 @@ class Strides(NamedTuple):
     head: int = 0
     token: int = 0
     row: int = 0
-    """Of the queries of a token."""
+    """The stride between the queries of a token."""
     channel: int = 0
     group: int = 1
     """How many heads with a state share a head of the array."""
