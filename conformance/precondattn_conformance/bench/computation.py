@@ -144,7 +144,9 @@ class CacheDecoder:
 
     def oracle_step(self) -> np.ndarray:
         """The oracle's output for the same token and the same cache, in float64."""
-        store: Arrays = {name: self.library.numpy(array) for name, array in self.cache.store.items()}
+        store: Arrays = {
+            name: self.library.numpy(array) for name, array in self.cache.store.items()
+        }
         token: Arrays = {name: self.library.numpy(array) for name, array in self.token.items()}
         cache = Cache(self.length.copy(), store)
         return np.asarray(self.mechanism.extend(cache, **token, backend="reference")[0])
