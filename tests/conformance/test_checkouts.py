@@ -45,14 +45,14 @@ def folder(tmp_path, monkeypatch):
 
 def test_an_excerpt_has_definitions_without_their_imports_and_decorators(folder):
     (folder / "ops.py").write_text(FILE)
-    excerpt = project().excerpt("ops.py", "doubled", "same", given={"factor": 2})
+    excerpt = project().excerpt("ops.py", "doubled", "same", imported={"factor": 2})
     assert excerpt.doubled(3) == 6
 
 
 def test_what_a_file_lacks_is_named(folder):
     (folder / "ops.py").write_text(FILE)
     with pytest.raises(MissingError, match=r"ops\.py defines no tripled"):
-        excerpt_of(folder / "ops.py", "same", "tripled", given={})
+        excerpt_of(folder / "ops.py", "same", "tripled", imported={})
     with pytest.raises(MissingError, match=r"there is no file .*other\.py"):
         project().imported("other.py")
     with pytest.raises(MissingError, match="a_package_that_nobody_has"):

@@ -97,7 +97,7 @@ def buffer_written(truth, call):
 def dense(truth, call):
     q = call.inputs["q"]
     q = q if q.flags.c_contiguous else np.ravel(q, order="K").reshape(q.shape)
-    return truth(call.given(q=q))
+    return truth(call.with_inputs(q=q))
 
 
 def of_its_parent(truth, call):

@@ -26,7 +26,7 @@ class SimulatedProcesses:
         self.order.append(task.name)
         ends = self.clock + self.seconds_of(task)
         if self.passes:
-            task = replace(task, read=lambda finished: TaskOutcome(PASSED))
+            task = replace(task, outcome_of=lambda finished: TaskOutcome(PASSED))
         return SimulatedTask(task, self.clock, ends)
 
     def wait(self, running, until):

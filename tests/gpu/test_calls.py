@@ -82,7 +82,7 @@ def finished(tmp_path: Path, code: int | None, output: str, result: object = Non
 
 def test_a_process_that_ended_is_a_crash_after_its_last_launch(tmp_path):
     output = "launch first\nlaunch second\nCUDA error: an illegal memory access"
-    outcome = alive.read(finished(tmp_path, 1, output))
+    outcome = alive.outcome_of(finished(tmp_path, 1, output))
     assert outcome.status == "crashed"
     assert outcome.message.startswith("exit code 1 after the launch of second\nCUDA error")
     assert outcome.data == {"last_launch": "second"}
@@ -90,7 +90,7 @@ def test_a_process_that_ended_is_a_crash_after_its_last_launch(tmp_path):
 
 def test_a_wrong_call_says_by_how_much(tmp_path):
     result = {"status": "wrong", "message": "off by 3", "error": 3.0, "kernels": ["first"]}
-    outcome = alive.read(finished(tmp_path, 0, "launch first", result))
+    outcome = alive.outcome_of(finished(tmp_path, 0, "launch first", result))
     assert (outcome.status, outcome.message) == ("wrong", "off by 3")
     assert outcome.data == {"error": 3.0, "kernels": ["first"]}
 
@@ -105,16 +105,16 @@ launch lucid_update
 
 
 def test_a_report_of_the_sanitizer_is_wrong(tmp_path):
-    outcome = sanitizer.read(finished(tmp_path, sanitizer.FOUND, MEMCHECK))
+    outcome = sanitizer.outcome_of(finished(tmp_path, sanitizer.FOUND, MEMCHECK))
     assert outcome.status == "wrong"
     assert "Invalid __global__ read of size 2 bytes" in outcome.message
     clean = "========= ERROR SUMMARY: 0 errors"
     passed = finished(tmp_path, 0, clean, {"status": "passed", "kernels": []})
-    assert sanitizer.read(passed).message == "ERROR SUMMARY: 0 errors"
+    assert sanitizer.outcome_of(passed).message == "ERROR SUMMARY: 0 errors"
 
 
 def test_without_a_summary_the_sanitizer_has_failed(tmp_path):
-    outcome = sanitizer.read(finished(tmp_path, 1, "Device not supported"))
+    outcome = sanitizer.outcome_of(finished(tmp_path, 1, "Device not supported"))
     assert outcome.status == "failed"
     assert "Device not supported" in outcome.message
 
@@ -126,8 +126,8 @@ def test_the_worst_row_of_a_benchmark_is_its_status(tmp_path):
         {"case": "decode_lucid", "status": "wrong", "reason": "off by 3", "seconds": {},
          "ratios": {}, "peak_bytes": []},
     ]  # fmt: skip
-    outcome = first_headline.read(finished(tmp_path, 1, "", {"rows": rows}))
+    outcome = first_headline.outcome_of(finished(tmp_path, 1, "", {"rows": rows}))
     assert outcome.status == "wrong"
     assert outcome.message == "forward_lucid: 2.000 ms, 2.50 × flash_sdpa\ndecode_lucid: off by 3"
-    outcome = first_headline.read(finished(tmp_path, 1, "", {"rows": rows[:1]}))
+    outcome = first_headline.outcome_of(finished(tmp_path, 1, "", {"rows": rows[:1]}))
     assert outcome.status == "passed"

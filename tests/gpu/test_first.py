@@ -35,22 +35,22 @@ def test_bfloat16_at_width_128_comes_first_then_its_other_dtypes_then_other_widt
     def dtypes_and_widths(tasks):
         return list(dict.fromkeys((t.data["width"], t.data["dtype"]) for t in tasks))
 
-    assert dtypes_and_widths(alive.first(GPU)) == [(128, "bfloat16")]
-    assert {t.data["backend"] for t in alive.first(GPU)[:3]} == {"triton", "pallas", "cupy"}
+    assert dtypes_and_widths(alive.first_calls(GPU)) == [(128, "bfloat16")]
+    assert {t.data["backend"] for t in alive.first_calls(GPU)[:3]} == {"triton", "pallas", "cupy"}
     order = dtypes_and_widths(alive.others(GPU))
     assert order[:3] == [(128, "float16"), (128, "float32"), (64, "bfloat16")]
     assert order.index((256, "bfloat16")) > order.index((64, "float32"))
     total = sum(len(calls(name)) for name in ("triton", "pallas", "cupy"))
-    assert len({task.name for task in (*alive.first(GPU), *alive.others(GPU))}) == total
+    assert len({task.name for task in (*alive.first_calls(GPU), *alive.others(GPU))}) == total
 
 
 def test_triton_has_the_carried_assembler_and_once_more_its_own():
-    for task in alive.first(GPU):
+    for task in alive.first_calls(GPU):
         of_triton = task.data["backend"] == "triton"
         assert task.environment.get(PTXAS) == ("/carried/ptxas" if of_triton else None)
     bundled = alive.bundled(GPU)
     assert {t.name for t in bundled} == {
-        t.name for t in alive.first(GPU) if t.name.startswith("triton")
+        t.name for t in alive.first_calls(GPU) if t.name.startswith("triton")
     }
     assert not any(PTXAS in task.environment for task in bundled)
     part = next(each for each in first.parts(replace(GPU, ptxas="")) if each.file == first.BUNDLED)

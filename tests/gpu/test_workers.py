@@ -101,7 +101,7 @@ def test_a_worker_that_can_not_start_is_a_failure_with_its_message(tmp_path):
 def test_a_crash_of_a_call_names_its_last_launch(tmp_path):
     """`alive` reads the output of a task in a worker like that of a separate process."""
     task = stub("call", "raises")
-    entries = run([ProcessTask(**{**vars(task), "read": alive.read})], tmp_path)
+    entries = run([ProcessTask(**{**vars(task), "outcome_of": alive.outcome_of})], tmp_path)
     assert entries["call"]["status"] == CRASHED
     assert "exit code 1 after the launch of none" in entries["call"]["message"]
 

@@ -38,7 +38,7 @@ def is_first(call: shipped.ShippedCall) -> bool:
     return call.dtype == DTYPES[0] and max(call.d, call.e) == WIDTHS[0]
 
 
-def first(options: RunOptions) -> list[ProcessTask]:
+def first_calls(options: RunOptions) -> list[ProcessTask]:
     """The calls of part A, from each backend in turn."""
     lists = [[c for c in shipped.calls(name) if is_first(c)] for name in BACKENDS]
     return _tasks(options, shipped.interleaved(lists))
@@ -77,7 +77,7 @@ def task(call: shipped.ShippedCall, options: RunOptions) -> ProcessTask:
     return ProcessTask(
         call.name,
         tuple(arguments),
-        read,
+        outcome_of,
         timeout=TIMEOUT if not options.is_cpu else 1800.0,
         environment={**BLOCKING, **variables(call.backend, options)},
         worker=call.backend,
@@ -97,7 +97,7 @@ def entries_in(output: str) -> JsonObject:
     return {"ledger": json.loads(lines[-1].removeprefix(LEDGER))} if lines else {}
 
 
-def read(finished: Finished) -> TaskOutcome:
+def outcome_of(finished: Finished) -> TaskOutcome:
     """The process's own result, or the launch at which it ended."""
     launches = [line for line in finished.output.splitlines() if line.startswith(LAUNCH)]
     others = (

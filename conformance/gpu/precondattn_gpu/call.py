@@ -49,15 +49,15 @@ def main() -> None:
     parser.add_argument("--library", required=True)
     parser.add_argument("--device")
     parser.add_argument("--result", type=Path, required=True)
-    given = parser.parse_args()
-    launched = _named_launches(given.backend)
+    options = parser.parse_args()
+    launched = _named_launches(options.backend)
     try:
-        result = _compared(given)
+        result = _compared(options)
     except Exception as error:  # The message is the result.
         result = {"status": "failed", "message": f"{type(error).__name__}: {error}"}
         traceback.print_exc()
     result["kernels"] = list(dict.fromkeys(launched))
-    given.result.write_text(json.dumps(result))
+    options.result.write_text(json.dumps(result))
     if result["status"] not in ("passed", "unsupported"):
         # Memory and the device may be in a bad state, so the worker ends.
         raise SystemExit(1)
@@ -73,19 +73,19 @@ def layout_of(d: int, e: int, tokens: int) -> CallLayout:
     )  # fmt: skip
 
 
-def _compared(given: argparse.Namespace) -> JsonObject:
+def _compared(options: argparse.Namespace) -> JsonObject:
     from precondattn_conformance import libraries
 
-    layout = layout_of(given.d, given.e, given.tokens)
-    library = libraries.named(given.library, given.device)
+    layout = layout_of(options.d, options.e, options.tokens)
+    library = libraries.named(options.library, options.device)
     # JAX looks for its devices when an array is made; until then, kernels would be interpreted.
     library.array(np.zeros(1), "float32")
-    if given.backend == "cupy":
-        _prepare_cupy(given.library)
-    if not given.step:
-        return _compared_call(given, layout)
-    with library.precision(given.dtype):
-        return _compared_step(given, layout, library)
+    if options.backend == "cupy":
+        _prepare_cupy(options.library)
+    if not options.step:
+        return _compared_call(options, layout)
+    with library.precision(options.dtype):
+        return _compared_step(options, layout, library)
 
 
 def _prepare_cupy(library: str) -> None:
@@ -98,26 +98,26 @@ def _prepare_cupy(library: str) -> None:
         cupy.cuda.set_allocator(None)
 
 
-def _compared_call(given: argparse.Namespace, layout: CallLayout) -> JsonObject:
+def _compared_call(options: argparse.Namespace, layout: CallLayout) -> JsonObject:
     """Compare gradients and output with the oracle."""
     from precondattn_conformance.case import Case
     from precondattn_conformance.runner import run_case
 
     # Around LUCID's solve, the gradients of clustered keys cancel between pieces, where they are
     # rounded to 16 bits.
-    kind = "random" if given.mechanism.startswith("lucid[") else "clustered"
-    backends = backends_of(given.backend, given.mechanism)
+    kind = "random" if options.mechanism.startswith("lucid[") else "clustered"
+    backends = backends_of(options.backend, options.mechanism)
     try:
         plan = plan_of_call(
-            given.mechanism, backends, given.library, layout, given.dtype, given.device
+            options.mechanism, backends, options.library, layout, options.dtype, options.device
         )
     except UnsupportedError as reason:
         return {"status": "unsupported", "message": str(reason)}
-    _announce(entries_of(plan, given.backend, layout, ("forward", "vjp")))
+    _announce(entries_of(plan, options.backend, layout, ("forward", "vjp")))
     result: JsonObject = {}
     for check in ("outputs", "gradients"):
-        case = Case(check, given.mechanism, given.library, given.dtype, layout, kind)
-        outcome = run_case(case, backends, given.device)
+        case = Case(check, options.mechanism, options.library, options.dtype, layout, kind)
+        outcome = run_case(case, backends, options.device)
         status = outcome.status
         if status == "failed" and outcome.measured is not None:
             status = "wrong"
@@ -147,7 +147,7 @@ def _with_helper(backend: str) -> tuple[str, ...]:
     return (backend, HELPER[backend]) if backend in HELPER else (backend,)
 
 
-def _compared_step(given: argparse.Namespace, layout: CallLayout, library: Library) -> JsonObject:
+def _compared_step(options: argparse.Namespace, layout: CallLayout, library: Library) -> JsonObject:
     """Compare one token after a cache. The helper backend fills the cache where there is no
     kernel."""
     import precondattn as pa
@@ -159,16 +159,16 @@ def _compared_step(given: argparse.Namespace, layout: CallLayout, library: Libra
         inputs_of,
     )
 
-    mechanism = pa.parse(given.mechanism)
-    of = ours(mechanism, ",".join(_with_helper(given.backend)))
-    inputs = inputs_of(str(mechanism), layout, given.dtype, library.name)
+    mechanism = pa.parse(options.mechanism)
+    of = ours(mechanism, ",".join(_with_helper(options.backend)))
+    inputs = inputs_of(str(mechanism), layout, options.dtype, library.name)
     assert of.decoder is not None
-    decoder = of.decoder(library, given.dtype, inputs)
+    decoder = of.decoder(library, options.dtype, inputs)
     explanation = decoder.explain()
-    if given.backend not in explanation.backends:
-        message = f"the step has no kernel of {given.backend}:\n{explanation}"
+    if options.backend not in explanation.backends:
+        message = f"the step has no kernel of {options.backend}:\n{explanation}"
         return {"status": "unsupported", "message": message}
-    _announce(entries_of(explanation, given.backend, layout, ("extend",)))
+    _announce(entries_of(explanation, options.backend, layout, ("extend",)))
     try:
         decoder.fill()
         run = decode_run(library, decoder)

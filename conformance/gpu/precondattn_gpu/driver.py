@@ -125,12 +125,12 @@ def outcome_of(task: ProcessTask, finished: Finished) -> TaskOutcome:
         outcome = TaskOutcome(TIMED_OUT, f"stopped after {finished.seconds:.0f} s\n{end}")
         if finished.result.is_file():  # The partial result that it saved.
             with contextlib.suppress(Exception):
-                outcome.data = task.read(finished).data
+                outcome.data = task.outcome_of(finished).data
     elif finished.code < 0:
         outcome = TaskOutcome(CRASHED, f"signal {-finished.code}\n{finished.output}")
     else:
         try:
-            outcome = task.read(finished)
+            outcome = task.outcome_of(finished)
         except Exception as error:  # An unreadable result is a result of the task.
             text = f"{type(error).__name__}: {error}\n{finished.output}"
             outcome = TaskOutcome(FAILED, f"exit code {finished.code}, no result: {text}")

@@ -57,14 +57,14 @@ def parts(options: RunOptions, limit: float = LIMIT) -> list[RunPart]:
     return [
         RunPart("two kernels", "roof", 30 * share, 2, lambda results: roof.probes(options)),
         RunPart("alive A", "alive", 120 * share, most,
-             lambda results: [*alive.first(options), *peers]),
+             lambda results: [*alive.first_calls(options), *peers]),
         RunPart("rates", "roof", 140 * share, 1, lambda results: roof.rates(options)),
         RunPart("headlines", "first_headline", 225 * share, 1,
              lambda results: first_headline.ready(options, passed(results["alive"]))),
         RunPart("alive A, bundled ptxas", BUNDLED, 300 * share, most,
              lambda results: alive.bundled(options) if options.ptxas else []),
         RunPart("alive B", "alive", limit, most,
-             lambda results: [*alive.first(options), *peers, *alive.others(options)]),
+             lambda results: [*alive.first_calls(options), *peers, *alive.others(options)]),
     ]  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def task(each: TimedBesidePeers, options: RunOptions) -> ProcessTask:
     return ProcessTask(
         each.name,
         (*arguments, "--result", "{result}"),
-        read,
+        outcome_of,
         timeout=(90.0 if each.peers == FLA else 45.0) if not options.is_cpu else 600.0,
         environment=variables("triton", options),
         worker="headline",
@@ -92,7 +92,7 @@ def task(each: TimedBesidePeers, options: RunOptions) -> ProcessTask:
     )
 
 
-def read(finished: Finished) -> TaskOutcome:
+def outcome_of(finished: Finished) -> TaskOutcome:
     """The benchmark record: the worst status of its rows, and a line for each."""
     if not finished.result.exists():
         return TaskOutcome(FAILED, f"exit code {finished.code}, no record\n{finished.output}")

@@ -29,16 +29,16 @@ class FirstTokens:
         self.mechanism, self.limit = mechanism, bound(dtype, KIND)
         tokens = next(iter(x.values())).shape[1]
         self.count = min(FIRST, tokens)
-        first: Tensors = slice_tokens(mechanism, x, 0, self.count)
-        first = {name: array.float() for name, array in first.items()}
+        compared: Tensors = slice_tokens(mechanism, x, 0, self.count)
+        compared = {name: array.float() for name, array in compared.items()}
         shape = mechanism.program.output.shape(
-            mechanism.inputs.sizes(str(mechanism), {n: tuple(a.shape) for n, a in first.items()})
+            mechanism.inputs.sizes(str(mechanism), {n: tuple(a.shape) for n, a in compared.items()})
         )
-        device = next(iter(first.values())).device
+        device = next(iter(compared.values())).device
         generator = torch.Generator(device).manual_seed(1)
         cotangent = torch.randn(shape, generator=generator, device=device)
         cotangent = cotangent.to(getattr(torch, dtype))
-        self.out, self.gradients = _by_sequence(mechanism, first, cotangent.float())
+        self.out, self.gradients = _by_sequence(mechanism, compared, cotangent.float())
         self.cotangent = torch.zeros(
             (cotangent.shape[0], tokens, *cotangent.shape[2:]),
             dtype=cotangent.dtype,

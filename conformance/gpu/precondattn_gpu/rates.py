@@ -27,23 +27,23 @@ def main() -> None:
     parser.add_argument("--device", required=True)
     parser.add_argument("--ptxas", default="", help="the assembler that Triton is to use")
     parser.add_argument("--result", type=Path, required=True)
-    given = parser.parse_args()
-    share = ON_A_CPU if given.device == CPU else 1
+    options = parser.parse_args()
+    share = ON_A_CPU if options.device == CPU else 1
     size, count = SIZE // share, COPIED // share
     # Zeros would need less power, and run faster than data.
-    a, b = (torch.randn(size, size, device=given.device).bfloat16() for _ in range(2))
-    source = torch.empty(count, dtype=torch.uint8, device=given.device)
+    a, b = (torch.randn(size, size, device=options.device).bfloat16() for _ in range(2))
+    source = torch.empty(count, dtype=torch.uint8, device=options.device)
     target = torch.empty_like(source)
-    clock = TorchClock(given.device)
+    clock = TorchClock(options.device)
     times = in_turns(
         {"product": (clock, lambda: a @ b), "copy": (clock, lambda: target.copy_(source))}, ROUNDS
     )
     seconds = {name: spread(each).median for name, each in times.items()}
     rates = {"flops": 2 * size**3 / seconds["product"], "bytes": 2 * count / seconds["copy"]}
     # A CPU interprets the kernels, without an assembler.
-    is_used = given.device == CPU or not given.ptxas or given.ptxas == _assembler()
+    is_used = options.device == CPU or not options.ptxas or options.ptxas == _assembler()
     more = {"versions": _versions(), "is_other_assembler": not is_used}
-    given.result.write_text(json.dumps(rates | more))
+    options.result.write_text(json.dumps(rates | more))
 
 
 def _assembler() -> str:

@@ -27,7 +27,7 @@ def rates(options: RunOptions) -> list[ProcessTask]:
             *(("--ptxas", options.ptxas) if options.ptxas else ()),
             *("--result", "{result}"),
         ),
-        read,
+        outcome_of,
         timeout=40.0,
         environment=variables("triton", options),
         worker="headline",
@@ -35,7 +35,7 @@ def rates(options: RunOptions) -> list[ProcessTask]:
     return [task]
 
 
-def read(finished: Finished) -> TaskOutcome:
+def outcome_of(finished: Finished) -> TaskOutcome:
     if not finished.result.exists():
         return TaskOutcome(FAILED, f"exit code {finished.code}\n{finished.output}")
     found = json.loads(finished.result.read_text())

@@ -33,12 +33,12 @@ def task(call: shipped.ShippedCall, options: RunOptions) -> ProcessTask:
         name=f"memcheck {call.name}",
         prefix=(*PREFIX, "--target-processes", "all", "--print-limit", "5"),
         worker="",
-        read=read,
+        outcome_of=outcome_of,
         environment={**plain.environment, **OWN_ALLOCATIONS[call.backend]},
     )
 
 
-def read(finished: Finished) -> TaskOutcome:
+def outcome_of(finished: Finished) -> TaskOutcome:
     """The tool's findings; a wrong result counts as one."""
     reports = re.findall(r"^=+ (.*)$", finished.output, re.MULTILINE)
     text = "\n".join(reports)
@@ -46,5 +46,5 @@ def read(finished: Finished) -> TaskOutcome:
         return TaskOutcome(WRONG, text)
     if not any("SUMMARY" in line for line in reports):
         return TaskOutcome(FAILED, f"exit code {finished.code}, no summary\n{finished.output}")
-    plain = alive.read(finished)
+    plain = alive.outcome_of(finished)
     return plain if plain.status != PASSED else TaskOutcome(PASSED, reports[-1], plain.data)

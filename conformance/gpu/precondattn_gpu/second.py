@@ -62,11 +62,11 @@ def failed(results: dict[str, Results], options: RunOptions, checks: bool) -> li
             if entry["status"] not in BAD or name not in calls:
                 continue
             call, is_bundled = calls[name], file == BUNDLED
-            given = replace(options, ptxas="") if is_bundled else options
+            chosen = replace(options, ptxas="") if is_bundled else options
             if checks:
-                task = sanitizer.task(call, given)
+                task = sanitizer.task(call, chosen)
             else:
-                task = replace(alive.task(call, given), worker="", name=f"alone {name}")
+                task = replace(alive.task(call, chosen), worker="", name=f"alone {name}")
             suffix = ", bundled ptxas" if is_bundled else ""
             tasks.append(replace(task, name=f"{task.name}{suffix}", timeout=100.0))
     return tasks

@@ -50,7 +50,7 @@ class ProcessTask:
     arguments: tuple[str, ...]
     """Arguments of the Python interpreter: `("-m", "module", …)`. `{result}` is replaced by a
     path."""
-    read: Callable[[Finished], TaskOutcome]
+    outcome_of: Callable[[Finished], TaskOutcome]
     """Reads the outcome. It is called only if the process ended by itself."""
     timeout: float = 240.0
     """The time limit in seconds, after which the process is stopped."""

@@ -21,12 +21,12 @@ from precondattn.arrays import Array, Arrays
 from precondattn_conformance.bench import machine
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import Computation, allowed, ours
-from precondattn_conformance.bench.correct import Checked, WrongResultError
+from precondattn_conformance.bench.correct import Checked
 from precondattn_conformance.bench.cost import flops, moved_bytes
-from precondattn_conformance.bench.measure import empty_row
+from precondattn_conformance.bench.measure import correct_peers, empty_row, outcome_in
 from precondattn_conformance.bench.paired import ratio, spread
-from precondattn_conformance.bench.peers import lacks, peers_of
-from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, BenchRecord, Row
+from precondattn_conformance.bench.peers import TimedPeer
+from precondattn_conformance.bench.record import TIMED, BenchRecord, Row
 from precondattn_conformance.bench.selection import Selection
 from precondattn_gpu import device_inputs
 from precondattn_gpu.device_clock import TorchClock, in_turns
@@ -77,14 +77,8 @@ def measured(case: BenchCase, backend: str, rounds: int) -> Row:
     row = empty_row(case)
     if case.device != CPU:
         row.device = f"cuda ({torch.cuda.get_device_name()})"
-    try:
+    with outcome_in(row):
         _measure(case, backend, rounds, row)
-        row.status = TIMED
-    except WrongResultError as wrong:
-        row.status, row.reason = WRONG, str(wrong)
-        row.error, row.bound = wrong.error, wrong.bound
-    except Exception as error:  # An error is a result too.
-        row.status, row.reason = FAILED, f"{type(error).__name__}: {error}"
     return row
 
 
@@ -94,7 +88,13 @@ def _measure(case: BenchCase, backend: str, rounds: int, row: Row) -> None:
     contender = checked_in_torch(ours(mechanism, case.backend, OURS), x, case)
     row.error, row.bound, row.checked = contender.checked
     row.backends = _backends(case, backend)
-    calls = {OURS: contender} | _peers(case, x, row)
+
+    def of_peer(peer: TimedPeer) -> TimedCall:
+        computation = peer.make(mechanism, case.backend)
+        inputs = {name: x[name] for name in computation.mechanism.inputs}
+        return checked_in_torch(computation, inputs, case)
+
+    calls = {OURS: contender} | correct_peers(case, row, of_peer)
     times = in_turns({name: (each.clock, each.call) for name, each in calls.items()}, rounds)
     row.seconds = spread(times[OURS])._asdict()
     for name in calls.keys() - {OURS}:
@@ -155,24 +155,6 @@ def _backends(case: BenchCase, backend: str) -> list[str]:
     if backend not in explained.backends:
         raise RuntimeError(f"{backend} runs none of this:\n{explained}")
     return list(explained.backends)
-
-
-def _peers(case: BenchCase, x: dict[str, torch.Tensor], row: Row) -> dict[str, TimedCall]:
-    """The peers that are installed and right; the row gets the reasons for the others."""
-    calls: dict[str, TimedCall] = {}
-    for peer in peers_of(case):
-        reason = lacks(peer, case, row.device)
-        if not reason:
-            try:
-                computation = peer.make(case.parsed, case.backend)
-                inputs = {name: x[name] for name in computation.mechanism.inputs}
-                calls[peer.name] = checked_in_torch(computation, inputs, case)
-                row.ratios[peer.name] = {"error": calls[peer.name].checked.error}
-                continue
-            except Exception as error:  # An error of a peer does not affect the times of others.
-                reason = f"{type(error).__name__}: {error}"
-        row.absent_peers[peer.name] = reason
-    return calls
 
 
 if __name__ == "__main__":

@@ -161,10 +161,7 @@ def rows_of(
 ) -> tuple[BenchmarkRow, ...]:
     """The rows of a test, group by group: ours first, then the peers of the group, once each.
 
-    Raises
-    ------
-    ValueError
-        if none of the libraries has this device.
+    Where no library has this device, that is a `ValueError`.
     """
     cases = _timed_cases(replace(selection, device=device, quick=quick))
     missing = [_lack_of(case.library, device) for case in cases]
@@ -196,13 +193,7 @@ def _offered(case: BenchCase) -> list[TimedPeer]:
 
 
 def _runs_on_its_library(case: BenchCase) -> bool:
-    """Whether the backend of a case, or the first of several, declares the library of the case.
-
-    Raises
-    ------
-    ValueError
-        if there is no backend of this name.
-    """
+    """Whether the backend of a case, or the first of several, declares the library of the case."""
     if case.backend is None:
         return True
     backend, *_ = (discover().named(name) for name in case.backend.split(","))

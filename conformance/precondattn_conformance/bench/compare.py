@@ -1,13 +1,8 @@
 """Comparison of two records: which ratios to a peer, peaks and results have become worse.
 
-Two times taken minutes apart on a shared machine can not be compared: the machine has another speed
-then. The ratio to a peer can, because both times of it were measured in turns. A ratio has
-regressed if the new median is more than the threshold above the old one, and the two interquartile
-ranges do not overlap. Times are shown, and not judged. A row without a ratio to the same peer in
-both records is not comparable by ratio.
-
-A peak has regressed if it is more than the threshold larger. A case that had a time and has none
-now, because it is wrong or fails, has regressed too.
+A ratio has regressed if the new median is more than the threshold above the old one, and the two
+interquartile ranges do not overlap; a peak, if it is more than the threshold larger; a case, if it
+had a time and has none now. Times are shown, and not judged: the machine had another speed then.
 """
 
 from __future__ import annotations

@@ -1,21 +1,15 @@
 """Whether a result is correct. A wrong one is not timed.
 
-The oracle often needs quadratic memory, or runs token by token, so that it is too expensive at the
-measured sizes. A causal mechanism is compared with it at these sizes as follows:
+The oracle is too expensive at the measured sizes. Of a causal mechanism it computes these parts:
 
-* outputs: the outputs of the first tokens equal those of a call on these tokens alone. The outputs
-  of the last tokens are compared with the oracle in float64, which continues from the cache that
-  the computation filled with all tokens before;
-* gradients: with a cotangent that is 0 after the first tokens, the gradients of the first tokens
-  equal those of a call on them alone, and all others are 0;
-* decoding: a short context is compared with the oracle as a whole, and one token at the measured
-  context with the oracle's step from the same cache.
+* outputs: the first tokens equal those of a call on them alone. The last tokens equal what the
+  oracle continues in float64 from the cache that the computation filled with all tokens before;
+* gradients: with a cotangent that is 0 after the first tokens, they equal those of a call on these;
+* decoding: a token after a short context, and one at the measured context from the same cache.
 
-A mechanism that is not causal is compared as a whole, or not measured.
-
-In float32 the bound of the last tokens is twice what the definition itself loses there, where that
-is more than the fixed number: LUCID's outputs are means of solved values that cancel, which in tens
-of thousands of tokens amplifies rounding beyond it.
+A mechanism that is not causal is compared as a whole, or not measured. In float32 the bound of the
+last tokens is twice what the definition itself loses there, where that is more than the fixed one:
+LUCID's outputs are means of solved values that cancel, which amplifies rounding.
 """
 
 from __future__ import annotations

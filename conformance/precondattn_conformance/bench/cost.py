@@ -1,8 +1,7 @@
 """The cost of a call: FLOPs and bytes, by mechanism and work.
 
-The FLOPs of a mechanism are those of the leaves of its program, as each leaf declares them
-(`Leaf.flops`). They count the mathematics, not an implementation, so that the share of the
-machine's rate shows what is left to gain. Where a leaf declares none, they are unknown.
+FLOPs are those that the leaves of the program declare (`Leaf.flops`). They count the mathematics,
+not an implementation, so that the share of the machine's rate shows what is left to gain.
 
 Bytes are the least that has to move. Forward: inputs, output, and every value between two leaves,
 written once and read once. Backward: these again, and every gradient. Decode: the filled part of

@@ -1,8 +1,7 @@
 """The machine: its description, and the rates that it reaches in a GEMM and in a copy.
 
-A share of a data sheet's rate says little about a shared or throttled machine. So a run measures
-one large matrix product and one large copy, with the same library, device and dtype. FLOP/s and
-bytes/s are reported as shares of these rates.
+A share of a data sheet's rate says little about a shared or throttled machine. So FLOP/s and
+bytes/s are shares of the rates of one large matrix product and one large copy in the same run.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
 """One case: checked, timed, and compared with its peers, into a row.
 
-The order matters. The first call, which includes compilation, is timed separately. Its result and
-each peer's are compared with the oracle. Then the contender and the correct peers are timed in
-turns.
+The first call, which includes compilation, is timed separately. Its result and each peer's are
+compared with the oracle. Then the contender and the correct peers are timed in turns.
 """
 
 from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -118,13 +119,21 @@ def measure(case: BenchCase, options: MeasureOptions, benchmark: Benchmark) -> R
     A case of memory has peaks at multiples of the number of tokens, each call in its own process.
     """
     row = empty_row(case)
-    try:
+    with outcome_in(row):
         if case.work == "memory":
             plan(case, row)
             _measure_peaks(case, case.multiples, row)
         else:
             with case.arrays.precision(case.dtype):
                 _measure(case, options, benchmark, row)
+    return row
+
+
+@contextmanager
+def outcome_in(row: Row) -> Iterator[None]:
+    """The row gets a status and, after an error, the reason: an error is a result too."""
+    try:
+        yield
         row.status = TIMED
     except (UnsupportedError, UncheckedError, NoPeakError) as reason:
         row.status, row.reason = UNSUPPORTED, str(reason)
@@ -134,13 +143,13 @@ def measure(case: BenchCase, options: MeasureOptions, benchmark: Benchmark) -> R
     except Exception as error:
         row.status, row.reason = FAILED, f"{type(error).__name__}: {error}"
         traceback.print_exc()
-    return row
 
 
 def _measure(case: BenchCase, options: MeasureOptions, benchmark: Benchmark, row: Row) -> None:
     run, checked, row.first_call_seconds = our_run(case, row)
     row.error, row.bound, row.checked = checked
-    peers = _correct_peers(case, row)
+    calls = correct_peers(case, row, partial(peer_run, case=case))
+    peers = {name: each.run for name, each in calls.items()}
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else _affordable(run, peers))
     turns, numbers = Turns(peers), itertools.count()
 
@@ -253,22 +262,32 @@ def checked_run(
     return CheckedRun(run, checked, seconds)
 
 
-def _correct_peers(case: BenchCase, row: Row) -> dict[str, Run]:
+class _HasCheck(Protocol):
+    @property
+    def checked(self) -> Checked: ...
+
+
+Call = TypeVar("Call", bound=_HasCheck)
+
+
+def correct_peers(
+    case: BenchCase, row: Row, run_of: Callable[[TimedPeer], Call]
+) -> dict[str, Call]:
     """The peers that are installed and correct; the row gets the reasons of the others."""
-    runs: dict[str, Run] = {}
+    calls: dict[str, Call] = {}
     for peer in peers_of(case):
         reason = lacks(peer, case, row.device)
         if not reason:
             try:
-                runs[peer.name], checked, _ = peer_run(peer, case)
-                row.ratios[peer.name] = {"error": checked.error}
+                calls[peer.name] = run_of(peer)
+                row.ratios[peer.name] = {"error": calls[peer.name].checked.error}
                 continue
             except (WrongResultError, UnsupportedError, UncheckedError) as error:
                 reason = str(error)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
         row.absent_peers[peer.name] = reason
-    return runs
+    return calls
 
 
 def _affordable(run: Run, peers: dict[str, Run]) -> int:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class MeasuredSpread(NamedTuple):
-    """The median of some measurements, and their quartiles."""
+    """The median of measurements, and their quartiles."""
 
     median: float
     q1: float

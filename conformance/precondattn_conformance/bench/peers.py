@@ -1,12 +1,8 @@
 """Peers: what a user would run instead, or the base that a mechanism adds work to.
 
-The page on benchmarks has a table of what each computes, and where.
-
 `sdpa` is the peer of every mechanism that contains softmax attention, also of LASER and PaTH, which
-compute something else. A peer is compared with the oracle of what it computes; a wrong one is not
-timed.
-
-A peer runs in its own array library on the same numbers, so JAX can be compared with PyTorch.
+compute something else. A peer runs in its own array library on the same numbers, and is compared
+with the oracle of what it computes; a wrong one is not timed.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from precondattn_conformance.bench.computation import CacheDecoder, Computation,
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.peers.everyone import peer_named
 from precondattn_conformance.peers.files import MissingError
-from precondattn_conformance.peers.peer import Peer
+from precondattn_conformance.peers.project import Peer
 
 SOFTMAX = pa.Softmax()
 
@@ -48,13 +44,7 @@ class TimedPeer(NamedTuple):
 
 
 def peers_of(case: BenchCase) -> list[TimedPeer]:
-    """The peers of a case: those that it names, or else all that fit.
-
-    Raises
-    ------
-    ValueError
-        if a peer does not exist.
-    """
+    """The peers of a case: those that it names, or else all that fit."""
     mechanism, names = pa.parse(case.mechanism), [peer.name for peer in PEERS]
     for name in case.peers or ():
         if name not in names:

@@ -44,13 +44,7 @@ class Selection:
     quick: bool = False
 
     def cases(self) -> list[BenchCase]:
-        """The requested cases.
-
-        Raises
-        ------
-        ValueError
-            for a name that does not exist; of cases, with the nearest.
-        """
+        """The requested cases. An unknown name is a `ValueError`; of cases, with the nearest."""
         _check("work", self.works, WORKS)
         _check("array library", self.libraries, tuple(cls.name for cls in array_libraries.ALL))
         dtypes = array_libraries.WIDE + array_libraries.HALF

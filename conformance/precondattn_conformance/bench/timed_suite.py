@@ -1,8 +1,4 @@
-"""The cases as tests, timed by pytest-benchmark. Only `command.py` runs this file.
-
-A plugin object that the command creates has the cases, and collects their rows. In the file of
-`--benchmark-json` the rows have the columns and groups of `benchmark_cases`.
-"""
+"""The cases as tests, timed by pytest-benchmark. Only `command.py` runs this file."""
 
 from __future__ import annotations
 

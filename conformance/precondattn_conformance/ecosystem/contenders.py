@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol
+from itertools import product
 
 import precondattn as pa
 from precondattn.dispatch.discovery import register_backend
@@ -13,7 +13,7 @@ from precondattn_conformance.functions.backend import FunctionBackend
 from precondattn_conformance.libraries import named
 from precondattn_conformance.peers.everyone import all_peers, peer_named
 from precondattn_conformance.peers.files import MissingError
-from precondattn_conformance.peers.peer import Peer
+from precondattn_conformance.peers.project import Peer
 
 LIBRARIES = {
     "reference": "numpy",
@@ -31,31 +31,6 @@ MECHANISMS = ("softmax", "lucid", "path", "gated_delta", "kda")
 
 WITHOUT = {("pallas", "path"), ("cupy", "path")}
 """Pairs (backend, mechanism) without a kernel."""
-
-
-class Contender(Protocol):
-    """One implementation of one mechanism."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def mechanism(self) -> str: ...
-
-    @property
-    def library(self) -> str: ...
-
-    def described(self) -> dict[str, str]:
-        """A description of its project: title, url, date."""
-
-    def version(self) -> str:
-        """The version of the project. Raises a MissingError if it is not installed."""
-
-    def limits(self) -> Mapping[str, str]:
-        """The limits that its documentation states, by the name of the check."""
-
-    def ready(self) -> tuple[str, FunctionBackend | None]:
-        """The name of its registered backend, and the backend itself if it is a function."""
 
 
 @dataclass(frozen=True)
@@ -77,16 +52,20 @@ class OfProject:
         return self.peer.library
 
     def described(self) -> dict[str, str]:
+        """A description of its project: title, url, date."""
         project = self.peer.project
         return {"project": project.title, "url": project.url, "date": project.day}
 
     def version(self) -> str:
+        """The version of the project. Raises a MissingError if it is not installed."""
         return self.peer.project.version
 
     def limits(self) -> Mapping[str, str]:
+        """The limits that its documentation states, by the name of the check."""
         return self.peer.limits
 
     def ready(self) -> tuple[str, FunctionBackend | None]:
+        """The name of its registered backend, and the backend itself if it is a function."""
         backend = self.peer.backend()
         backend.promises = pa.CONVENTIONS  # A run finds the conventions that it does not keep.
         register_backend(backend)
@@ -123,6 +102,10 @@ class OfOurs:
         return self.backend, None
 
 
+Contender = OfProject | OfOurs
+"""One implementation of one mechanism."""
+
+
 def contenders(patterns: Iterable[str] = ()) -> list[Contender]:
     """The rows in the order of the table: all, or those that match a pattern such as `"fla/*"`.
 
@@ -131,23 +114,11 @@ def contenders(patterns: Iterable[str] = ()) -> list[Contender]:
     ValueError
         for a pattern that matches no row.
     """
-    every = list(_every())
+    pairs = [pair for pair in product(LIBRARIES, MECHANISMS) if pair not in WITHOUT]
+    every = [*map(OfProject, all_peers()), *(OfOurs(*pair) for pair in pairs)]
     wanted = tuple(patterns)
     for pattern in wanted:
         if not any(fnmatchcase(each.name, pattern) for each in every):
-            raise ValueError(f"{pattern!r} matches no peer; there are {_projects(every)}")
-    if not wanted:
-        return every
-    return [each for each in every if any(fnmatchcase(each.name, p) for p in wanted)]
-
-
-def _every() -> Iterator[Contender]:
-    yield from map(OfProject, all_peers())
-    for backend in LIBRARIES:
-        for mechanism in MECHANISMS:
-            if (backend, mechanism) not in WITHOUT:
-                yield OfOurs(backend, mechanism)
-
-
-def _projects(every: list[Contender]) -> str:
-    return ", ".join(dict.fromkeys(each.name.partition("/")[0] + "/..." for each in every))
+            projects = dict.fromkeys(each.name.partition("/")[0] + "/..." for each in every)
+            raise ValueError(f"{pattern!r} matches no peer; there are {', '.join(projects)}")
+    return [each for each in every if any(fnmatchcase(each.name, p) for p in wanted or ("*",))]

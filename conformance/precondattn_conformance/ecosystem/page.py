@@ -97,11 +97,10 @@ def page(table: Table, judgements: Sequence[Judgement]) -> str:
 
 def _numbers(table: Table, judgements: Sequence[Judgement]) -> dict[Judgement, str]:
     """The name of each judgement in the table, such as "defect 2", also of adapters' limits."""
-    own = [each for each in judgements if each.rows(table)]
-    known = [*own, *_limits(table, own)]
+    of_rows = [each for each in judgements if each.rows(table)]
     numbers: dict[Judgement, str] = {}
     counts: dict[str, int] = {}
-    for judgement in known:
+    for judgement in (*of_rows, *_limits(table, of_rows)):
         counts[judgement.kind] = counts.get(judgement.kind, 0) + 1
         numbers[judgement] = f"{judgement.kind} {counts[judgement.kind]}"
     return numbers
@@ -133,12 +132,12 @@ def _summary(table: Table) -> str:
 
 
 def _project(rows: list[TableRow], numbers: Mapping[Judgement, str]) -> str:
-    first = rows[0]
-    title = f"[{first.project}]({first.url})" if first.url else first.project
+    row = rows[0]
+    title = f"[{row.project}]({row.url})" if row.url else row.project
     dates = {" of ".join(filter(None, (row.version, row.date))) for row in rows} - {""}
     heading = ", ".join(sorted(dates)) or "not installed"
     lines = [
-        f"## {first.project}\n",
+        f"## {row.project}\n",
         f"{title}: {heading}\n",
         table_of(
             ("function", "mechanism", "arrays", *COLUMNS, OTHER),
@@ -156,13 +155,13 @@ def _cells(row: TableRow, numbers: Mapping[Judgement, str]) -> tuple[str, ...]:
 
 def columns(checks: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """The checks of a row, grouped by column."""
-    known = tuple(checks)
+    names = tuple(checks)
     by_column = {
-        column: tuple(check for check in of_column if check in known)
+        column: tuple(check for check in of_column if check in names)
         for column, of_column in COLUMNS.items()
     }
     named = {check for of_column in COLUMNS.values() for check in of_column}
-    return {**by_column, OTHER: tuple(check for check in known if check not in named)}
+    return {**by_column, OTHER: tuple(check for check in names if check not in named)}
 
 
 def _text(row: TableRow, checks: Sequence[str], numbers: Mapping[Judgement, str]) -> str:

@@ -11,8 +11,8 @@ from precondattn_conformance.ecosystem.table import Table
 
 def reports(table: Table, judgements: Sequence[Judgement]) -> dict[str, str]:
     """The reports by file name."""
-    known = [each for each in judgements if each.rows(table)]
-    return {f"{n}.md": _report(table, each) for each, n in report_numbers(known).items()}
+    of_rows = [each for each in judgements if each.rows(table)]
+    return {f"{n}.md": _report(table, each) for each, n in report_numbers(of_rows).items()}
 
 
 def _report(table: Table, judgement: Judgement) -> str:

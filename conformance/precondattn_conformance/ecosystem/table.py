@@ -45,20 +45,10 @@ class TableRow:
     """The limits that its documentation states, by the name of the check."""
 
     def as_dict(self) -> JsonObject:
-        return {
-            "name": self.name,
-            "project": self.project,
-            "url": self.url,
-            "version": self.version,
-            "date": self.date,
-            "mechanism": self.mechanism,
-            "library": self.library,
-            "seconds": self.seconds,
-            "missing": self.missing,
-            "findings": list(self.findings),
-            "limits": dict(self.limits),
-            "checks": {check: cell.as_list() for check, cell in self.checks.items()},
-        }
+        entry: JsonObject = {**vars(self), "findings": list(self.findings)}
+        del entry["checks"]  # They are the end of a line.
+        checks: JsonObject = {check: cell.as_list() for check, cell in self.checks.items()}
+        return {**entry, "limits": dict(self.limits), "checks": checks}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> TableRow:

@@ -82,8 +82,8 @@ def result(m: Piece, stage: str) -> Named:
 def _changed(change: Callable[[Array], Array], correct: MethodResult) -> MethodResult:
     if correct.out is not None:
         return replace(correct, out=change(correct.out))
-    first = next(iter(correct.gradients))
-    gradients = {**correct.gradients, first: change(correct.gradients[first])}
+    name = next(iter(correct.gradients))
+    gradients = {**correct.gradients, name: change(correct.gradients[name])}
     return replace(correct, gradients=gradients)
 
 
@@ -149,7 +149,7 @@ def _dense(x: Array) -> Array:
 
 
 def _dense_input(name: str, call: MethodCall) -> MethodCall:
-    return call.given(**{name: _dense(call.inputs[name])})
+    return call.with_inputs(**{name: _dense(call.inputs[name])})
 
 
 def _of_dense_cotangent(call: MethodCall) -> MethodCall:

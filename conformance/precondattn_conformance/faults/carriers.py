@@ -14,6 +14,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, cast
 
 import numpy as np
 
@@ -84,11 +85,31 @@ class Carrier(pa.Backend):
         self.changed += true is not None and not _is_same(result, true)
         return result
 
+    def _called(
+        self,
+        stage: str,
+        mechanism: Piece,
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        past: Mapping[str, Array] | None = None,
+        d_buffers: Mapping[str, Array] | None = None,
+        **results: Any,
+    ) -> MethodResult:
+        """Run a method on wide arrays, with the buffers by their names in a `MethodCall`."""
+        names = _names_in_call(mechanism)
+        for field, buffers in (("past", past), ("d_buffers", d_buffers)):
+            if buffers is not None:
+                results[field] = {name: upcast(buffers[key]) for key, name in names.items()}
+        if past is not None:
+            slots = mechanism.program.slots
+            results["slots"] = {names[key]: slot for key, (slot, _) in slots.items()}
+        results["dtype"] = dtype_name(next(iter(inputs.values())))
+        return self._run(MethodCall(stage, mechanism, upcast_all(inputs), frame, **results))
+
     def forward(
         self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, tuple[Array, ...]]:
-        call = MethodCall(FORWARD, mechanism, upcast_all(inputs), frame, dtype=_dtype(inputs))
-        result = self._run(call)
+        result = self._called(FORWARD, mechanism, inputs, frame)
         return result.out, result.residuals
 
     def backward(
@@ -100,17 +121,8 @@ class Carrier(pa.Backend):
         residuals: tuple[Array, ...],
         cotangent: Array,
     ) -> Arrays:
-        call = MethodCall(
-            BACKWARD,
-            mechanism,
-            upcast_all(inputs),
-            frame,
-            out=upcast(out),
-            residuals=residuals,
-            cotangent=upcast(cotangent),
-            dtype=_dtype(inputs),
-        )
-        return self._run(call).gradients
+        results = {"out": upcast(out), "residuals": residuals, "cotangent": upcast(cotangent)}
+        return self._called(BACKWARD, mechanism, inputs, frame, **results).gradients
 
     def step(
         self,
@@ -119,18 +131,8 @@ class Carrier(pa.Backend):
         inputs: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, dict[str, Update]]:
+        result = self._called(STEP, mechanism, inputs, frame, past)
         names = _names_in_call(mechanism)
-        result = self._run(
-            MethodCall(
-                STEP,
-                mechanism,
-                upcast_all(inputs),
-                frame,
-                {name: upcast(past[key]) for key, name in names.items()},
-                {names[key]: slot for key, (slot, _) in mechanism.program.slots.items()},
-                dtype=_dtype(inputs),
-            )
-        )
         return result.out, {key: result.updates[name] for key, name in names.items()}
 
     def step_backward(
@@ -142,25 +144,11 @@ class Carrier(pa.Backend):
         cotangent: Array,
         d_buffers: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
-        names = _names_in_call(mechanism)
-        result = self._run(
-            MethodCall(
-                STEP_BACKWARD,
-                mechanism,
-                upcast_all(inputs),
-                frame,
-                {name: upcast(past[key]) for key, name in names.items()},
-                {names[key]: slot for key, (slot, _) in mechanism.program.slots.items()},
-                cotangent=upcast(cotangent),
-                d_buffers={name: upcast(d_buffers[key]) for key, name in names.items()},
-                dtype=_dtype(inputs),
-            )
+        result = self._called(
+            STEP_BACKWARD, mechanism, inputs, frame, past, d_buffers, cotangent=upcast(cotangent)
         )
+        names = _names_in_call(mechanism)
         return result.gradients, {key: result.d_past[name] for key, name in names.items()}
-
-
-def _dtype(inputs: Mapping[str, Array]) -> str:
-    return dtype_name(next(iter(inputs.values())))
 
 
 def _names_in_call(mechanism: Piece) -> dict[str, str]:
@@ -243,8 +231,8 @@ def _result(runner: LeafRunner, call: MethodCall) -> MethodResult:
     if call.stage == FORWARD:
         return MethodResult(*run.forward(x, frame))
     if call.stage == BACKWARD:
-        given = (call.out, call.residuals, call.cotangent)
-        return MethodResult(gradients=run.backward(x, frame, *given))
+        gradients = run.backward(x, frame, call.out, call.residuals, call.cotangent)
+        return MethodResult(gradients=gradients)
     if call.stage == STEP:
         out, updates = run.step(call.past, x, frame)
         return MethodResult(out, updates=updates)

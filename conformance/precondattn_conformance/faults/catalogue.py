@@ -125,14 +125,14 @@ def _stages(m: pa.Mechanism) -> tuple[str, ...]:
 def _systematic() -> Iterator[Fault]:
     turns: Counter[str] = Counter()
     for cls in registry.registered().values():
-        known: set[tuple[str, ...]] = set()
+        made: set[tuple[str, ...]] = set()
         for text in (cls.name, *cls.variants):
             m = pa.parse(text)
             for carrier, operators in _operators(m).items():
                 for stage in _stages(m):
                     if stage == STEP_BACKWARD and cls.name in AROUND and text != cls.name:
                         continue  # The compositions contain the leaf with its defaults.
-                    yield from _of_one(m, cls.name, carrier, stage, operators, known, turns)
+                    yield from _of_one(m, cls.name, carrier, stage, operators, made, turns)
 
 
 def _operators(m: pa.Mechanism) -> dict[str, Operators]:
@@ -148,7 +148,7 @@ def _of_one(
     carrier: str,
     stage: str,
     operators: Operators,
-    known: set[tuple[str, ...]],
+    made: set[tuple[str, ...]],
     turns: Counter[str],
 ) -> Iterator[Fault]:
     mechanism = AROUND[subject] if stage == STEP_BACKWARD and subject in AROUND else str(m)
@@ -161,15 +161,15 @@ def _of_one(
         changes = [*make(planted, stage)]
         count = IN_TURN[carrier].get(operator)
         if count is not None and changes:
-            if (carrier, stage, operator) in known:
+            if (carrier, stage, operator) in made:
                 continue
-            known.add((carrier, stage, operator))
-            first = turns[operator]
+            made.add((carrier, stage, operator))
+            start = turns[operator]
             turns[operator] += count
-            chosen = range(first, first + min(count, len(changes)))
+            chosen = range(start, start + min(count, len(changes)))
             changes = [changes[i % len(changes)] for i in chosen]
         for detail, change in changes:
             key = (carrier, stage, operator, detail)
-            if key not in known:
-                known.add(key)
+            if key not in made:
+                made.add(key)
                 yield Fault(subject, mechanism, (stage,), carrier, operator, detail, change)

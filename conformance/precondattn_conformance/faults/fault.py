@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from threading import RLock
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,6 @@ from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Arrays
 from precondattn.cache import Slot, Update
 from precondattn.frame import Frame
-from precondattn_conformance.faults.replacing import REPLACING
 
 FORWARD, BACKWARD, STEP, STEP_BACKWARD = "forward", "backward", "step", "step_backward"
 STAGES = (FORWARD, BACKWARD, STEP, STEP_BACKWARD)
@@ -54,7 +54,7 @@ class MethodCall:
     wiring: Mapping[tuple[int, str], str] = field(default_factory=dict)
     """Arrays to read in place of others, by a leaf's index in a group and its input's name."""
 
-    def given(self, **inputs: Array) -> MethodCall:
+    def with_inputs(self, **inputs: Array) -> MethodCall:
         """The call with other inputs."""
         return replace(self, inputs={**self.inputs, **inputs})
 
@@ -130,6 +130,11 @@ def with_call(change: Callable[[MethodCall], MethodCall]) -> Change:
 def with_result(change: Callable[[MethodResult], MethodResult]) -> Change:
     """A change of the correct method's result."""
     return lambda truth, call: change(truth(call))
+
+
+REPLACING = RLock()
+"""Locked from the replacement of a name of a module or class until the original is restored: it
+applies to all threads, and another thread would take the replacement for the original."""
 
 
 def inside(owner: Owner, name: str, change: Callable[[Function], Function]) -> Change:

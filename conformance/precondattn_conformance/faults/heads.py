@@ -113,7 +113,7 @@ def _neighbours(few: str, truth: Truth, call: MethodCall) -> MethodResult:
         for name, x in call.inputs.items()
         if name in ("k", "v")
     }
-    return truth(call.given(**moved))
+    return truth(call.with_inputs(**moved))
 
 
 def _one_of(many: str, few: str, truth: Truth, call: MethodCall) -> MethodResult:
@@ -122,9 +122,9 @@ def _one_of(many: str, few: str, truth: Truth, call: MethodCall) -> MethodResult
     axis = call.output.letters.index(many)
     shape = [1] * call.cotangent.ndim
     shape[axis] = count
-    first = (np.arange(count) % group == 0).reshape(shape)
+    is_first = (np.arange(count) % group == 0).reshape(shape)
     xp = namespace(call.cotangent)
-    of_first = truth(replace(call, cotangent=xp.where(xp.asarray(first), call.cotangent, 0.0)))
+    of_first = truth(replace(call, cotangent=xp.where(xp.asarray(is_first), call.cotangent, 0.0)))
     true = truth(call)
     shared = {
         name: of_first.gradients[name]

@@ -37,11 +37,11 @@ def segments(m: Piece, stage: str) -> Named:
 
 def _of_earlier_call() -> Change:
     """A mask that is computed once for all calls of one shape."""
-    known: dict[tuple[object, ...], Frame] = {}
+    frames: dict[tuple[object, ...], Frame] = {}
 
     def other(call: MethodCall) -> MethodCall:
         shapes = tuple(tuple(x.shape) for x in call.inputs.values())
-        return replace(call, frame=known.setdefault(shapes, call.frame))
+        return replace(call, frame=frames.setdefault(shapes, call.frame))
 
     return with_call(other)
 
@@ -56,8 +56,8 @@ def _later_segments(frame: Frame) -> Frame:
 
 def _rolled(x: Array, *, keep_first: bool) -> Array:
     """x moved by one token: every token gets the entry of the token before it."""
-    first = x[:, :1] if keep_first else x[:, -1:]
-    return namespace(x).concat([first, x[:, :-1]], axis=1)
+    before = x[:, :1] if keep_first else x[:, -1:]
+    return namespace(x).concat([before, x[:, :-1]], axis=1)
 
 
 def validity(m: Piece, stage: str) -> Named:

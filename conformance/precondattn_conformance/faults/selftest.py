@@ -22,7 +22,6 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from precondattn_conformance.case import Case
 from precondattn_conformance.cases import cases
@@ -35,6 +34,7 @@ from precondattn_conformance.faults.catalogue import (
     subjects,
 )
 from precondattn_conformance.faults.fault import BACKWARD, FORWARD, STEP, STEP_BACKWARD, Fault
+from precondattn_conformance.progress import Progress
 from precondattn_conformance.runner import run_case
 from precondattn_conformance.status import FAILED, PASSED
 
@@ -206,12 +206,12 @@ def _tasks(chosen: Iterable[Fault]) -> list[FaultTask]:
 
 def run_task(task: FaultTask, level: str = FULL) -> list[FaultVerdict | Plain]:
     """The results of a task, computed in this process."""
-    known = {fault.name: fault for fault in faults()}
+    by_name = {fault.name: fault for fault in faults()}
     results: list[FaultVerdict | Plain] = []
     with planting() as carriers:
         for name, mechanism, library in task.plain:
             results.append(run_plain(carriers[name], name, mechanism, library))
-        for fault in (known[name] for name in task.names):
+        for fault in (by_name[name] for name in task.names):
             results.append(run_fault(carriers[fault.carrier], fault, level))
     return results
 
@@ -291,37 +291,25 @@ def _cases(level: str, mechanism: str, library: str, *, has_options: bool = Fals
 
 def _in_order(chosen: list[Case], fault: Fault, level: str) -> list[Case]:
     """The cases sorted: the most likely check first, then float64, then short sequences."""
-    first = {FIRST_CHECK[stage] for stage in fault.stages}
+    likely = {FIRST_CHECK[stage] for stage in fault.stages}
     if fault.operator in FIRST_OF_OPERATOR:
-        first = {FIRST_OF_OPERATOR[fault.operator]}
+        likely = {FIRST_OF_OPERATOR[fault.operator]}
     if level != SMOKE:
-        first = {MISSED_BY_SMOKE}
+        likely = {MISSED_BY_SMOKE}
 
     def late(case: Case) -> tuple[bool, bool, int]:
-        return case.check not in first, case.dtype != "float64", case.layout.t
+        return case.check not in likely, case.dtype != "float64", case.layout.t
 
     return sorted(chosen, key=late)
 
 
 def self_test(console: Console, level: str = FULL) -> int:
     """Run `precondattn conformance --self-test`; returns 0 if every fault is caught, else 1."""
-    with Progress(
-        TextColumn("{task.description:<18}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[survived]} survived"),
-        console=console,
-        transient=True,
-    ) as progress:
-        task = progress.add_task("planted faults", total=len(faults()), survived=0)
-        survived = 0
+    with Progress(console, len(faults())) as progress:
 
         def advance(done: FaultVerdict | Plain) -> None:
-            nonlocal survived
             if isinstance(done, FaultVerdict):
-                survived += not done.is_caught
-                progress.update(task, advance=1, survived=survived)
+                progress.advance(is_failed=not done.is_caught)
 
         results = run_self_test(advance, level=level)
     return show(results, console)

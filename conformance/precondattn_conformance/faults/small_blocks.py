@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from precondattn_conformance.faults.fault import Owner
-from precondattn_conformance.faults.replacing import REPLACING
+from precondattn_conformance.faults.fault import REPLACING, Owner
 from precondattn_portable import (
     chunkwise,
     extension,
@@ -38,12 +37,12 @@ SMALL = (
 def small_blocks() -> Iterator[None]:
     """Context in which the blocked algorithms use blocks of a few tokens."""
     with REPLACING:
-        known = [(owner, {n: getattr(owner, n) for n in sizes}) for owner, sizes in SMALL]
+        original = [(owner, {n: getattr(owner, n) for n in sizes}) for owner, sizes in SMALL]
         _set(SMALL)
         try:
             yield
         finally:
-            _set(known)
+            _set(original)
 
 
 def _set(sizes: Iterable[tuple[Owner, Mapping[str, int]]]) -> None:

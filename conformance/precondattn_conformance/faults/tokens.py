@@ -27,7 +27,7 @@ def placement(m: Piece, stage: str) -> Named:
 
 
 def _moved(name: str, by: int, call: MethodCall) -> MethodCall:
-    return call.given(**{name: rolled(call.inputs[name], by)})
+    return call.with_inputs(**{name: rolled(call.inputs[name], by)})
 
 
 def rolled(x: Array, by: int, axis: int = 1) -> Array:

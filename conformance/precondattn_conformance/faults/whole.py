@@ -1,7 +1,7 @@
 """Runs a mechanism as one call, as a fused kernel does: all its leaves in turn.
 
 forward     every intermediate result of the program; they are the residuals
-backward    in reverse; the gradients of what several leaves read are summed
+backward    in reverse; the gradients of what several leaves arrays_read are summed
 step        every leaf's step; if leaves share a buffer, the first updates it
 """
 
@@ -25,14 +25,14 @@ def whole(call: MethodCall) -> MethodResult:
     return _step(call) if call.stage == STEP else _step_backward(call)
 
 
-def read(call: MethodCall, number: int) -> dict[str, str]:
+def arrays_read(call: MethodCall, number: int) -> dict[str, str]:
     """The array of the program that each input of a leaf reads, by the leaf's name of the input."""
     declared = dict(call.mechanism.program.calls[number].arguments)
     return declared | {formal: v for (i, formal), v in call.wiring.items() if i == number}
 
 
 def _inputs(call: MethodCall, number: int, arrays: Mapping[str, Array]) -> Arrays:
-    return {formal: arrays[name] for formal, name in read(call, number).items()}
+    return {formal: arrays[name] for formal, name in arrays_read(call, number).items()}
 
 
 def _frame(call: MethodCall, number: int) -> Frame:
@@ -70,7 +70,7 @@ def _backward(call: MethodCall) -> MethodResult:
             (),
             cotangents[leaf_call.out],
         )
-        for formal, name in read(call, i).items():
+        for formal, name in arrays_read(call, i).items():
             accumulate(cotangents, name, gradients[formal])
     return MethodResult(gradients=_of_inputs(call, cotangents))
 
@@ -125,7 +125,7 @@ def _step_backward(call: MethodCall) -> MethodResult:
             cotangents[leaf_call.out] if leaf_call.out in cotangents else zero(out),
             d_buffers,
         )
-        for formal, name in read(call, i).items():
+        for formal, name in arrays_read(call, i).items():
             accumulate(cotangents, name, gradients[formal])
         for slot, d_buffer in d_slots.items():
             accumulate(d_past, keys[slot], d_buffer)

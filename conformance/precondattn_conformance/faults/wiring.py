@@ -63,8 +63,8 @@ def _rewired(key: tuple[int, str], name: str, call: MethodCall) -> MethodCall:
 
 def shared(m: Piece, stage: str) -> Named:
     """The gradient of an array that several leaves read, computed from only one of them."""
-    read = [name for call in m.program.calls for _, name in call.arguments]
-    if stage in (BACKWARD, STEP_BACKWARD) and len(set(read)) < len(read):
+    names = [name for call in m.program.calls for _, name in call.arguments]
+    if stage in (BACKWARD, STEP_BACKWARD) and len(set(names)) < len(names):
         yield "gradient of the last reader only", inside(whole, "accumulate", _first_only)
         yield "gradient of the first reader only", inside(whole, "accumulate", _last_only)
 

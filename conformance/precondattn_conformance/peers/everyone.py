@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 
-from precondattn_conformance.peers.peer import Peer
+from precondattn_conformance.peers.project import Peer
 
 PROJECTS = (
     "equinox",
@@ -66,6 +66,6 @@ def peer_named(name: str) -> Peer:
     if name not in peers:
         project = name.partition("/")[0]
         near = [each for each in peers if each.startswith(f"{project}/")]
-        known = near or sorted({each.partition("/")[0] + "/..." for each in peers})
-        raise ValueError(f"{name!r} is no peer; there are {', '.join(known)}")
+        names = near or sorted({each.partition("/")[0] + "/..." for each in peers})
+        raise ValueError(f"{name!r} is no peer; there are {', '.join(names)}")
     return peers[name]

@@ -39,7 +39,7 @@ ONE_PARSES = Lock()
 two threads parse at the same time, one raises a SystemError."""
 
 
-def excerpt_of(file: Path, *names: str, given: Mapping[str, object]) -> ModuleType:
+def excerpt_of(file: Path, *names: str, imported: Mapping[str, object]) -> ModuleType:
     """Selected functions and classes of a file whose imports are not installed.
 
     Only these definitions are executed, unchanged; the file's imports and other statements are not.
@@ -50,7 +50,7 @@ def excerpt_of(file: Path, *names: str, given: Mapping[str, object]) -> ModuleTy
     file : Path
     *names : str
         The names of top-level definitions, including those that they call.
-    given : mapping
+    imported : mapping
         Other objects that they use, by the names in the file: `{"torch": torch}`.
 
     Returns
@@ -64,7 +64,7 @@ def excerpt_of(file: Path, *names: str, given: Mapping[str, object]) -> ModuleTy
         if there is no such file, or a definition is missing.
     """
     module = ModuleType(f"excerpt of {file.name}")
-    vars(module).update(given)
+    vars(module).update(imported)
     exec(_code_of(file, names), vars(module))
     return module
 
@@ -75,16 +75,16 @@ def _code_of(file: Path, names: tuple[str, ...]) -> CodeType:
     text = _there(file).read_text(encoding="utf-8")
     with ONE_PARSES:
         parsed = ast.parse(text)
-    known = {
+    defined = {
         node.name: node for node in parsed.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }
-    missing = [name for name in names if name not in known]
+    missing = [name for name in names if name not in defined]
     if missing:
         raise MissingError(f"{file} defines no {', '.join(missing)}")
     body: list[ast.stmt] = [ast.ImportFrom("__future__", [ast.alias("annotations")], 0)]
     for name in names:
-        known[name].decorator_list = []
-        body.append(known[name])
+        defined[name].decorator_list = []
+        body.append(defined[name])
     with ONE_PARSES:
         return compile(ast.fix_missing_locations(ast.Module(body, [])), file, "exec")
 

@@ -7,6 +7,7 @@ without grouped heads require equal numbers of heads, so key and value heads are
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 from precondattn.arrays import Array
@@ -45,36 +46,6 @@ def by_key_heads(
     return out, None if last is None else last[:, ::group]
 
 
-@FLA.peer("kda", dtypes=HALF32, state=STATE)
-def kda_recurrent(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None, **state: object
-) -> object:
-    return _naive("kda", "naive_recurrent_kda")(q, k, v, g, beta, scale, **state)
-
-
-@FLA.peer("kda", dtypes=HALF32, multiple=64, state=STATE)
-def kda_chunk(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None, **state: object
-) -> object:
-    return _naive("kda", "naive_chunk_kda")(q, k, v, g, beta, scale, **state)
-
-
-@FLA.peer("gated_delta", heads="equal", dtypes=HALF32, state=STATE)
-def gated_delta_recurrent(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None, **state: object
-) -> object:
-    function = _naive("gated_delta_rule", "naive_recurrent_gated_delta_rule")
-    return function(q, k, v, beta, g, scale, **state)
-
-
-@FLA.peer("gated_delta", heads="equal", dtypes=HALF32, state=STATE)
-def gated_delta_chunk(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None, **state: object
-) -> object:
-    function = _naive("gated_delta_rule", "naive_chunk_gated_delta_rule")
-    return function(q, k, v, g, beta, scale=scale, **state)
-
-
 def _delta(function: str, q: Array, k: Array, v: Array, beta: Array, **state: object) -> object:
     out, last = _naive("delta_rule", function)(*heads_first(q, k, v, beta), **state)
     return heads_first(out)[0], last
@@ -107,35 +78,6 @@ def gla_recurrent(
     )
 
 
-@FLA.peer("retention", layout="bhtd", heads="equal", dtypes=HALF32)
-def retention_parallel(q: Array, k: Array, v: Array) -> object:
-    return _naive("retention", "naive_retention")(q, k, v)
-
-
-@FLA.peer("ssd", heads="equal", dtypes=HALF32, state=STATE)
-def simple_gla_recurrent(
-    q: Array, k: Array, v: Array, g: Array, scale: float, **state: object
-) -> object:
-    return _naive("simple_gla", "naive_recurrent_simple_gla")(q, k, v, g, scale, **state)
-
-
-@FLA.peer("ssd", heads="equal", dtypes=HALF32, state=STATE)
-def simple_gla_chunk(
-    q: Array, k: Array, v: Array, g: Array, scale: float, **state: object
-) -> object:
-    return _naive("simple_gla", "naive_chunk_simple_gla")(q, k, v, g, scale=scale, **state)
-
-
-@FLA.peer("ssd", heads="equal", dtypes=HALF32)
-def simple_gla_parallel(q: Array, k: Array, v: Array, g: Array, scale: float) -> object:
-    return _naive("simple_gla", "naive_parallel_simple_gla")(q, k, v, g, scale)
-
-
-@FLA.peer("gsa", dtypes=HALF32)
-def gsa_recurrent(q: Array, k: Array, v: Array, s: Array, g: Array, scale: float | None) -> object:
-    return _naive("gsa", "naive_recurrent_gsa")(q, k, v, s, g, scale)
-
-
 def _path(
     q: Array, k: Array, v: Array, w: Array, beta: Array, g: Array, scale: float | None
 ) -> object:
@@ -156,63 +98,6 @@ def path_forget(
     q: Array, k: Array, v: Array, w: Array, beta: Array, g: Array, scale: float | None
 ) -> object:
     return _path(q, k, v, w, beta, g, scale)
-
-
-@FLA.peer("comba", heads="equal", dtypes=HALF32, state=STATE)
-def comba_recurrent(
-    q: Array,
-    k: Array,
-    v: Array,
-    p: Array,
-    g: Array,
-    beta: Array,
-    scale: float | None,
-    **state: object,
-) -> object:
-    """Computes `comba[erases=decayed]`; its chunked form and its kernel compute `comba`."""
-    return _naive("comba", "naive_recurrent_comba")(q, k, v, p, beta, g, scale, **state)
-
-
-@FLA.peer("comba", heads="equal", dtypes=HALF32, state=STATE)
-def comba_chunk(
-    q: Array,
-    k: Array,
-    v: Array,
-    p: Array,
-    g: Array,
-    beta: Array,
-    scale: float | None,
-    **state: object,
-) -> object:
-    return _naive("comba", "naive_chunk_comba")(q, k, v, p, g, beta, scale=scale, **state)
-
-
-@FLA.peer("gdn2", heads="equal", dtypes=HALF32, state=STATE)
-def gdn2_recurrent(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    b: Array,
-    w: Array,
-    scale: float | None,
-    **state: object,
-) -> object:
-    return _naive("gdn2", "naive_recurrent_gdn2")(q, k, v, g, b, w, scale, **state)
-
-
-@FLA.peer("gdn2", heads="equal", dtypes=HALF32, state=STATE)
-def gdn2_chunk(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    b: Array,
-    w: Array,
-    scale: float | None,
-    **state: object,
-) -> object:
-    return _naive("gdn2", "naive_chunk_gdn2")(q, k, v, g, b, w, scale, **state)
 
 
 def _mesa(
@@ -291,13 +176,6 @@ def dplr_chunk(
     return _dplr("dplr_chunkwise", q, k, v, a, b, g, **state)
 
 
-@FLA.peer("softmax[forget=unscaled]", dtypes=HALF32)
-def forgetting_attn(
-    q: Array, k: Array, v: Array, g: Array, scale: float | None, window: int | None
-) -> object:
-    return _naive("forgetting_attn", "naive_forgetting_attn")(q, k, v, g, scale, window)
-
-
 @FLA.peer("softmax")
 def attn_parallel(
     q: Array,
@@ -341,11 +219,6 @@ def linear_recurrent(
     )
 
 
-@FLA.peer("linear", heads="equal", multiple=64)
-def linear_chunk(q: Array, k: Array, v: Array, scale: float | None, normalize: bool) -> object:
-    return _naive("linear_attn", "naive_chunk_linear_attn")(q, k, v, scale, normalize)
-
-
 @FLA.peer("rwkv6", layout="bhtd", heads="equal", dtypes=HALF32)
 def rwkv6_recurrent(
     q: Array,
@@ -362,24 +235,43 @@ def rwkv6_recurrent(
     )
 
 
-@FLA.peer("rwkv6[scale=1]", layout="bhtd", heads="equal", dtypes=HALF32, multiple=32)
-def rwkv6_chunk(q: Array, k: Array, v: Array, g: Array, u: Array) -> object:
-    """Does not scale; the recurrent form scales by d^(-1/2)."""
-    return _naive("rwkv6", "naive_chunk_rwkv6", "chunk_naive")(q, k, v, g, u)
+EQUAL = {"heads": "equal"}
+HEADS_FIRST = EQUAL | {"layout": "bhtd"}
 
-
-@FLA.peer("qk_norm[norm=l2,eps=0](atk)", dtypes=HALF32)
-def atk_recurrent(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, g_atk: Array, beta_atk: Array
-) -> object:
-    """Normalises queries and keys to length 1 itself."""
-    function = _naive("precond_gated_delta_rule", "naive_recurrent_precond_gated_delta_rule")
-    return function(q, k, v, g_atk, g, beta_atk, beta)
-
-
-@FLA.peer("atk(kda)", heads="equal", dtypes=HALF32)
-def atk_kda_recurrent(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, g_atk: Array, beta_atk: Array
-) -> object:
-    function = _naive("precond_kda", "naive_recurrent_precond_kda")
-    return function(q, k, v, g, g_atk, beta_atk, beta)
+# Functions that take their arguments as they are: name, mechanism, operation, function, arguments.
+# The recurrent form of Comba computes `comba[erases=decayed]`, its chunked form and its kernel
+# `comba`. The chunked form of RWKV-6 does not scale. ATK normalises queries and keys itself.
+for _name, _mechanism, _operation, _function, _takes, _arrangement in (
+    ("kda_recurrent", "kda", "kda", "recurrent_kda", "q k v g beta scale **state", {}),
+    ("kda_chunk", "kda", "kda", "chunk_kda", "q k v g beta scale **state", {"multiple": 64}),
+    ("gated_delta_recurrent", "gated_delta", "gated_delta_rule", "recurrent_gated_delta_rule",
+     "q k v beta g scale **state", EQUAL),
+    ("gated_delta_chunk", "gated_delta", "gated_delta_rule", "chunk_gated_delta_rule",
+     "q k v g beta scale= **state", EQUAL),
+    ("retention_parallel", "retention", "retention", "retention", "q k v", HEADS_FIRST),
+    ("simple_gla_recurrent", "ssd", "simple_gla", "recurrent_simple_gla",
+     "q k v g scale **state", EQUAL),
+    ("simple_gla_chunk", "ssd", "simple_gla", "chunk_simple_gla",
+     "q k v g scale= **state", EQUAL),
+    ("simple_gla_parallel", "ssd", "simple_gla", "parallel_simple_gla", "q k v g scale", EQUAL),
+    ("gsa_recurrent", "gsa", "gsa", "recurrent_gsa", "q k v s g scale", {}),
+    ("comba_recurrent", "comba", "comba", "recurrent_comba",
+     "q k v p beta g scale **state", EQUAL),
+    ("comba_chunk", "comba", "comba", "chunk_comba", "q k v p g beta scale= **state", EQUAL),
+    ("gdn2_recurrent", "gdn2", "gdn2", "recurrent_gdn2", "q k v g b w scale **state", EQUAL),
+    ("gdn2_chunk", "gdn2", "gdn2", "chunk_gdn2", "q k v g b w scale **state", EQUAL),
+    ("forgetting_attn", "softmax[forget=unscaled]", "forgetting_attn", "forgetting_attn",
+     "q k v g scale window", {}),
+    ("linear_chunk", "linear", "linear_attn", "chunk_linear_attn", "q k v scale normalize",
+     EQUAL | {"dtypes": None, "multiple": 64}),
+    ("rwkv6_chunk", "rwkv6[scale=1]", "rwkv6", "chunk_rwkv6", "q k v g u",
+     HEADS_FIRST | {"multiple": 32, "file": "chunk_naive"}),
+    ("atk_recurrent", "qk_norm[norm=l2,eps=0](atk)", "precond_gated_delta_rule",
+     "recurrent_precond_gated_delta_rule", "q k v g_atk g beta_atk beta", {}),
+    ("atk_kda_recurrent", "atk(kda)", "precond_kda", "recurrent_precond_kda",
+     "q k v g g_atk beta_atk beta", EQUAL),
+):  # fmt: skip
+    _more = {"dtypes": HALF32, "file": "naive"} | _arrangement
+    _load = partial(_naive, _operation, f"naive_{_function}", str(_more.pop("file")))
+    _state = {"state": STATE} if "**state" in _takes else {}
+    FLA.direct(_name, _mechanism, _load, _takes, **_more, **_state)

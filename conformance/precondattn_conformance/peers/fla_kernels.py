@@ -23,7 +23,8 @@ from precondattn_conformance.peers.fla import FLA, STATE, by_key_heads
 
 ALL = (FLA,)
 
-of_gpu = partial(FLA.peer, devices=frozenset({"cuda"}))
+GPU = frozenset({"cuda"})
+of_gpu = partial(FLA.peer, devices=GPU)
 
 
 def _kernel(operation: str, function: str) -> Any:
@@ -72,18 +73,6 @@ def kernel_gla(
     )
 
 
-@of_gpu("gsa", dtypes=HALF32)
-def kernel_gsa(q: Array, k: Array, v: Array, s: Array, g: Array, scale: float | None) -> object:
-    return _kernel("gsa", "chunk_gsa")(q, k, v, s, g, scale)
-
-
-@of_gpu("delta", heads="equal", dtypes=HALF, state=STATE)
-def kernel_delta(
-    q: Array, k: Array, v: Array, beta: Array, scale: float | None, **state: Any
-) -> object:
-    return _kernel("delta_rule", "chunk_delta_rule")(q, k, v, beta, scale, **state)
-
-
 WIDEST_WRONG_TILE = 64
 """The largest key width for which fla's refusal on Hopper is justified."""
 
@@ -106,14 +95,17 @@ def kernel_gated_delta(
     return function(q, k, v, g, beta, scale, **state)
 
 
-@of_gpu("kda", dtypes=HALF32, state=STATE)
-def kernel_kda(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None, **state: Any
-) -> object:
-    return _kernel("kda", "chunk_kda")(q, k, v, g, beta, scale, **state)
-
-
 @of_gpu("path", dtypes=HALF32)
 def kernel_path(q: Array, k: Array, v: Array, w: Array, beta: Array, scale: float | None) -> object:
     function = _kernel("path_attn.parallel", "parallel_path_attn")
     return function(q, k, v, w.float(), beta.float(), scale=scale)
+
+
+for _name, _load, _takes, _arrangement in (
+    ("gsa", partial(_kernel, "gsa", "chunk_gsa"), "q k v s g scale", {"dtypes": HALF32}),
+    ("delta", partial(_kernel, "delta_rule", "chunk_delta_rule"), "q k v beta scale **state",
+     {"heads": "equal", "dtypes": HALF, "state": STATE}),
+    ("kda", partial(_kernel, "kda", "chunk_kda"), "q k v g beta scale **state",
+     {"dtypes": HALF32, "state": STATE}),
+):  # fmt: skip
+    FLA.direct(f"kernel_{_name}", _name, _load, _takes, devices=GPU, **_arrangement)

@@ -23,7 +23,7 @@ ALL = (FLASH_ATTENTION,)
 @cache
 def _reference(path: str, *more: str) -> Foreign:
     names = given.of_pytorch() | given.of_einops()
-    return FLASH_ATTENTION.excerpt(path, "attention_ref", *more, given=names).attention_ref
+    return FLASH_ATTENTION.excerpt(path, "attention_ref", *more, imported=names).attention_ref
 
 
 @FLASH_ATTENTION.peer("softmax", library="torch", dtypes=HALF32)

@@ -41,7 +41,7 @@ JAX: dict[str, Foreign] = {"library": "jax", "heads": "equal"}
 @cache
 def _of_maxtext(function: str) -> Foreign:
     path = "src/maxtext/models/qwen3.py"
-    return getattr(MAXTEXT.excerpt(path, function, given=given.of_jax()), function)
+    return getattr(MAXTEXT.excerpt(path, function, imported=given.of_jax()), function)
 
 
 @MAXTEXT.peer("gated_delta", dtypes=HALF32, **JAX)
@@ -86,7 +86,7 @@ def jax_ar_gated_delta_rule(
 def _of_easydel(function: str, *more: str) -> Foreign:
     path = "easydel/operations/kernels/kda.py"
     names = given.of_jax() | {"_MATMUL_PRECISION": None}
-    return getattr(EASYDEL.excerpt(path, function, *more, given=names), function)
+    return getattr(EASYDEL.excerpt(path, function, *more, imported=names), function)
 
 
 @EASYDEL.peer("gated_delta", layout="bhtd", dtypes=HALF32, **JAX)
@@ -117,7 +117,7 @@ def recurrent_gated_delta_rule_step(
     from jax import numpy as jnp
 
     path, name = "easydel/operations/kernels/inference_gdn.py", "recurrent_gated_delta_rule_step"
-    step = getattr(EASYDEL.excerpt(path, name, given=given.of_jax()), name)
+    step = getattr(EASYDEL.excerpt(path, name, imported=given.of_jax()), name)
     if initial_state is None:
         initial_state = jnp.zeros((q.shape[0], q.shape[2], q.shape[3], v.shape[3]), dtype=q.dtype)
 
@@ -133,7 +133,7 @@ def recurrent_gated_delta_rule_step(
 @cache
 def _of_ejkernel(file: str, function: str, *more: str) -> Foreign:
     path = f"ejkernel/kernels/_xla/{file}.py"
-    return getattr(EJKERNEL.excerpt(path, function, *more, given=given.of_jax()), function)
+    return getattr(EJKERNEL.excerpt(path, function, *more, imported=given.of_jax()), function)
 
 
 @cache
@@ -149,8 +149,8 @@ def _recurrent() -> Foreign:
         )
     }
     path = "ejkernel/kernels/_xla/recurrent/_interface.py"
-    own = ("_recurrent_core", "_recurrent_fwd", "_recurrent_bwd")
-    module = EJKERNEL.excerpt(path, *own, given=given.of_jax() | parts)
+    names = ("_recurrent_core", "_recurrent_fwd", "_recurrent_bwd")
+    module = EJKERNEL.excerpt(path, *names, imported=given.of_jax() | parts)
     core = jax.custom_vjp(module._recurrent_core, nondiff_argnums=(4, 7, 9, 10))
     core.defvjp(module._recurrent_fwd, module._recurrent_bwd)
     return core

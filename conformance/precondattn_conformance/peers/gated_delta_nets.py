@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 from precondattn.arrays import Array
 from precondattn_conformance.peers import given
@@ -39,41 +39,19 @@ ALL = (MEGATRON, GATED_DELTA_NET, FLASHINFER)
 
 @cache
 def _of_megatron(path: str, function: str, *more: str) -> Foreign:
-    return getattr(MEGATRON.excerpt(path, function, *more, given=given.of_pytorch()), function)
+    return getattr(MEGATRON.excerpt(path, function, *more, imported=given.of_pytorch()), function)
 
 
-@MEGATRON.peer("gated_delta", library="torch", heads="equal", dtypes=HALF32, state=STATE)
-def torch_chunk_gated_delta_rule(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None, **state: object
-) -> object:
-    path = "megatron/core/ssm/gated_delta_net/gdn.py"
-    run = _of_megatron(path, "torch_chunk_gated_delta_rule")
-    return run(q, k, v, g, beta, scale=scale, **state)
-
-
-@MEGATRON.peer(
-    "gdn2",
-    library="torch",
-    heads="equal",
-    dtypes=HALF32,
-    state=STATE,
-    limits={
-        "stability": "centering 'keeps exp() in fp32 range for roughly twice the decay strength', "
-        "and not for more"
-    },
+ROW = {"library": "torch", "heads": "equal", "dtypes": HALF32, "state": STATE}
+NARROW = (
+    "centering 'keeps exp() in fp32 range for roughly twice the decay strength', and not for more"
 )
-def torch_chunk_gdn2(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    b: Array,
-    w: Array,
-    scale: float | None,
-    **state: object,
-) -> object:
-    run = _of_megatron("megatron/core/ssm/gated_delta_net/gdn2.py", "torch_chunk_gdn2")
-    return run(q, k, v, g, b, w, scale=scale, **state)
+for _file, _mechanism, _function, _takes, _limits in (
+    ("gdn", "gated_delta", "torch_chunk_gated_delta_rule", "q k v g beta scale= **state", {}),
+    ("gdn2", "gdn2", "torch_chunk_gdn2", "q k v g b w scale= **state", {"stability": NARROW}),
+):
+    _load = partial(_of_megatron, f"megatron/core/ssm/gated_delta_net/{_file}.py", _function)
+    MEGATRON.direct(_function, _mechanism, _load, _takes, **ROW, limits=_limits)
 
 
 @MEGATRON.peer("gated_delta", library="torch", dtypes=HALF32, gradient=False)
@@ -101,7 +79,7 @@ def sink_attention_reference(
 def _of_gated_delta_net(function: str) -> Foreign:
     path = "lit_gpt/gated_delta_rule_ops/chunk.py"
     names = given.of_pytorch() | given.of_einops()
-    return getattr(GATED_DELTA_NET.excerpt(path, function, given=names), function)
+    return getattr(GATED_DELTA_NET.excerpt(path, function, imported=names), function)
 
 
 @GATED_DELTA_NET.peer("gated_delta", library="torch", layout="bhtd", heads="equal", dtypes=HALF32)
@@ -121,7 +99,7 @@ def naive_recurrent_kda(
     q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None, **state: object
 ) -> object:
     path, function = "tests/kda/test_recurrent_kda.py", "naive_recurrent_kda"
-    run = FLASHINFER.excerpt(path, function, given=given.of_pytorch())
+    run = FLASHINFER.excerpt(path, function, imported=given.of_pytorch())
     return run.naive_recurrent_kda(q, k, v, g, beta, scale, **state)
 
 
@@ -136,7 +114,7 @@ def naive_recurrent_kda(
 def delta_rule(q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None) -> Array:
     """Takes sequences one after another in one array, and changes its state in place."""
     path, more = "tests/gdn/reference_delta_rule.py", ("matmul", "exclusive_cumsum")
-    run = FLASHINFER.excerpt(path, "delta_rule", *more, given=given.of_pytorch()).delta_rule
+    run = FLASHINFER.excerpt(path, "delta_rule", *more, imported=given.of_pytorch()).delta_rule
     q, k, v, decay, beta_ = (x.flatten(0, 1) for x in (q, k, v, g.exp(), beta))
     lengths = [g.shape[1]] * g.shape[0]
     out, _ = run(q, k, v, lengths, alpha=decay, beta=beta_, scale_factor=scale_of(q, scale))

@@ -8,6 +8,7 @@ used in one process. With JAX it is JAX's attention, whose softmax is in float32
 from __future__ import annotations
 
 import os
+from functools import partial
 
 from precondattn.arrays import Array
 from precondattn_conformance.peers.arrays import HALF32, Foreign, equally_wide, scale_of
@@ -24,49 +25,30 @@ def _attention(backend: str) -> Foreign:
 
 
 def _attend(
-    backend: str, q: Array, k: Array, v: Array, scale: float | None, **others: Foreign
+    backend: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float | None,
+    visible: Array | None = None,
+    bias: Array | None = None,
+    causal: bool | None = None,
 ) -> Array:
     """Call a backend's attention; values are padded to the shape of keys."""
     arrays, scale = equally_wide(q, k, v), scale_of(q, scale)
-    return _attention(backend)(*arrays, scale=scale, **others)[..., : v.shape[-1]]
+    options = {"is_causal": causal} if visible is None else {"bias": bias, "mask": visible}
+    if backend == "torch" and bias is not None and visible is not None:  # It takes one of them.
+        options = {"bias": bias.masked_fill(~visible, -float("inf"))}
+    return _attention(backend)(*arrays, scale=scale, **options)[..., : v.shape[-1]]
 
 
-@KERAS.peer("softmax", library="jax", dtypes=HALF32)
-def jax(
-    q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
-) -> Array:
-    return _attend("jax", q, k, v, scale, bias=bias, mask=visible)
-
-
-@KERAS.peer("softmax", library="jax", dtypes=HALF32)
-def jax_is_causal(q: Array, k: Array, v: Array, causal: bool, scale: float | None) -> Array:
-    return _attend("jax", q, k, v, scale, is_causal=causal)
-
-
-@KERAS.peer("softmax", library="torch")
-def torch(
-    q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
-) -> Array:
-    if bias is None:
-        return _attend("torch", q, k, v, scale, mask=visible)
-    # With PyTorch it takes a bias or a mask, but not both.
-    return _attend("torch", q, k, v, scale, bias=bias.masked_fill(~visible, -float("inf")))
-
-
-@KERAS.peer("softmax", library="torch")
-def torch_is_causal(q: Array, k: Array, v: Array, causal: bool, scale: float | None) -> Array:
-    return _attend("torch", q, k, v, scale, is_causal=causal)
-
-
-@KERAS.peer("softmax", library="numpy", gradient=False)
-def numpy(
-    q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
-) -> Array:
-    return _attend("numpy", q, k, v, scale, bias=bias, mask=visible)
-
-
-@KERAS.peer("softmax", library="numpy", heads="equal", gradient=False)
-def numpy_equal_heads(
-    q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
-) -> Array:
-    return _attend("numpy", q, k, v, scale, bias=bias, mask=visible)
+for _name, _backend, _takes, _arrangement in (
+    ("jax", "jax", "visible bias?", {"dtypes": HALF32}),
+    ("jax_is_causal", "jax", "causal=", {"dtypes": HALF32}),
+    ("torch", "torch", "visible bias?", {}),
+    ("torch_is_causal", "torch", "causal=", {}),
+    ("numpy", "numpy", "visible bias?", {"gradient": False}),
+    ("numpy_equal_heads", "numpy", "visible bias?", {"gradient": False, "heads": "equal"}),
+):
+    _load, _takes = partial(partial, _attend, _backend), f"q k v scale {_takes}"
+    KERAS.direct(_name, "softmax", _load, _takes, library=_backend, **_arrangement)

@@ -71,7 +71,9 @@ def _layer(path: str, name: str) -> Foreign:
         "elu_feature_map": maps.elu_feature_map,
         "check_state": lambda state, _: state,
     }
-    return getattr(FAST_TRANSFORMERS.excerpt(f"fast_transformers/{path}", name, given=given_), name)
+    return getattr(
+        FAST_TRANSFORMERS.excerpt(f"fast_transformers/{path}", name, imported=given_), name
+    )
 
 
 @FAST_TRANSFORMERS.peer("softmax", library="torch", heads="equal")
@@ -107,7 +109,7 @@ def _of_lolcats(function: str) -> Foreign:
     """A function of LoLCATs without its breakpoint at NaN weights, which would stop the run."""
     path = "src/model/linear_attention/linear_attention.py"
     names = given.of_pytorch() | {"fast_causal_dot_product": None, "breakpoint": lambda: None}
-    return getattr(LOLCATS.excerpt(path, function, given=names), function)
+    return getattr(LOLCATS.excerpt(path, function, imported=names), function)
 
 
 @LOLCATS.peer("softmax", library="torch", layout="bhtd", heads="equal")
@@ -136,7 +138,7 @@ def _slopes(heads: int) -> Array:
 @cache
 def _lightning() -> ModuleType:
     path, functions = "lightning_attn/ops/torch/linear_attention.py", ("get_mask", "get_full_mask")
-    return LIGHTNING.excerpt(path, "linear_attn", *functions, given=given.of_pytorch())
+    return LIGHTNING.excerpt(path, "linear_attn", *functions, imported=given.of_pytorch())
 
 
 @LIGHTNING.peer(
@@ -164,7 +166,7 @@ def parallel_forward(q: Array, k: Array, v: Array) -> Array:
     import torch
 
     path = "torchscale/component/multiscale_retention.py"
-    layer = TORCHSCALE.excerpt(path, "MultiScaleRetention", given=given.of_pytorch())
+    layer = TORCHSCALE.excerpt(path, "MultiScaleRetention", imported=given.of_pytorch())
     b, h, t, e = v.shape
     past = torch.arange(t)[:, None] - torch.arange(t)
     decays = torch.exp(-_slopes(h)[:, None, None] * past.clamp(min=0)).tril().to(q.dtype)
@@ -178,7 +180,7 @@ def parallel_forward(q: Array, k: Array, v: Array) -> Array:
 def _inner_linear_scan() -> Foreign:
     path = "axlearn/common/rattention/kernels/linear_attention_kernels.py"
     names = given.of_jax() | given.of_einops()
-    return AXLEARN.excerpt(path, "_inner_linear_scan", given=names)._inner_linear_scan
+    return AXLEARN.excerpt(path, "_inner_linear_scan", imported=names)._inner_linear_scan
 
 
 @AXLEARN.peer("linear[scale=1.0]", library="jax", layout="bhtd")

@@ -39,13 +39,13 @@ def _names() -> dict[str, object]:
 @cache
 def _minimal() -> ModuleType:
     path = "mamba_ssm/modules/ssd_minimal.py"
-    return MAMBA.excerpt(path, "segsum", "ssd_minimal_discrete", given=_names())
+    return MAMBA.excerpt(path, "segsum", "ssd_minimal_discrete", imported=_names())
 
 
 @cache
 def _reference(kernel: str) -> Foreign:
     path = f"mamba_ssm/ops/triton/ssd_{kernel}.py"
-    return getattr(MAMBA.excerpt(path, f"{kernel}_ref", given=_names()), f"{kernel}_ref")
+    return getattr(MAMBA.excerpt(path, f"{kernel}_ref", imported=_names()), f"{kernel}_ref")
 
 
 @MAMBA.peer("ssd", library="torch", heads="equal", multiple=CHUNK)
@@ -91,7 +91,7 @@ def selective_scan_ref(q: Array, k: Array, v: Array, g: Array) -> Array:
     import torch
 
     path = "mamba_ssm/ops/selective_scan_interface.py"
-    scan = MAMBA.excerpt(path, "selective_scan_ref", given=_names()).selective_scan_ref
+    scan = MAMBA.excerpt(path, "selective_scan_ref", imported=_names()).selective_scan_ref
     x, dt = (a.flatten(2).mT for a in _of_steps(v, g))
     decay = -torch.ones(x.shape[1], q.shape[-1])
     out = scan(x, dt, decay, k.permute(0, 2, 3, 1), q.permute(0, 2, 3, 1))
@@ -106,7 +106,7 @@ def selective_state_update_ref(
     import torch
 
     path = "mamba_ssm/ops/triton/selective_state_update.py"
-    update = MAMBA.excerpt(path, "selective_state_update_ref", given=_names())
+    update = MAMBA.excerpt(path, "selective_state_update_ref", imported=_names())
     shape = (*v[:, 0].shape, q.shape[-1])
     state = torch.zeros(shape) if initial_state is None else initial_state.mT.clone()
     decay, (x, dt) = -torch.ones(shape[1:]), _of_steps(v, g)
@@ -119,7 +119,7 @@ def selective_state_update_ref(
 
 @cache
 def _of_minimal() -> ModuleType:
-    return MINIMAL.excerpt("mamba2.py", "segsum", "ssd", given=_names())
+    return MINIMAL.excerpt("mamba2.py", "segsum", "ssd", imported=_names())
 
 
 @MINIMAL.peer("ssd", library="torch", heads="equal", multiple=CHUNK)

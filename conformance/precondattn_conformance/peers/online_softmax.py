@@ -156,7 +156,7 @@ def default_attention(
     names = given.of_pytorch() | given.of_einops()
     more = ("exists", "divisible_by", "softclamp")
     path = "ring_attention_pytorch/ring_attention.py"
-    run = RING.excerpt(path, "default_attention", *more, given=names).default_attention
+    run = RING.excerpt(path, "default_attention", *more, imported=names).default_attention
     return run(q, k, v, key_mask, causal, softcap is not None, softcap or 1.0)
 
 

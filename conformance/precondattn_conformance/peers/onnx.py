@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 from precondattn.arrays import Array
 from precondattn_conformance.peers.arrays import Foreign, mask_with_bias, scale_of
@@ -33,9 +33,9 @@ def _evaluator(
 def _run(operator: str, inputs: dict[str, Array | None], **attributes: Foreign) -> list[Array]:
     """The outputs of an operator; an input that is None is left out."""
     names = tuple(name if x is not None else "" for name, x in inputs.items())
-    given = {name: x for name, x in inputs.items() if x is not None}
-    known = tuple((name, x) for name, x in attributes.items() if x is not None)
-    return list(_evaluator(operator, names, known).run(None, given))
+    arrays = {name: x for name, x in inputs.items() if x is not None}
+    options = tuple((name, x) for name, x in attributes.items() if x is not None)
+    return list(_evaluator(operator, names, options).run(None, arrays))
 
 
 @ONNX.peer("softmax", library="numpy", layout="bhtd", gradient=False)
@@ -71,14 +71,14 @@ def _linear_attention(
     v: Array,
     scale: float | None,
     state: Array | None,
-    decay: Array | None = None,
+    g: Array | None = None,
     beta: Array | None = None,
 ) -> tuple[Array, Array]:
     def flat(x: Array | None) -> Array | None:
         return None if x is None else x.reshape(*x.shape[:2], -1)
 
     inputs = {"query": flat(q), "key": flat(k), "value": flat(v), "past_state": state}
-    inputs |= {"decay": flat(decay), "beta": beta}
+    inputs |= {"decay": flat(g), "beta": beta}
     while list(inputs.values())[-1] is None:
         inputs.popitem()
     heads = {"q_num_heads": q.shape[2], "kv_num_heads": k.shape[2]}
@@ -87,60 +87,17 @@ def _linear_attention(
     return out.reshape(*q.shape[:3], v.shape[-1]), last
 
 
-@ONNX.peer("linear", library="numpy", gradient=False)
-def linear_attention_linear(
-    q: Array, k: Array, v: Array, scale: float | None, initial_state: Array | None = None
-) -> tuple[Array, Array]:
-    return _linear_attention("linear", q, k, v, scale, initial_state)
-
-
-@ONNX.peer("ssd", library="numpy", heads="equal", gradient=False)
-def linear_attention_gated_by_head(
-    q: Array, k: Array, v: Array, g: Array, scale: float, initial_state: Array | None = None
-) -> tuple[Array, Array]:
-    return _linear_attention("gated", q, k, v, scale, initial_state, g)
-
-
-@ONNX.peer("gla", library="numpy", gradient=False)
-def linear_attention_gated_by_channel(
-    q: Array, k: Array, v: Array, g: Array, scale: float | None, initial_state: Array | None = None
-) -> tuple[Array, Array]:
-    return _linear_attention("gated", q, k, v, scale, initial_state, g)
-
-
-@ONNX.peer("delta", library="numpy", heads="equal", gradient=False)
-def linear_attention_delta(
-    q: Array,
-    k: Array,
-    v: Array,
-    beta: Array,
-    scale: float | None,
-    initial_state: Array | None = None,
-) -> tuple[Array, Array]:
-    return _linear_attention("delta", q, k, v, scale, initial_state, None, beta)
-
-
-@ONNX.peer("gated_delta", library="numpy", heads="equal", gradient=False)
-def linear_attention_gated_delta(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    beta: Array,
-    scale: float | None,
-    initial_state: Array | None = None,
-) -> tuple[Array, Array]:
-    return _linear_attention("gated_delta", q, k, v, scale, initial_state, g, beta)
-
-
-@ONNX.peer("kda", library="numpy", heads="equal", gradient=False)
-def linear_attention_gated_delta_by_channel(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    beta: Array,
-    scale: float | None,
-    initial_state: Array | None = None,
-) -> tuple[Array, Array]:
-    return _linear_attention("gated_delta", q, k, v, scale, initial_state, g, beta)
+for _name, _mechanism, _rule, _takes, _arrangement in (
+    ("linear", "linear", "linear", "", {}),
+    ("gated_by_head", "ssd", "gated", "g=", {"heads": "equal"}),
+    ("gated_by_channel", "gla", "gated", "g=", {}),
+    ("delta", "delta", "delta", "beta=", {"heads": "equal"}),
+    ("gated_delta", "gated_delta", "gated_delta", "g= beta=", {"heads": "equal"}),
+    ("gated_delta_by_channel", "kda", "gated_delta", "g= beta=", {"heads": "equal"}),
+):
+    _load, _takes = (
+        partial(partial, _linear_attention, _rule),
+        f"q k v scale initial_state? {_takes}",
+    )
+    _arrangement = {"library": "numpy", "gradient": False, **_arrangement}
+    ONNX.direct(f"linear_attention_{_name}", _mechanism, _load, _takes, **_arrangement)

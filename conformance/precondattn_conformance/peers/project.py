@@ -9,18 +9,91 @@ package index is imported from a checkout (`checkout.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution, version
+from inspect import Parameter, Signature
 from pathlib import Path
 from types import ModuleType
 
+import precondattn as pa
+from precondattn.arrays import Array
+from precondattn.frame import full_frame
+from precondattn_conformance.functions.backend import (
+    FunctionBackend,
+    backend_from_function,
+    lacks_device,
+)
+from precondattn_conformance.functions.parameters import State
 from precondattn_conformance.peers.arrays import Foreign
 from precondattn_conformance.peers.checkout import Checkout
 from precondattn_conformance.peers.files import MissingError, excerpt_of, module_of
-from precondattn_conformance.peers.peer import Function, Peer
 from precondattn_conformance.peers.released import day_of
+
+Function = Callable[..., object]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A function of a project with the mechanism's input names, and its arrangement."""
+
+    name: str
+    """The peer's name, "project/function"."""
+    mechanism: str
+    function: Function
+    project: Project
+    library: str = "torch"
+    layout: str = "bthd"
+    heads: str = "grouped"
+    multiple: int = 1
+    widths: str = "any"
+    dtypes: Iterable[str] | None = None
+    gradient: bool = True
+    state: State | tuple[str, str] | None = None
+    devices: frozenset[str] = frozenset()
+    """The only kinds of devices it runs on, such as `"cuda"`; empty for any."""
+    promises: frozenset[str] = pa.CONVENTIONS
+    """The conventions that the function keeps."""
+    limits: Mapping[str, str] = field(default_factory=dict)
+    """The limits that its documentation states, by the name of the check."""
+
+    def backend(self) -> FunctionBackend:
+        """The peer as a backend.
+
+        Raises
+        ------
+        MissingError
+            if the project, or a part of it, is not installed.
+        """
+        self.project.version  # noqa: B018 - It raises the error.
+        return self._backend()
+
+    def function_of(self, mechanism: pa.Mechanism) -> Callable[..., Array]:
+        """A function of the mechanism's inputs that returns the output, without a backend's checks.
+
+        Parameters
+        ----------
+        mechanism : Mechanism
+            The peer's mechanism, with any options that the function takes.
+        """
+        backend = self._backend()
+
+        def output(**inputs: Array) -> Array:
+            frame = full_frame(inputs["q"].shape[1], inputs["v"].shape[1], inputs["q"])
+            return backend.call(mechanism, inputs, frame)[0]
+
+        return output
+
+    def lacks_device(self, device: str) -> str:
+        """The reason why the peer does not run on a device, such as `"cuda:1"`; empty if it may."""
+        return lacks_device(self.devices, device)
+
+    def _backend(self) -> FunctionBackend:
+        arrangement = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("function", "mechanism", "project", "limits"):
+            del arrangement[name]
+        return backend_from_function(self.function, self.mechanism, **arrangement)
 
 
 @dataclass(frozen=True)
@@ -48,7 +121,7 @@ class Project:
         mechanism : str
             The mechanism that it computes, as an expression.
         **arrangement
-            Parameters of `backend_from_function`, and `limits` (`peer.py`).
+            The other fields of `Peer`.
         """
 
         def added(function: Function) -> Function:
@@ -57,6 +130,40 @@ class Project:
             return function
 
         return added
+
+    def direct(
+        self,
+        name: str,
+        mechanism: str,
+        load: Callable[[], Function],
+        takes: str,
+        **arrangement: Foreign,
+    ) -> None:
+        """A peer whose function, which `load` returns, takes its arguments as they are.
+
+        `takes` lists them in the order of the function: `"q k v bias? scale= **state"`. One with a
+        question mark may be missing, and one with an equals sign is passed by name.
+        """
+        words = {word.rstrip("?="): word for word in takes.split()}
+        by_position = [each for each, word in words.items() if word[0] != "*" and "=" not in word]
+
+        def function(**arguments: Foreign) -> object:
+            values = [arguments.pop(each, None) for each in by_position]
+            return load()(*values, **arguments)
+
+        kinds = {True: Parameter.VAR_KEYWORD, False: Parameter.KEYWORD_ONLY}
+        function.__signature__ = Signature(  # type: ignore[attr-defined]
+            [
+                Parameter(
+                    each.strip("*"),
+                    kinds[word[0] == "*"],
+                    default=None if "?" in word else Parameter.empty,
+                )
+                for each, word in words.items()
+            ]
+        )
+        function.__name__ = name
+        self.peer(mechanism, **arrangement)(function)
 
     @property
     def version(self) -> str:
@@ -124,6 +231,6 @@ class Project:
         except ImportError as error:
             raise MissingError(f"{module} could not be imported: {error}") from error
 
-    def excerpt(self, path: str, *names: str, given: Mapping[str, object]) -> ModuleType:
+    def excerpt(self, path: str, *names: str, imported: Mapping[str, object]) -> ModuleType:
         """Functions and classes of a file whose imports are not installed (`excerpt_of`)."""
-        return excerpt_of(self.folder / path, *names, given=given)
+        return excerpt_of(self.folder / path, *names, imported=imported)

@@ -6,6 +6,7 @@ without the package.
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 
 from precondattn.arrays import Array
@@ -41,16 +42,6 @@ def _attention(q: Array, k: Array, v: Array, visible: Array, *, fused: bool) -> 
     return layer(rows, visible).reshape(b, t, h, d)[..., :e]
 
 
-@TIMM.peer("softmax", heads="equal")
-def attention(q: Array, k: Array, v: Array, visible: Array) -> Array:
-    return _attention(q, k, v, visible, fused=False)
-
-
-@TIMM.peer("softmax", heads="equal")
-def attention_fused(q: Array, k: Array, v: Array, visible: Array) -> Array:
-    return _attention(q, k, v, visible, fused=True)
-
-
 def _differential(
     q: Array,
     k: Array,
@@ -82,15 +73,10 @@ def _differential(
     return out.reshape(b, t, h, 2 * width)[..., :e]
 
 
-@TIMM.peer("differential", heads="equal")
-def diff_attention(
-    q: Array, k: Array, v: Array, q2: Array, k2: Array, lam: Array, visible: Array
-) -> Array:
-    return _differential(q, k, v, q2, k2, lam, visible, fused=False)
-
-
-@TIMM.peer("differential", heads="equal")
-def diff_attention_fused(
-    q: Array, k: Array, v: Array, q2: Array, k2: Array, lam: Array, visible: Array
-) -> Array:
-    return _differential(q, k, v, q2, k2, lam, visible, fused=True)
+for _suffix, _fused in (("", False), ("_fused", True)):
+    for _name, _mechanism, _function, _takes in (
+        ("attention", "softmax", _attention, "q k v visible"),
+        ("diff_attention", "differential", _differential, "q k v q2 k2 lam visible"),
+    ):
+        _load = partial(partial, _function, fused=_fused)
+        TIMM.direct(f"{_name}{_suffix}", _mechanism, _load, _takes, heads="equal")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from precondattn.arrays import Array
 from precondattn_conformance.peers.arrays import Foreign, scale_of
 from precondattn_conformance.peers.project import Project
@@ -15,20 +17,6 @@ def _attention(*arrays: Array | None, **options: Foreign) -> Array:
     if bias is not None and options.get("logits_soft_cap") is not None:
         raise ValueError("it caps the logits with their bias, and ours are capped before it")
     return TOKAMAX.imported("tokamax").dot_product_attention(*arrays, **options)
-
-
-@TOKAMAX.peer("softmax", library="jax")
-def xla(
-    q: Array,
-    k: Array,
-    v: Array,
-    visible: Array,
-    scale: float | None,
-    softcap: float | None,
-    bias: Array | None = None,
-) -> Array:
-    options: dict[str, Foreign] = {"scale": scale, "logits_soft_cap": softcap}
-    return _attention(q, k, v, bias, visible, **options, implementation="xla")
 
 
 @TOKAMAX.peer("softmax", library="jax")
@@ -46,19 +34,23 @@ def xla_is_causal(
     return _attention(q, k, v, None, None, **options, scale=scale, implementation="xla")
 
 
-@TOKAMAX.peer("softmax", library="jax")
-def xla_chunked(
+def _capped(
+    implementation: str,
     q: Array,
     k: Array,
     v: Array,
     visible: Array,
     scale: float | None,
     softcap: float | None,
-    bias: Array | None = None,
+    bias: Array | None,
 ) -> Array:
-    """Computes in chunks of 512 queries and 1,024 keys."""
     options: dict[str, Foreign] = {"scale": scale, "logits_soft_cap": softcap}
-    return _attention(q, k, v, bias, visible, **options, implementation="xla_chunked")
+    return _attention(q, k, v, bias, visible, **options, implementation=implementation)
+
+
+for _name in ("xla", "xla_chunked"):  # Chunks have 512 queries and 1,024 keys.
+    _load, _takes = partial(partial, _capped, _name), "q k v visible scale softcap bias?"
+    TOKAMAX.direct(_name, "softmax", _load, _takes, library="jax")
 
 
 @TOKAMAX.peer("softmax", library="jax")

@@ -59,36 +59,29 @@ def _eager(
     scale: float | None,
     bias: Array | None,
     sink: Array | None = None,
-    **given: Foreign,
+    **options: Foreign,
 ) -> Array:
     groups = q.shape[2] // k.shape[2]
     module = SimpleNamespace(num_key_value_groups=groups, training=False, sinks=sink)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     function, mask = _of_model(model, "eager_attention_forward"), _mask(visible, q, bias)
-    out: Array = function(module, *heads_first(q, k, v), mask, scaling=scale, **given)[0]
+    out: Array = function(module, *heads_first(q, k, v), mask, scaling=scale, **options)[0]
     return out
 
 
-@TRANSFORMERS.peer("softmax", dtypes=HALF32)
-def llama_eager(
-    q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
-) -> Array:
-    """The function of most models: 169 files contain it word for word."""
-    return _eager("llama", q, k, v, visible, scale, bias)
-
-
-@TRANSFORMERS.peer("softmax", heads="equal")
-def bert_eager(
-    q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
-) -> Array:
-    return _eager("bert", q, k, v, visible, scale, bias)
-
-
-@TRANSFORMERS.peer("softmax", heads="equal")
-def gpt2_eager(
-    q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
-) -> Array:
-    return _eager("gpt2", q, k, v, visible, scale, bias)
+# The function of Llama is that of most models: 169 files contain it word for word. A sink is an
+# additional key with a logit and no value, or it scales the output of plain attention (Granite).
+for _model, _mechanism, _takes, _arrangement in (
+    ("llama", "softmax", "bias?", {"dtypes": HALF32}),
+    ("bert", "softmax", "bias?", {"heads": "equal"}),
+    ("gpt2", "softmax", "bias?", {"heads": "equal"}),
+    ("gemma2", "softmax", "bias? softcap=", {"dtypes": HALF32}),
+    ("gpt_oss", "softmax[sink=true]", "bias? sink", {}),
+    ("mimo_v2_flash", "softmax", "bias? sink?", {}),
+    ("granite_swa", "softmax[sink=true]", "bias? sink", {"dtypes": HALF32}),
+):
+    _load, _takes = partial(partial, _eager, _model), f"q k v visible scale {_takes}"
+    TRANSFORMERS.direct(f"{_model}_eager", _mechanism, _load, _takes, **_arrangement)
 
 
 @TRANSFORMERS.peer("softmax", heads="equal")
@@ -97,60 +90,6 @@ def longt5_eager(
 ) -> Array:
     """Takes a bias besides the mask."""
     return _eager("longt5", q, k, v, visible, scale, None, position_bias=bias)
-
-
-@TRANSFORMERS.peer("softmax", dtypes=HALF32)
-def gemma2_eager(
-    q: Array,
-    k: Array,
-    v: Array,
-    visible: Array,
-    scale: float | None,
-    softcap: float | None,
-    bias: Array | None = None,
-) -> Array:
-    return _eager("gemma2", q, k, v, visible, scale, bias, softcap=softcap)
-
-
-@TRANSFORMERS.peer("softmax[sink=true]")
-def gpt_oss_eager(
-    q: Array,
-    k: Array,
-    v: Array,
-    sink: Array,
-    visible: Array,
-    scale: float | None,
-    bias: Array | None = None,
-) -> Array:
-    """A sink is an additional key with a logit and no value."""
-    return _eager("gpt_oss", q, k, v, visible, scale, bias, sink)
-
-
-@TRANSFORMERS.peer("softmax")
-def mimo_v2_flash_eager(
-    q: Array,
-    k: Array,
-    v: Array,
-    visible: Array,
-    scale: float | None,
-    bias: Array | None = None,
-    sink: Array | None = None,
-) -> Array:
-    return _eager("mimo_v2_flash", q, k, v, visible, scale, bias, sink)
-
-
-@TRANSFORMERS.peer("softmax[sink=true]", dtypes=HALF32)
-def granite_swa_eager(
-    q: Array,
-    k: Array,
-    v: Array,
-    sink: Array,
-    visible: Array,
-    scale: float | None,
-    bias: Array | None = None,
-) -> Array:
-    """A sink scales the output of plain attention."""
-    return _eager("granite_swa", q, k, v, visible, scale, bias, sink)
 
 
 @TRANSFORMERS.peer("softmax")
@@ -163,8 +102,8 @@ def sdpa_attention(
     ).sdpa_attention_forward
     module = SimpleNamespace(num_key_value_groups=q.shape[2] // k.shape[2])
     mask = visible.expand(-1, -1, q.shape[1], k.shape[1])
-    given = {"scaling": scale, "position_bias": bias}
-    out: Array = function(module, *heads_first(q, k, v), mask, **given)[0]
+    options = {"scaling": scale, "position_bias": bias}
+    out: Array = function(module, *heads_first(q, k, v), mask, **options)[0]
     return out
 
 
@@ -207,42 +146,23 @@ def diffllama(
     return out.unflatten(2, (h, 2 * width))[..., :e]
 
 
-# Recurrences.
+# Recurrences. The functions of Qwen3-Next are copied word for word in four other models, and the
+# chunked one of Kimi Linear in two.
 
-
-@TRANSFORMERS.peer("gated_delta", dtypes=HALF32, state=STATE)
-def gated_delta_chunk(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, **state: object
-) -> object:
-    """The function of Qwen3-Next, copied word for word in four other models."""
-    return _of_model("qwen3_next", "torch_chunk_gated_delta_rule")(q, k, v, g, beta, **state)
-
-
-@TRANSFORMERS.peer("gated_delta", dtypes=HALF32, state=STATE)
-def gated_delta_recurrent(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, **state: object
-) -> object:
-    return _of_model("qwen3_next", "torch_recurrent_gated_delta_rule")(q, k, v, g, beta, **state)
-
-
-@TRANSFORMERS.peer("kda", heads="equal", dtypes=HALF32, state=STATE)
-def kda_chunk(q: Array, k: Array, v: Array, g: Array, beta: Array, **state: object) -> object:
-    """The function of Kimi Linear, copied word for word in two other models."""
-    return _of_model("kimi_linear", "chunk_kimi_delta_attention")(q, k, v, g, beta, **state)
-
-
-@TRANSFORMERS.peer("kda", heads="equal", dtypes=HALF32)
-def kda_recurrent(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    beta: Array,
-    initial_state: Array | None = None,
-    output_final_state: bool = False,
-) -> object:
-    function = _of_model("kimi_linear", "recurrent_kimi_delta_attention")
-    return function(q, k, v, g, beta, initial_state, output_final_state)
+_OF_QWEN = partial(_of_model, "qwen3_next")
+_OF_KIMI = partial(_of_model, "kimi_linear")
+for _name, _mechanism, _load, _takes, _arrangement in (
+    ("gated_delta_chunk", "gated_delta", partial(_OF_QWEN, "torch_chunk_gated_delta_rule"),
+     "q k v g beta **state", {"state": STATE}),
+    ("gated_delta_recurrent", "gated_delta",
+     partial(_OF_QWEN, "torch_recurrent_gated_delta_rule"), "q k v g beta **state",
+     {"state": STATE}),
+    ("kda_chunk", "kda", partial(_OF_KIMI, "chunk_kimi_delta_attention"), "q k v g beta **state",
+     {"heads": "equal", "state": STATE}),
+    ("kda_recurrent", "kda", partial(_OF_KIMI, "recurrent_kimi_delta_attention"),
+     "q k v g beta initial_state? output_final_state?", {"heads": "equal"}),
+):  # fmt: skip
+    TRANSFORMERS.direct(_name, _mechanism, _load, _takes, dtypes=HALF32, **_arrangement)
 
 
 @TRANSFORMERS.peer("ssd", dtypes=HALF32)

@@ -48,7 +48,7 @@ def _with(layer: Foreign, rows: Array, **parameters: Array) -> Foreign:
 def _swin() -> ModuleType:
     names = given.of_pytorch() | {"trunc_normal_": lambda *_, **__: None}
     functions = ("WindowAttention", "window_partition", "window_reverse")
-    return SWIN.excerpt("models/swin_transformer.py", *functions, given=names)
+    return SWIN.excerpt("models/swin_transformer.py", *functions, imported=names)
 
 
 @SWIN.peer("windowed[size=4,grid=8/8,bias=true]", library="torch", heads="equal")
@@ -77,7 +77,7 @@ def window_attention(
 
 @cache
 def _xcit() -> ModuleType:
-    return XCIT.excerpt("xcit.py", "XCA", given=given.of_pytorch())
+    return XCIT.excerpt("xcit.py", "XCA", imported=given.of_pytorch())
 
 
 @XCIT.peer("cross_covariance[eps=0]", library="torch", heads="equal")

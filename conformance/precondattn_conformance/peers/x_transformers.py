@@ -5,6 +5,8 @@ Its own formula has a float32 softmax for every dtype.
 
 from __future__ import annotations
 
+from functools import partial
+
 from precondattn.arrays import Array
 from precondattn_conformance.peers.arrays import HALF32, Foreign
 from precondattn_conformance.peers.project import Project
@@ -22,8 +24,9 @@ def _attend(
     q: Array,
     k: Array,
     v: Array,
-    mask: Array | None,
-    bias: Array | None,
+    visible: Array | None = None,
+    key_mask: Array | None = None,
+    bias: Array | None = None,
     softcap: float | None = None,
     **options: Foreign,
 ) -> Array:
@@ -32,55 +35,16 @@ def _attend(
     if softcap is not None:
         options |= {"softclamp_logits": True, "logit_softclamp_value": softcap}
     attend = X_TRANSFORMERS.imported("x_transformers.attend").Attend(**options)
-    return attend(q, k, v, mask=mask, attn_bias=bias)[0]
+    return attend(q, k, v, mask=key_mask if visible is None else visible, attn_bias=bias)[0]
 
 
-@X_TRANSFORMERS.peer("softmax", layout="bhtd", dtypes=HALF32)
-def attend_grouped(q: Array, k: Array, v: Array, causal: bool, scale: float | None) -> Array:
-    return _attend(q, k, v, None, None, causal=causal, scale=scale)
-
-
-@X_TRANSFORMERS.peer("softmax", layout="bhtd", heads="equal", dtypes=HALF32)
-def attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    visible: Array,
-    scale: float | None,
-    softcap: float | None,
-    bias: Array | None = None,
-) -> Array:
-    return _attend(q, k, v, visible, bias, softcap, scale=scale)
-
-
-@X_TRANSFORMERS.peer("softmax", layout="bhtd", heads="equal", dtypes=HALF32)
-def attend_causal(
-    q: Array,
-    k: Array,
-    v: Array,
-    causal: bool,
-    scale: float | None,
-    key_mask: Array | None = None,
-    bias: Array | None = None,
-) -> Array:
-    return _attend(q, k, v, key_mask, bias, causal=causal, scale=scale)
-
-
-@X_TRANSFORMERS.peer("softmax", layout="bhtd", heads="equal")
-def attend_flash(
-    q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
-) -> Array:
-    return _attend(q, k, v, visible, bias, scale=scale, flash=True)
-
-
-@X_TRANSFORMERS.peer("softmax", layout="bhtd", heads="equal")
-def attend_flash_causal(
-    q: Array,
-    k: Array,
-    v: Array,
-    causal: bool,
-    scale: float | None,
-    key_mask: Array | None = None,
-    bias: Array | None = None,
-) -> Array:
-    return _attend(q, k, v, key_mask, bias, causal=causal, scale=scale, flash=True)
+EQUAL = {"heads": "equal"}
+for _name, _options, _takes, _arrangement in (
+    ("attend_grouped", {}, "causal=", {"dtypes": HALF32}),
+    ("attend", {}, "visible= softcap= bias=?", {**EQUAL, "dtypes": HALF32}),
+    ("attend_causal", {}, "causal= key_mask=? bias=?", {**EQUAL, "dtypes": HALF32}),
+    ("attend_flash", {"flash": True}, "visible= bias=?", EQUAL),
+    ("attend_flash_causal", {"flash": True}, "causal= key_mask=? bias=?", EQUAL),
+):
+    _load, _takes = partial(partial, _attend, **_options), f"q k v scale= {_takes}"
+    X_TRANSFORMERS.direct(_name, "softmax", _load, _takes, layout="bhtd", **_arrangement)

@@ -61,7 +61,10 @@ def matrix(outcomes: Iterable[Result | Outcome], console: Console) -> None:
     is_split = len(datasets) > 1
     if is_split:
         _print(
-            "library, dtype", results, lambda some: list(grouped_by(some, _place).items()), console
+            "library, dtype",
+            results,
+            lambda group: list(grouped_by(group, _place).items()),
+            console,
         )
     _print("mechanism", results, partial(_by_mechanism, splits=is_split), console)
     refused = _refused(results)

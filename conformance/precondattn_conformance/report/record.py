@@ -87,19 +87,10 @@ class RunRecord:
 
     def head(self) -> JsonObject:
         """The fields that precede coverage and outcomes."""
-        return {
-            "date": self.date,
-            "seconds": round(self.seconds, 3),
-            "suite": self.suite,
-            "backends": self.backends,
-            "level": self.level,
-            "device": self.device,
-            "filters": self.filters,
-            "environment": self.environment,
-            "layouts": self.layouts,
-            "pairs": self.pairs,
-            "promises": self.promises,
-            "checks": self.checks,
+        names = ("date", "seconds", "suite", "backends", "level", "device", "filters")
+        more = ("environment", "layouts", "pairs", "promises", "checks")
+        return {name: getattr(self, name) for name in (*names, *more)} | {
+            "seconds": round(self.seconds, 3)
         }
 
 

@@ -53,26 +53,17 @@ class Result:
         if isinstance(outcome, Result):
             return outcome
         case, measured = outcome.case, outcome.measured
-        return cls(
-            id=printable(case.id),
-            check=printable(case.check),
-            mechanism=printable(case.mechanism),
-            library=printable(case.library),
-            dtype=printable(case.dtype),
-            layout=printable(case.layout.name),
-            kind=printable(case.kind),
-            status=outcome.status,
-            error=None if measured is None else float(measured.error),
-            bound=None if measured is None else float(measured.bound),
-            expected_by="" if measured is None else measured.expected_by,
-            outputs_only="" if measured is None else printable(measured.outputs_only),
-            seconds=float(outcome.seconds),
-            reason=printable(outcome.reason),
-            details=printable(outcome.details),
-            snippet=printable(outcome.snippet),
-            alone=outcome.alone,
-            after=tuple(map(printable, outcome.after)),
-        )
+        texts = {name: getattr(case, name) for name in ("id", "check", "mechanism", "library")}
+        texts |= {"dtype": case.dtype, "layout": case.layout.name, "kind": case.kind}
+        texts |= {name: getattr(outcome, name) for name in ("reason", "details", "snippet")}
+        values: JsonObject = {name: printable(text) for name, text in texts.items()}
+        if measured is not None:
+            values |= {"error": float(measured.error), "bound": float(measured.bound)}
+            values["expected_by"] = measured.expected_by
+            values["outputs_only"] = printable(measured.outputs_only)
+        values |= {"status": outcome.status, "alone": outcome.alone}
+        after = tuple(map(printable, outcome.after))
+        return cls(**values, seconds=float(outcome.seconds), after=after)
 
     @classmethod
     def from_json(cls, entry: JsonObject) -> Result:
@@ -83,23 +74,23 @@ class Result:
         KeyError, TypeError, ValueError
             if the entry is invalid.
         """
-        known: JsonObject = {}
+        values: JsonObject = {}
         for field in fields(cls):
             if field.name in ("error", "bound"):
                 value: Json = entry.get(field.name)
                 number: Json = NOT_FINITE.get(value, value)
-                known[field.name] = None if number is None else float(number)
+                values[field.name] = None if number is None else float(number)
             elif field.name == "seconds":
-                known[field.name] = float(entry["seconds"])
+                values[field.name] = float(entry["seconds"])
             elif field.name == "after":
-                known["after"] = tuple(map(printable, entry.get("after", ())))
+                values["after"] = tuple(map(printable, entry.get("after", ())))
             elif field.name in TEXTS:
-                known[field.name] = printable(entry.get(field.name, ""))
+                values[field.name] = printable(entry.get(field.name, ""))
             else:
-                known[field.name] = printable(entry[field.name])
-        if known["status"] not in STATUSES:
-            raise ValueError(f"{known['status']!r} is no status; there are {', '.join(STATUSES)}")
-        return cls(**known)
+                values[field.name] = printable(entry[field.name])
+        if values["status"] not in STATUSES:
+            raise ValueError(f"{values['status']!r} is no status; there are {', '.join(STATUSES)}")
+        return cls(**values)
 
     def to_json(self) -> JsonObject:
         """The result's entry in a record, without empty fields."""

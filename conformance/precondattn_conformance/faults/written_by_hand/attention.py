@@ -115,8 +115,8 @@ def _of_row(call: MethodCall) -> MethodCall:
     frame = call.frame
     if frame.q_prefix is None or frame.k_segment is None:
         return call
-    first = np.broadcast_to(np.asarray(frame.q_prefix)[:, :1], frame.q_prefix.shape)
-    return replace(call, frame=frame.replaced(q_prefix=first))
+    of_row = np.broadcast_to(np.asarray(frame.q_prefix)[:, :1], frame.q_prefix.shape)
+    return replace(call, frame=frame.replaced(q_prefix=of_row))
 
 
 def _of_next(call: MethodCall) -> MethodCall:
@@ -130,8 +130,8 @@ def _laser_of_one_shift(self: LogMeanExp, log_weights: Array, log_total: Array, 
     xp = namespace(v)
     shift = xp.max(v, axis=2, keepdims=True)
     mean = xp.exp(log_weights) @ xp.exp(v - shift)
-    some = xp.max(log_weights, axis=-1, keepdims=True) > -xp.inf
-    return xp.where(some, shift + xp.log(xp.where(some, mean, 1.0)), 0.0)
+    is_visible = xp.max(log_weights, axis=-1, keepdims=True) > -xp.inf
+    return xp.where(is_visible, shift + xp.log(xp.where(is_visible, mean, 1.0)), 0.0)
 
 
 def _keeping_v(truth: Truth, call: MethodCall) -> MethodResult:

@@ -63,7 +63,7 @@ def faults() -> list[Fault]:
 
 
 def _without_k(call: MethodCall) -> MethodCall:
-    return call.given(k=call.inputs["k"].detach())
+    return call.with_inputs(k=call.inputs["k"].detach())
 
 
 def _without_state(call: MethodCall) -> MethodCall:

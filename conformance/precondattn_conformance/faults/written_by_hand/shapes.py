@@ -97,7 +97,7 @@ def _strides_of_k(call: MethodCall) -> MethodCall:
         for axis, step in enumerate(k.strides):
             if step == 0:
                 v = np.broadcast_to(v.take([0], axis=axis), v.shape)
-    return call.given(v=v)
+    return call.with_inputs(v=v)
 
 
 def _shapes(call: MethodCall) -> tuple[object, ...]:
@@ -121,4 +121,4 @@ class _SharedWorkspace:
 def _no_bias(call: MethodCall) -> MethodCall:
     if getattr(call.mechanism, "window", None) is None or "bias" not in call.inputs:
         return call
-    return call.given(bias=0 * call.inputs["bias"])
+    return call.with_inputs(bias=0 * call.inputs["bias"])
