@@ -1,7 +1,5 @@
 """Comparisons, slices of inputs, and calls that several tests of identities share."""
 
-from itertools import pairwise
-
 import numpy as np
 
 
@@ -39,24 +37,6 @@ def alone(x, i):
     return {name: array[i : i + 1] if array.ndim >= 3 else array for name, array in x.items()}
 
 
-def changed_from(x, time):
-    """The inputs with other numbers from a time on."""
-    changed = {name: array.copy() for name, array in x.items()}
-    for array in changed.values():
-        if array.ndim >= 3:
-            array[:, time:] += 0.25
-    return changed
-
-
-def extended_in_pieces(layer, x, cuts):
-    """The output of extending an empty cache by the tokens between each two cuts."""
-    cache, outs = layer.init_cache(**x, capacity=cuts[-1]), []
-    for start, stop in pairwise(cuts):
-        out, cache = layer.extend(cache, **part(x, slice(start, stop)))
-        outs.append(out)
-    return np.concatenate(outs, axis=1)
-
-
 def central_differences(loss, x, step=1e-5):
     """The gradient of a function of one array."""
     gradient = np.zeros_like(x)
@@ -81,19 +61,3 @@ def assert_gradients_are_central_differences(layer, x, cotangent, tolerance=1e-7
             lambda moved, name=name: np.sum(cotangent * layer(**(x | {name: moved}))), x[name]
         )
         assert np.abs(gradient - expected).max() <= tolerance * max(1, np.abs(expected).max())
-
-
-def extended_by_lengths(layer, x, pieces, lengths):
-    """Outputs (2, t, …) of extending an empty cache by pieces, and which tokens (2, t) are valid.
-
-    `lengths` has, for each piece, the number of its valid tokens in each of two sequences.
-    """
-    t = pieces[-1].stop
-    cache, outs, valid = layer.init_cache(**x, capacity=t), [], np.zeros((2, t), dtype=bool)
-    for piece, counts in zip(pieces, lengths, strict=True):
-        for i, count in enumerate(counts):
-            valid[i, piece.start : piece.start + count] = True
-        out, cache = layer.extend(cache, **part(x, piece), lengths=counts)
-        outs.append(out)
-    assert np.asarray(cache.length).tolist() == valid.sum(1).tolist()
-    return np.concatenate(outs, axis=1), valid

@@ -3,8 +3,6 @@
 S = c tanh(s q·k / c) + bias,    λ = log(e^σ + Σ_j e^{S_j}),    o = Σ_j e^{S_j − λ} v_j
 """
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 
@@ -214,23 +212,6 @@ def test_without_keys_and_sink_lse_is_minus_infinity_and_no_gradient_is_nan():
         for cotangent in (1.0, np.inf, np.nan):
             gradients = pullback(np.zeros_like(out), np.full_like(lse, cotangent))
             assert not any(gradient.any() for gradient in gradients.values())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("text", ["softmax[softcap=2]", "softmax[sink=true,window=3]"])
-def test_a_cache_split_anywhere_gives_the_full_output(text, backend):
-    mechanism, array = pa.parse(text), BACKENDS[backend]
-    x = problem({"sink": mechanism.sink})
-    whole = mechanism(**x, backend="reference")
-    given = {name: array(a) for name, a in x.items()}
-    sink = {name: given[name] for name in given if name == "sink"}
-    for bounds in (*((0, split, 9) for split in range(1, 9)), range(10)):
-        cache, outs = mechanism.init_cache(**given, capacity=9), []
-        for first, last in pairwise(bounds):
-            tokens = {name: given[name][:, first:last] for name in "qkv"}
-            out, cache = mechanism.extend(cache, **tokens, **sink, backend=backend)
-            outs.append(np.asarray(out))
-        np.testing.assert_allclose(np.concatenate(outs, axis=1), whole, atol=1e-12)
 
 
 def test_a_huge_cap_and_a_very_low_sink_are_plain_softmax():

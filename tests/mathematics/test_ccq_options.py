@@ -10,7 +10,6 @@ from hypothesis import given
 
 import precondattn as pa
 from tests.mathematics.ccq_definition import (
-    LAYERS,
     DeclaredProblem,
     assert_is,
     assert_output_and_gradients,
@@ -58,13 +57,6 @@ def test_compositions_that_make_no_sense_are_refused_with_the_reason(text, reaso
 def test_options_are_checked(options):
     with pytest.raises((TypeError, ValueError), match=f"ccq: .*{next(iter(options))}"):
         pa.CCQ(pa.GLA(), **options)
-
-
-@pytest.mark.parametrize("text", LAYERS)
-def test_text_and_mechanism_are_inverse(text):
-    layer = pa.parse(text)
-    assert str(layer) == text
-    assert pa.parse(str(layer)) == layer
 
 
 @pytest.mark.parametrize("base", ["gated_delta", "ssd"])
@@ -116,20 +108,6 @@ def test_the_gate_is_the_logistic_of_a_linear_map(eps, p):
     out = pa.contraction_gate(**x, eps=eps)
     np.testing.assert_array_equal(out, layer(**x))
     assert np.all((out > 0) & (out < 1))
-
-
-def test_gradients_of_the_gate_are_those_of_central_differences():
-    p, step = DeclaredProblem(np.random.default_rng(0), t=3, n=2, d=3), 1e-6
-    x = p.x(pa.ContractionGate())
-    out, pullback = pa.ContractionGate().vjp(**x)
-    cotangent = p.like(out)
-    for name, gradient in pullback(cotangent).items():
-        direction = p.like(x[name])
-        ends = [
-            np.sum(cotangent * pa.contraction_gate(**(x | {name: x[name] + side * direction})))
-            for side in (step, -step)
-        ]
-        assert abs(np.sum(gradient * direction) - (ends[0] - ends[1]) / (2 * step)) <= 1e-8
 
 
 def test_the_gate_starts_at_a_tenth():

@@ -83,21 +83,6 @@ def test_solved_values_are_at_most_as_many_times_the_largest_value_as_there_are_
 
 
 @pytest.mark.parametrize("backend", ["reference", "portable"])
-@pytest.mark.parametrize("kind", KEYS)
-def test_the_gradient_is_that_of_central_differences(kind, backend):
-    x = problem(kind=kind, b=1, s=5)
-    rng, step = np.random.default_rng(1), 1e-6
-    out, pullback = pa.DeltaFormer().vjp(**x, backend=backend)
-    cotangent = rng.normal(size=out.shape)
-    gradients = pullback(cotangent)
-    for name in x:
-        direction = rng.normal(size=x[name].shape)
-        up, down = (by_loops(**{**x, name: x[name] + h * direction}) for h in (step, -step))
-        expected = np.sum(cotangent * (up - down)) / (2 * step)
-        assert abs(np.sum(gradients[name] * direction) - expected) <= 1e-6 * (1 + abs(expected))
-
-
-@pytest.mark.parametrize("backend", ["reference", "portable"])
 def test_many_blocks_of_rows_are_the_definition(backend):
     x = problem(b=1, s=300, h=2, n=1, kind="clustered")
     assert_close(pa.deltaformer(**x, backend=backend), by_loops(**x))

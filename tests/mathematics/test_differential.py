@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 
 import precondattn as pa
 from tests.mathematics.identities import (
-    alone,
     assert_close,
-    assert_gradients_are_central_differences,
-    changed_from,
-    extended_by_lengths,
-    extended_in_pieces,
-    part,
 )
 from tests.mathematics.loops import dot_scores, path_scores, read, solved_values, visible_keys
 
@@ -169,27 +163,6 @@ def test_masked_inputs_may_be_nan_and_get_no_gradient(layer, p, data):
     for name, gradient in pullback(p.like_output()).items():
         assert np.all(np.isfinite(gradient))
         assert name not in along_time or np.all(gradient[padding] == 0)
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@sampled
-@given(p=problems(square=False))
-def test_grouped_heads_equal_repeated_heads(layer, p):
-    layer = pa.parse(layer)
-    x = p.x(layer)
-    shared = [name for name in x if name not in ("q", "q2", "lam")]
-    repeated = x | {name: np.repeat(x[name], p.group, axis=2) for name in shared}
-    assert_close(layer(**x), layer(**repeated), size=p.size)
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@sampled
-@given(p=problems(), past=st.integers(1, 7))
-def test_the_future_changes_no_bit_of_past_outputs(layer, p, past):
-    layer = pa.parse(layer)
-    x = p.x(layer)
-    changed = changed_from(x, past)
-    np.testing.assert_array_equal(layer(**changed)[:, :past], layer(**x)[:, :past])
 
 
 # Values of λ
@@ -407,13 +380,6 @@ def test_over_lucid_the_second_map_does_not_use_the_first_solve():
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_gradients_are_those_of_central_differences(layer):
-    p = DifferentialProblem(np.random.default_rng(len(layer)), t=3, n=2, group=2, d=2)
-    layer = pa.parse(layer)
-    assert_gradients_are_central_differences(layer, p.x(layer), p.like_output())
-
-
-@pytest.mark.parametrize("layer", LAYERS)
 @sampled
 @given(p=problems(square=False))
 def test_gradient_of_lambda_is_minus_the_second_map_under_the_cotangent(layer, p):
@@ -448,34 +414,6 @@ def test_the_second_map_gets_the_cotangent_times_minus_lambda(base, per, p):
 
 
 # Caches
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@sampled
-@given(p=problems(), data=st.data())
-def test_splitting_a_sequence_anywhere_gives_the_same_output(layer, p, data):
-    layer, t = pa.parse(layer), p.q.shape[1]
-    x = p.x(layer)
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, t - 1)), max_size=3)) | {0, t})
-    assert_close(extended_in_pieces(layer, x, cuts), layer(**x), size=p.size)
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@sampled
-@given(p=problems(), data=st.data())
-def test_a_ragged_batch_equals_each_sequence_alone(layer, p, data):
-    layer, t = pa.parse(layer), p.q.shape[1]
-    x, cut = p.x(layer), data.draw(st.integers(0, t))
-    pieces = [piece for piece in (slice(0, cut), slice(cut, t)) if piece.start < piece.stop]
-    lengths = [
-        [data.draw(st.integers(0, piece.stop - piece.start)) for _ in range(2)] for piece in pieces
-    ]
-    outs, valid = extended_by_lengths(layer, x, pieces, lengths)
-    assert np.all(outs[~valid] == 0)
-    for i in range(2):
-        if valid[i].any():
-            one = part(alone(x, i), valid[i])
-            assert_close(outs[i : i + 1, valid[i]], layer(**one), size=p.size)
 
 
 @pytest.mark.parametrize(
@@ -558,13 +496,6 @@ def test_a_lambda_of_another_shape_is_refused(per):
         if other != per:
             with pytest.raises(pa.ShapeError, match="lam"):
                 layer(**p.x(layer, lam=p.lams[other]))
-
-
-@pytest.mark.parametrize("text", LAYERS)
-def test_text_and_mechanism_are_inverse(text):
-    layer = pa.parse(text)
-    assert str(layer) == text
-    assert pa.parse(str(layer)) == layer
 
 
 def test_text_omits_defaults_and_contains_the_paired_names():

@@ -6,7 +6,6 @@ float64, and an identity has to hold to 1e-10 of the largest number involved.
 """
 
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -278,29 +277,6 @@ def test_order_of_keys_does_not_matter_without_causality(p):
 
 @sampled
 @given(problems())
-def test_grouped_heads_equal_repeated_heads_and_their_gradients_add_up(p):
-    k, v = (np.repeat(x, p.group, axis=2) for x in (p.k, p.v))
-    out, pullback = p.layer.vjp(p.q, p.k, p.v)
-    repeated, repeated_pullback = p.layer.vjp(p.q, k, v)
-    assert_close(out, repeated)
-    cotangent = p.like_output()
-    grads, repeated_grads = pullback(cotangent), repeated_pullback(cotangent)
-    size = np.abs(cotangent).max()  # The size of the products, before they cancel.
-    assert_close(grads["q"], repeated_grads["q"], size=size * np.abs(p.k).max())
-    dk, dv = (grouped(repeated_grads[name], p.group) for name in "kv")
-    assert_close(grads["k"], dk.sum(3), size=size * np.abs(p.q).max())
-    assert_close(grads["v"], dv.sum(3), size=np.abs(dv).max())
-
-
-@sampled
-@given(problems(square=True), st.integers(1, 9))
-def test_fewer_queries_than_keys_are_the_last_ones(p, count):
-    last = p.layer(p.q[:, -count:], p.k, p.v)
-    assert_close(last, p.layer(p.q, p.k, p.v)[:, -count:], size=p.size)
-
-
-@sampled
-@given(problems())
 def test_rows_without_a_visible_key_have_zero_output_and_zero_gradient(p):
     blind = p.rng.random(p.bias.shape[:3]) < 0.5
     bias = np.where(blind[..., None], -np.inf, p.bias)
@@ -331,38 +307,6 @@ def test_masking_keys_equals_deleting_them_even_when_they_are_nan(p):
     assert all(np.all(np.isfinite(gradient)) for gradient in gradients.values())
     assert np.all(gradients["k"][:, ~mask] == 0)
     assert np.all(gradients["v"][:, ~mask] == 0)
-
-
-@sampled
-@given(problems(square=True), st.data())
-def test_padded_and_packed_sequences_are_independent(p, data):
-    t = p.q.shape[1]
-    lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
-    padding = (np.arange(t) >= lengths[:, None])[..., None, None]
-    padded = p.layer(*(np.where(padding, np.nan, x) for x in (p.q, p.k, p.v)), lengths=lengths)
-    packed = p.layer(p.q, p.k, p.v, segment_ids=(np.arange(t) >= lengths[:, None]).astype(int))
-    for i, length in enumerate(lengths):
-        assert np.all(padded[i, length:] == 0)
-        for out, part in [
-            (padded, slice(0, length)),
-            (packed, slice(0, length)),
-            (packed, slice(length, t)),
-        ]:
-            if part.stop > part.start:
-                alone = p.layer(*(x[i : i + 1, part] for x in (p.q, p.k, p.v)))
-                assert_close(out[i : i + 1, part], alone, size=p.size)
-
-
-@sampled
-@given(problems(square=True, causal=True), st.data())
-def test_splitting_a_sequence_anywhere_gives_the_same_output(p, data):
-    t = p.q.shape[1]
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, t - 1)), max_size=3)) | {0, t})
-    cache, outs = p.layer.init_cache(p.q, p.k, p.v, capacity=t), []
-    for start, stop in pairwise(cuts):
-        out, cache = p.layer.extend(cache, *(x[:, start:stop] for x in (p.q, p.k, p.v)))
-        outs.append(out)
-    assert_close(np.concatenate(outs, axis=1), p.layer(p.q, p.k, p.v), size=p.size)
 
 
 # Gradients

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import precondattn as pa
-from tests.mathematics.identities import assert_gradients_are_central_differences
 from tests.mathematics.linear_definitions import (
     GATED,
     LAYERS,
@@ -54,14 +53,6 @@ def test_long_sequences_are_those_of_the_definition(layer, t):
     layer = pa.parse(layer)
     p = LinearProblem(np.random.default_rng(t), s=131, t=t, n=1, group=2, multiple=2, d=5, e=3)
     close_to_definition(layer, p, p.x(layer))
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_gradients_are_those_of_central_differences(layer):
-    p = LinearProblem(np.random.default_rng(0), s=4, t=3, group=2, multiple=2, d=2, b=1)
-    layer = pa.parse(layer)
-    x = p.x(layer)
-    assert_gradients_are_central_differences(layer, x, p.like(layer(**x)))
 
 
 def parallel(layer, x):
@@ -490,18 +481,6 @@ def test_outputs_are_linear_in_values(layer, p):
 # Time, batch and heads
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@sampled
-@given(p=problems(), past=st.integers(1, 7))
-def test_the_future_changes_no_bit_of_past_outputs(layer, p, past):
-    layer = pa.parse(layer)
-    x = p.x(layer)
-    changed = {name: array.copy() for name, array in x.items()}
-    for name in filter(timed, changed):
-        changed[name][:, past:] *= 0.75
-    np.testing.assert_array_equal(layer(**changed)[:, :past], layer(**x)[:, :past])
-
-
 def of_head(layer, p, x, head):
     """The inputs that belong to one key head, and the indices of its output heads."""
     letters = SHAPES[bare(layer).name]
@@ -532,24 +511,6 @@ def test_sequences_and_heads_are_independent(layer, p):
     for head in range(1 if base == "retention" else x["k"].shape[2]):
         one, outs = of_head(layer, p, x, head)
         close(out[:, :, outs], layer(**one))
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@sampled
-@given(p=problems(square=False))
-def test_grouped_heads_equal_repeated_heads(layer, p):
-    layer = pa.parse(layer)
-    x = p.x(layer)
-    shapes = SHAPES[bare(layer).name]
-    per_query_head = shapes["k"] == OWN["k"]
-    repeated = dict(x)
-    for name, array in x.items():
-        count, letter = (p.multiple, "h") if per_query_head else (p.group, "n")
-        if letter in shapes[name.partition("_")[0]]:
-            axis = 2 if timed(name) else 0
-            per_head = timed(name) or layer.per == "head"
-            repeated[name] = np.repeat(array, count, axis=axis) if per_head else array
-    close(layer(**repeated), layer(**x))
 
 
 # Refusals
@@ -615,8 +576,3 @@ def test_a_wrong_shape_is_refused_by_name(layer, name, shape):
     x = p.x(layer)
     with pytest.raises(ValueError, match=rf"\b{name}\b"):
         layer(**(x | {name: np.zeros(shape)}))
-
-
-@pytest.mark.parametrize("text", LAYERS)
-def test_text_and_mechanism_are_inverse(text):
-    assert pa.parse(str(pa.parse(text))) == pa.parse(text)

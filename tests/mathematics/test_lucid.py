@@ -5,8 +5,6 @@ is y_t = β_t (v_t − Σ_{j<t} Φ_tj y_j), read by softmax attention in place o
 Everything is float64, and an identity has to hold to 1e-10 of the largest number involved.
 """
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -475,52 +473,6 @@ def test_retrieval_within_a_window_needs_the_same_window_in_both_factors(p, wind
     assert_close(matrix_of(layer, p.k, p.k), np.eye(p.k.shape[1]) / totals[..., None], size=1)
 
 
-@pytest.mark.parametrize("normalize", NORMALIZE)
-@sampled
-@given(p=problems())
-def test_grouped_heads_equal_repeated_heads_and_their_gradients_add_up(normalize, p):
-    layer = pa.Lucid(normalize=normalize)
-    k, v = (np.repeat(x, p.group, axis=2) for x in (p.k, p.v))
-    out, pullback = layer.vjp(p.q, p.k, p.v)
-    repeated, repeated_pullback = layer.vjp(p.q, k, v)
-    assert_close(out, repeated)
-    cotangent = p.like_output()
-    grads, repeated_grads = pullback(cotangent), repeated_pullback(cotangent)
-    norms = [np.sqrt(np.mean(x**2, axis=-1) + 1e-6).min() for x in (p.q, p.k)]
-    size = np.abs(out).max() * np.abs(cotangent).max() / min(1, *norms)  # Before terms cancel.
-    assert_close(grads["q"], repeated_grads["q"], size=size)
-    for name in "kv":
-        shape = repeated_grads[name].shape
-        per_group = repeated_grads[name].reshape(*shape[:2], -1, p.group, shape[-1])
-        assert_close(grads[name], per_group.sum(3), size=max(size, np.abs(per_group).max()))
-
-
-@pytest.mark.parametrize("normalize", NORMALIZE)
-@sampled
-@given(p=problems(), count=st.integers(1, 9))
-def test_fewer_queries_than_keys_are_the_last_ones(normalize, p, count):
-    layer = pa.Lucid(normalize=normalize)
-    out = layer(p.q, p.k, p.v)
-    last = layer(p.q[:, -count:], p.k, p.v)
-    assert_close(last, out[:, -count:], size=np.abs(out).max())
-
-
-@pytest.mark.parametrize(
-    "options", [*({"normalize": name} for name in NORMALIZE), {"beta": True}], ids=str
-)
-@sampled
-@given(p=problems(kinds=["random", "clustered"]), past=st.integers(1, 9))
-def test_the_future_changes_no_bit_of_past_outputs(options, p, past):
-    layer = pa.Lucid(**options)
-    now = {"q": p.q, "k": p.k, "v": p.v} | ({"lucid_beta": p.beta} if layer.beta else {})
-    shift = {"q": 3.0, "k": 3.0, "v": 1000.0, "lucid_beta": 0.5}
-    later = np.arange(p.k.shape[1]) >= past
-    changed = {
-        name: x + shift[name] * later.reshape(-1, *[1] * (x.ndim - 2)) for name, x in now.items()
-    }
-    np.testing.assert_array_equal(layer(**changed)[:, :past], layer(**now)[:, :past])
-
-
 @pytest.mark.parametrize(
     ("normalize", "keys"),
     [("none", [0.5, 1, 2, 4, 6, 8, 10]), ("rows", [2, 10, -4, -2, 12, 6, 0, 8])],
@@ -550,42 +502,6 @@ def test_masking_keys_equals_deleting_them_even_when_they_are_nan(normalize, p):
     assert all(np.all(np.isfinite(gradient)) for gradient in gradients.values())
     assert np.all(gradients["k"][:, ~mask] == 0)
     assert np.all(gradients["v"][:, ~mask] == 0)
-
-
-@pytest.mark.parametrize("normalize", NORMALIZE)
-@sampled
-@given(p=problems(), data=st.data())
-def test_padded_and_packed_sequences_are_independent(normalize, p, data):
-    layer, t = pa.Lucid(normalize=normalize), p.q.shape[1]
-    lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
-    padding = (np.arange(t) >= lengths[:, None])[..., None, None]
-    padded = layer(*(np.where(padding, np.nan, x) for x in (p.q, p.k, p.v)), lengths=lengths)
-    packed = layer(p.q, p.k, p.v, segment_ids=(np.arange(t) >= lengths[:, None]).astype(int))
-    for i, length in enumerate(lengths):
-        assert np.all(padded[i, length:] == 0)
-        for out, part in [
-            (padded, slice(0, length)),
-            (packed, slice(0, length)),
-            (packed, slice(length, t)),
-        ]:
-            if part.stop > part.start:
-                alone = layer(*(x[i : i + 1, part] for x in (p.q, p.k, p.v)))
-                assert_close(out[i : i + 1, part], alone)
-
-
-@pytest.mark.parametrize("layer", ["lucid", "lucid(softmax[window=3])", "lucid(laser)"])
-@pytest.mark.parametrize("normalize", NORMALIZE)
-@sampled
-@given(p=problems(), data=st.data())
-def test_splitting_a_sequence_anywhere_gives_the_same_output(layer, normalize, p, data):
-    base = pa.parse(layer).base
-    layer, t = pa.Lucid(base, normalize=normalize), p.q.shape[1]
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, t - 1)), max_size=3)) | {0, t})
-    cache, outs = layer.init_cache(p.q, p.k, p.v, capacity=t), []
-    for start, stop in pairwise(cuts):
-        out, cache = layer.extend(cache, *(x[:, start:stop] for x in (p.q, p.k, p.v)))
-        outs.append(out)
-    assert_close(np.concatenate(outs, axis=1), layer(p.q, p.k, p.v))
 
 
 # Gradients

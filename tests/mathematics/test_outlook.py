@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from tests.mathematics.identities import assert_close, assert_gradients_are_central_differences
+from tests.mathematics.identities import assert_close
 
 B, H, N, E = 2, 4, 2, 3
 
@@ -73,23 +73,6 @@ def test_a_sequence_is_a_grid_of_one_row():
     for stride in (1, 2):
         row = pa.Outlook(size=(1, 3), stride=(1, stride), grid=(1, 11))
         assert_close(pa.Outlook(size=3, stride=stride)(**x), row(**x))
-
-
-@pytest.mark.parametrize(
-    ("expression", "tokens"),
-    [
-        ("outlook", 7),
-        ("outlook[size=4,stride=3,scale=0.7]", 8),
-        ("outlook[size=2/3,grid=5]", 13),
-        ("outlook[size=2,stride=2,grid=3]", 7),
-        ("row_normalized[detach=false](outlook[size=2,grid=4])", 8),
-    ],
-)
-def test_every_gradient_is_that_of_central_differences(expression, tokens):
-    m = pa.parse(expression)
-    x = problem(tokens, m.inputs["logits"].axes[-1].multiple)
-    cotangent = np.random.default_rng(1).normal(size=(B, tokens, H, E))
-    assert_gradients_are_central_differences(m, x, cotangent)
 
 
 def test_inside_an_image_weights_sum_to_the_number_of_windows_that_reach_a_token():

@@ -28,7 +28,6 @@ from tests.mathematics.path_definition import (
     reflection,
     sampled,
     scores_of_all_heads,
-    unit,
 )
 
 
@@ -114,26 +113,6 @@ def test_output_is_the_definition_written_as_loops(p, scale):
 def test_output_is_the_definition_for_every_kind_of_input(keys, directions, betas):
     p = PathProblem(np.random.default_rng(0), keys, directions, betas, s=7, n=2, group=2)
     assert_close(pa.Path()(**p.inputs), path_by_loops(**p.inputs))
-
-
-@sampled
-@given(problems(square=False))
-def test_grouped_heads_equal_repeated_heads(p):
-    shared = {"k", "v", "w", "beta"}
-    repeated = {
-        name: np.repeat(x, p.group, axis=2) if name in shared else x for name, x in p.inputs.items()
-    }
-    assert_close(pa.Path()(**p.inputs), pa.Path()(**repeated), size=np.abs(p.v).max())
-
-
-@pytest.mark.parametrize("layer", ["path", "path[window=3]", "lucid(path)"])
-@sampled
-@given(p=problems(), count=st.integers(1, 8))
-def test_fewer_queries_than_keys_are_the_last_ones(layer, p, count):
-    layer = pa.parse(layer)
-    out = layer(**p.inputs)
-    last = layer(**p.inputs | {"q": p.q[:, -count:]})
-    assert_close(last, out[:, -count:], size=1 + np.abs(out).max())
 
 
 @pytest.mark.parametrize("layer", ["path", "path[forget=scaled]", "lucid(path)"])
@@ -268,18 +247,6 @@ def assert_past_is_unchanged(layer, now, moved, past):
     before = layer(**now)[:, :past]
     for changed in (moved, *({name: moved[name]} for name in now)):
         np.testing.assert_array_equal(layer(**now | changed)[:, :past], before)
-
-
-@pytest.mark.parametrize(
-    "layer", ["path", "path[forget=scaled]", "lucid(path)", "lucid(path[window=3])"]
-)
-@sampled
-@given(p=problems(directions=UNIT), past=st.integers(1, 8))
-def test_the_future_changes_no_bit_of_past_outputs(layer, p, past):
-    now = p.gated if "forget" in layer else p.inputs
-    moved = {name: 3 * x + 1 for name, x in p.inputs.items()} | {"g": 2 * p.g}
-    moved |= {"v": p.v + 1000, "w": unit(p.w[..., ::-1] + 0.1), "beta": 2 - p.beta}
-    assert_past_is_unchanged(pa.parse(layer), now, moved, past)
 
 
 @pytest.mark.parametrize("layer", ["path", "path[forget=unscaled]"])

@@ -18,7 +18,6 @@ from tests.mathematics.path_definition import (
     decode,
     lucid_by_loops,
     path_by_loops,
-    problems,
     reflection,
     rms_norm,
     sampled,
@@ -37,27 +36,6 @@ def splits(draw, longest=12):
 
 
 LAYERS = ["path[{}]", "path[{}, window=3]", "path[{}, forget=unscaled]", "lucid(path[{}])"]
-
-
-@pytest.mark.parametrize("layer", [*LAYERS, "laser(path[{}])", "lucid(laser(path[{}, window=4]))"])
-@pytest.mark.parametrize("flush", FLUSHES)
-@settings(sampled, max_examples=10)
-@given(widths=splits(), p=problems(longest=1), seed=st.integers(0, 2**32 - 1))
-def test_splitting_a_sequence_anywhere_gives_the_same_output(layer, flush, widths, p, seed):
-    p = PathProblem(
-        np.random.default_rng(seed),
-        betas="mixed" if seed % 2 else "random",
-        s=sum(widths),
-        n=p.k.shape[2],
-        group=p.group,
-        d=p.k.shape[3],
-    )
-    inputs = p.gated if "forget" in layer else p.inputs
-    layer = with_flush(layer, flush)
-    out, cache = decode(layer, inputs, widths)
-    expected = layer(**inputs)
-    assert_close(out, expected, size=1 + np.abs(expected).max())
-    np.testing.assert_array_equal(cache.length, sum(widths))
 
 
 @pytest.mark.parametrize("directions", DIRECTIONS)

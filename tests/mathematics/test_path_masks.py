@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 import precondattn as pa
 from tests.mathematics.identities import causal_mask
@@ -49,36 +48,6 @@ def test_a_query_at_a_masked_key_is_not_reflected_there(p):
     logits = scores_of_all_heads(p.q, p.k, p.w, still) * p.k.shape[-1] ** -0.5
     is_visible = causal_mask(len(mask), len(mask)) & mask
     assert_close(out, read(softmax(logits, is_visible), p.v), size=np.abs(p.v).max())
-
-
-@pytest.mark.parametrize(
-    "layer", ["path", "path[forget=unscaled]", "path[window=2]", "lucid(path)"]
-)
-@sampled
-@given(p=problems(), data=st.data())
-def test_padded_and_packed_sequences_are_independent(layer, p, data):
-    inputs = p.gated if "forget" in layer else p.inputs
-    layer, t = pa.parse(layer), p.q.shape[1]
-    lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
-    behind = np.arange(t) >= lengths[:, None]
-
-    def holding(x):
-        return behind.reshape(2, t, *[1] * (x.ndim - 2))
-
-    padded = layer(
-        **{name: np.where(holding(x), np.nan, x) for name, x in inputs.items()}, lengths=lengths
-    )
-    packed = layer(**inputs, segment_ids=behind.astype(int))
-    for i, length in enumerate(lengths):
-        assert np.all(padded[i, length:] == 0)
-        for out, part in [
-            (padded, slice(0, length)),
-            (packed, slice(0, length)),
-            (packed, slice(length, t)),
-        ]:
-            if part.stop > part.start:
-                alone = layer(**at(inputs, slice(i, i + 1), part))
-                assert_close(out[i : i + 1, part], alone)
 
 
 def test_long_directions_of_one_segment_do_not_affect_the_next():

@@ -15,11 +15,7 @@ from hypothesis import strategies as st
 
 import precondattn as pa
 from tests.mathematics.identities import (
-    alone,
     assert_close,
-    assert_gradients_are_central_differences,
-    changed_from,
-    extended_in_pieces,
     part,
 )
 from tests.mathematics.loops import dot_scores, path_scores, read_causal, solved_values
@@ -148,59 +144,6 @@ def test_output_is_the_definition(layer, p):
     layer = pa.parse(layer)
     x = p.x(layer)
     assert_close(layer(**x), definition(layer, x), size=size_of(layer, x))
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@sampled
-@given(p=problems(square=False))
-def test_grouped_heads_equal_repeated_heads(layer, p):
-    layer = pa.parse(layer)
-    x = p.x(layer)
-    repeated = x | {
-        name: np.repeat(x[name], p.group, axis=2) for name in x if name in ("k", "v", "w", "beta")
-    }
-    assert_close(layer(**x), layer(**repeated), size=size_of(layer, x))
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@sampled
-@given(p=problems(), past=st.integers(1, 7))
-def test_the_future_changes_no_bit_of_past_outputs(layer, p, past):
-    layer = pa.parse(layer)
-    x = p.x(layer)
-    changed = changed_from(x, past)
-    np.testing.assert_array_equal(layer(**changed)[:, :past], layer(**x)[:, :past])
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@sampled
-@given(p=problems(), data=st.data())
-def test_padded_and_packed_sequences_are_independent(layer, p, data):
-    layer, t = pa.parse(layer), p.q.shape[1]
-    x = p.x(layer)
-    lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
-    padding = np.arange(t) >= lengths[:, None]
-    masked = {
-        name: np.where(padding.reshape(2, t, *[1] * (array.ndim - 2)), np.nan, array)
-        for name, array in x.items()
-        if array.ndim >= 3
-    }
-    padded, pullback = layer.vjp(**(x | masked), lengths=lengths)
-    assert np.all(padded[padding] == 0)
-    gradients = pullback(p.like_output())
-    assert all(np.all(np.isfinite(gradient)) for gradient in gradients.values())
-    assert all(np.all(gradients[name][padding] == 0) for name in masked)
-    packed = layer(**x, segment_ids=padding.astype(int))
-    for i, count in enumerate(lengths):
-        for out, chosen in [
-            (padded, slice(0, count)),
-            (packed, slice(0, count)),
-            (packed, slice(count, t)),
-        ]:
-            if chosen.stop > chosen.start:
-                one = alone(x, i)
-                expected = layer(**part(one, chosen))
-                assert_close(out[i : i + 1, chosen], expected, size=size_of(layer, x))
 
 
 # Temperature
@@ -618,40 +561,7 @@ def test_inside_or_outside_lucid_over_path_gives_the_same_output(query_side, p):
 # Gradients
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_gradients_are_those_of_central_differences(layer):
-    p = QuerySideProblem(np.random.default_rng(len(layer)), t=4, n=2, group=2, d=3)
-    layer = pa.parse(layer)
-    assert_gradients_are_central_differences(layer, p.x(layer), p.like_output())
-
-
 # Caches
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@sampled
-@given(p=problems(), data=st.data())
-def test_splitting_a_sequence_anywhere_gives_the_same_output(layer, p, data):
-    layer, t = pa.parse(layer), p.q.shape[1]
-    x = p.x(layer)
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, t - 1)), max_size=3)) | {0, t})
-    assert_close(extended_in_pieces(layer, x, cuts), layer(**x), size=size_of(layer, x))
-
-
-def test_a_ragged_batch_equals_each_sequence_alone():
-    p = QuerySideProblem(np.random.default_rng(0), t=7, n=2, group=2)
-    for text in LAYERS:
-        layer = pa.parse(text)
-        x = p.x(layer)
-        cache, outs = layer.init_cache(**x, capacity=7), []
-        for chosen, counts in [(slice(0, 4), [4, 1]), (slice(4, 7), [2, 3])]:
-            out, cache = layer.extend(cache, **part(x, chosen), lengths=counts)
-            outs.append(out)
-        out = np.concatenate(outs, axis=1)
-        for i, kept in enumerate([[0, 1, 2, 3, 4, 5], [0, 4, 5, 6]]):
-            one = alone(x, i)
-            expected = layer(**part(one, kept))
-            assert_close(out[i : i + 1, kept], expected, size=size_of(layer, x))
 
 
 def test_temperatures_and_scales_are_not_in_the_cache_and_may_change():
@@ -723,13 +633,6 @@ def test_compositions_that_make_sense_are_accepted(text):
 def test_options_are_checked(cls, options):
     with pytest.raises((TypeError, ValueError), match=f"{cls.name}: option {next(iter(options))}"):
         cls(**options)
-
-
-@pytest.mark.parametrize("text", LAYERS)
-def test_text_and_mechanism_are_inverse(text):
-    layer = pa.parse(text)
-    assert str(layer) == text
-    assert pa.parse(str(layer)) == layer
 
 
 def test_the_inputs_follow_from_the_options():

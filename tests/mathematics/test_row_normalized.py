@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 
 import precondattn as pa
 from tests.mathematics.identities import (
-    alone,
     assert_close,
-    assert_gradients_are_central_differences,
     central_differences,
-    changed_from,
-    extended_by_lengths,
-    extended_in_pieces,
-    part,
 )
 from tests.mathematics.loops import solved_values
 
@@ -332,28 +326,6 @@ def test_outside_or_inside_lucid_the_row_norm_is_the_same(p):
         assert_close(gradient, others[name], size=size * max(1, np.abs(gradient).max()))
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@sampled
-@given(p=problems(square=False))
-def test_grouped_heads_equal_repeated_heads(layer, p):
-    layer = pa.parse(layer)
-    x = p.x(layer)
-    repeated = x | {
-        name: np.repeat(x[name], p.group, axis=2) for name in x if name in ("k", "v", "k2")
-    }
-    assert_close(layer(**x), layer(**repeated), size=conditioning_of(layer, x))
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@sampled
-@given(p=problems(), past=st.integers(1, 7))
-def test_the_future_changes_no_bit_of_past_outputs(layer, p, past):
-    layer = pa.parse(layer)
-    x = p.x(layer)
-    changed = changed_from(x, past)
-    np.testing.assert_array_equal(layer(**changed)[:, :past], layer(**x)[:, :past])
-
-
 # Masks and zero rows
 
 
@@ -379,32 +351,6 @@ def test_zero_values_give_zero_output_and_a_finite_gradient(eps, detach):
     if eps:
         expected = pa.Softmax().vjp(p.q, p.k, 0 * v)[1](dy / eps)["v"]
         assert_close(gradients["v"], expected)
-
-
-@pytest.mark.parametrize("layer", ["row_normalized", "row_normalized[detach=false,eps=0](lucid)"])
-@sampled
-@given(p=problems(), data=st.data())
-def test_masked_sequences_are_independent(layer, p, data):
-    layer, t = pa.parse(layer), p.q.shape[1]
-    lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
-    padding = np.arange(t) >= lengths[:, None]
-    masked = [np.where(padding[..., None, None], np.nan, x) for x in (p.q, p.k, p.v)]
-    padded, pullback = layer.vjp(*masked, lengths=lengths)
-    assert np.all(padded[padding] == 0)
-    for gradient in pullback(p.like_output()).values():
-        assert np.all(np.isfinite(gradient))
-        assert np.all(gradient[padding] == 0)
-    packed = layer(p.q, p.k, p.v, segment_ids=padding.astype(int))
-    size = conditioning_of(layer, p.x(layer))
-    for i, count in enumerate(lengths):
-        for out, chosen in [
-            (padded, slice(0, count)),
-            (packed, slice(0, count)),
-            (packed, slice(count, t)),
-        ]:
-            if chosen.stop > chosen.start:
-                alone = layer(*(x[i : i + 1, chosen] for x in (p.q, p.k, p.v)))
-                assert_close(out[i : i + 1, chosen], alone, size=size)
 
 
 @sampled
@@ -466,24 +412,6 @@ def test_by_default_finite_differences_agree_only_if_the_norm_is_kept_constant(b
         size = max(1, np.abs(with_held_norm).max())
         assert np.abs(gradient - with_held_norm).max() <= 1e-7 * size
         assert np.abs(gradient - as_it_is).max() > 1e-2
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        "row_normalized[detach=false]",
-        "row_normalized[detach=false,eps=0.5](laser)",
-        "row_normalized[detach=false](lucid)",
-        "lucid(row_normalized[detach=false])",
-        "row_normalized[detach=false](differential[per=head])",
-        "differential[per=token](row_normalized[detach=false])",
-        "row_normalized[axis=channel,detach=false](softmax[causal=false])",
-    ],
-)
-def test_without_detach_gradients_are_those_of_central_differences(layer):
-    p = RowNormalizedProblem(np.random.default_rng(1), t=3, n=2, group=2, d=2, e=2)
-    layer = pa.parse(layer)
-    assert_gradients_are_central_differences(layer, p.x(layer), p.like_output())
 
 
 @sampled
@@ -736,35 +664,6 @@ def test_theorem_4_4_is_false_for_most_random_heads_of_a_usual_size():
 # Caches
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@sampled
-@given(p=problems(), data=st.data())
-def test_splitting_a_sequence_anywhere_gives_the_same_output(layer, p, data):
-    layer, t = pa.parse(layer), p.q.shape[1]
-    x = p.x(layer)
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, t - 1)), max_size=3)) | {0, t})
-    assert_close(extended_in_pieces(layer, x, cuts), layer(**x), size=conditioning_of(layer, x))
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@sampled
-@given(p=problems(), data=st.data())
-def test_a_ragged_batch_equals_each_sequence_alone(layer, p, data):
-    layer, t = pa.parse(layer), p.q.shape[1]
-    x, cut = p.x(layer), data.draw(st.integers(0, t))
-    pieces = [piece for piece in (slice(0, cut), slice(cut, t)) if piece.start < piece.stop]
-    lengths = [
-        [data.draw(st.integers(0, piece.stop - piece.start)) for _ in range(2)] for piece in pieces
-    ]
-    outs, valid = extended_by_lengths(layer, x, pieces, lengths)
-    assert np.all(outs[~valid] == 0)
-    for i in range(2):
-        if valid[i].any():
-            one = part(alone(x, i), valid[i])
-            size = conditioning_of(layer, one)
-            assert_close(outs[i : i + 1, valid[i]], layer(**one), size=size)
-
-
 def test_the_row_norm_adds_nothing_to_the_cache():
     p = RowNormalizedProblem(np.random.default_rng(0), t=4)
     for text, stored in [("row_normalized", ["k", "v"]), ("row_normalized(laser)", ["k", "v"])]:
@@ -814,13 +713,6 @@ def test_a_difference_of_unit_rows_may_be_normalised_again():
 def test_options_are_checked(options):
     with pytest.raises(ValueError, match=f"row_normalized: option {next(iter(options))}"):
         pa.RowNormalized(**options)
-
-
-@pytest.mark.parametrize("text", [*LAYERS, CHANNEL, "row_normalized[eps=0,detach=false]"])
-def test_text_and_mechanism_are_inverse(text):
-    layer = pa.parse(text)
-    assert str(layer) == text
-    assert pa.parse(str(layer)) == layer
 
 
 @pytest.mark.parametrize("axis", ["token", "channel"])

@@ -6,7 +6,6 @@ is float64, and an identity has to hold to 1e-10 of the largest number involved.
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -138,22 +137,6 @@ def test_order_of_keys_matters_with_causality():
 
 
 @sampled
-@given(problems())
-def test_grouped_heads_equal_repeated_heads_and_their_gradients_add_up(p):
-    k, v = (np.repeat(x, p.group, axis=2) for x in (p.k, p.v))
-    out, pullback = p.plain.vjp(p.q, p.k, p.v)
-    repeated, repeated_pullback = p.plain.vjp(p.q, k, v)
-    assert_close(out, repeated)
-    cotangent = p.like_output()
-    grads, repeated_grads = pullback(cotangent), repeated_pullback(cotangent)
-    size = np.abs(cotangent).max() * np.abs(p.v).max()  # The size of the products.
-    assert_close(grads["q"], repeated_grads["q"], size=size * np.abs(p.k).max())
-    dk, dv = (grouped(repeated_grads[name], p.group) for name in "kv")
-    assert_close(grads["k"], dk.sum(3), size=size * np.abs(p.q).max())
-    assert_close(grads["v"], dv.sum(3), size=np.abs(dv).max())
-
-
-@sampled
 @given(problems(causal=True))
 def test_causality_and_window_equal_an_explicit_mask(p):
     explicit = np.where(p.visible, p.bias, -np.inf)
@@ -171,13 +154,6 @@ def test_a_window_covers_exactly_the_last_tokens(window):
         expected = np.zeros(t)
         expected[i + 1 - visible_count : i + 1] = 1 / visible_count
         assert_close(weights[i], expected)
-
-
-@sampled
-@given(problems(square=True), st.integers(1, 9))
-def test_fewer_queries_than_keys_are_the_last_ones(p, count):
-    out = p.plain(p.q, p.k, p.v)
-    assert_close(p.plain(p.q[:, -count:], p.k, p.v), out[:, -count:])
 
 
 @sampled
@@ -226,28 +202,6 @@ def test_masking_keys_equals_deleting_them_even_when_they_are_nan(p):
 
 
 @sampled
-@given(problems(square=True), st.data())
-def test_padding_has_no_effect_and_sequences_are_independent(p, data):
-    t = p.q.shape[1]
-    lengths = np.array([data.draw(st.integers(0, t)) for _ in range(2)])
-    padding = np.arange(t) >= lengths[:, None]
-    q, k, v = (np.where(padding[..., None, None], np.nan, x) for x in (p.q, p.k, p.v))
-    out, pullback = p.plain.vjp(q, k, v, lengths=lengths)
-    cotangent = p.like_output()
-    gradients = pullback(cotangent)
-    for i, length in enumerate(lengths):
-        assert np.all(out[i, length:] == 0)
-        assert all(np.all(gradient[i, length:] == 0) for gradient in gradients.values())
-        if length:
-            valid = (slice(i, i + 1), slice(length))
-            alone, alone_pullback = p.plain.vjp(p.q[valid], p.k[valid], p.v[valid])
-            assert_close(out[valid], alone)
-            for name, gradient in alone_pullback(cotangent[valid]).items():
-                size = np.abs(p.q).max() * np.abs(cotangent).max()
-                assert_close(gradients[name][valid], gradient, size=size)
-
-
-@sampled
 @given(problems(square=True), st.integers(0, 9))
 def test_each_segment_gives_the_output_of_a_call_of_its_own(p, border):
     t = p.q.shape[1]
@@ -267,31 +221,6 @@ def test_split_keys_merge_by_their_log_sum_exp(p, data):
     lses = [np.logaddexp.reduce(logits(p.q, p.k[:, part]), axis=-1) for part in parts]
     shares = np.exp(lses - np.logaddexp.reduce(lses, axis=0)).transpose(0, 1, 3, 2)[..., None]
     assert_close(np.sum(shares * outs, axis=0), p.plain(p.q, p.k, p.v))
-
-
-@sampled
-@given(problems(square=True, causal=True), st.data())
-def test_splitting_a_sequence_anywhere_gives_the_same_output(p, data):
-    t = p.q.shape[1]
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, t - 1)), max_size=3)) | {0, t})
-    cache = p.plain.init_cache(p.q, p.k, p.v, capacity=t)
-    outs = []
-    for start, stop in pairwise(cuts):
-        new = (x[:, start:stop] for x in (p.q, p.k, p.v))
-        out, cache = p.plain.extend(cache, *new)
-        outs.append(out)
-    assert_close(np.concatenate(outs, axis=1), p.plain(p.q, p.k, p.v))
-
-
-@sampled
-@given(problems(square=True, causal=True), st.data())
-def test_the_future_changes_no_bit_of_past_outputs(p, data):
-    past = data.draw(st.integers(0, p.q.shape[1]))
-    q, k, v = (x.copy() for x in (p.q, p.k, p.v))
-    for x in (q, k, v):
-        x[:, past:] += 1000
-    out, changed = p.plain(p.q, p.k, p.v), p.plain(q, k, v)
-    np.testing.assert_array_equal(changed[:, :past], out[:, :past])
 
 
 @sampled
