@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import precondattn as pa
-from precondattn.algebra.recurrence import Erase
+from precondattn.algebra.recurrence import Erase, Gate
 from precondattn.algebra.recurrences import Recurrences
 from precondattn.arrays import Array, library_of
 from precondattn.backend import Request
@@ -30,7 +30,7 @@ LEAST_CAPABILITY = 80
 """Compute capability 8.0, the first whose tensor cores multiply bfloat16."""
 
 KEYS: tuple[Erase, ...] = ("written key", "own key")
-GATES = (None, "fixed", "head", "channel")
+GATES: tuple[Gate | None, ...] = (None, "fixed", "head", "channel")
 SCANNED = (
     Recurrences(gate=(None, "fixed", "head"), normaliser=(None, "sum")),
     Recurrences(gate=("channel",), keys=("given", "of the gate")),
