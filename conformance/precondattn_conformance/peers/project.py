@@ -1,7 +1,7 @@
 """A project whose functions are peers: a package, or a checkout of a repository.
 
-    FLA = Project("fla", "flash-linear-attention", package="fla-core", url=…)
-    MAMBA = Project("mamba", "Mamba", repository="state-spaces/mamba", revision="…", url=…)
+    FLA = Project("fla", "flash-linear-attention", url=…, package="fla-core")
+    MAMBA = on_github("state-spaces/mamba@…", "2026-07-23", "Mamba")
 
 A package is imported as installed, with or without its dependencies. A project that is not on a
 package index is imported from a checkout (`checkout.py`).
