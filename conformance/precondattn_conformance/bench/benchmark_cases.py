@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from precondattn.arrays import Arrays
 from precondattn.backend import UnsupportedError
@@ -111,16 +111,15 @@ def benchmark_cases(
         )
     import pytest
 
-    lists = {"mechanisms": mechanisms, "libraries": libraries, "backends": backends}
-    lists |= {"works": works, "sizes": sizes} | ({} if peers is None else {"peers": peers})
+    lists: dict[str, Any] = {"mechanisms": mechanisms, "libraries": libraries, "works": works}
+    lists |= {"backends": backends, "sizes": sizes} | ({} if peers is None else {"peers": peers})
     for argument, texts in lists.items():
         if isinstance(texts, str):
             raise TypeError(f"{argument} is a list of texts; write [{texts!r}]")
+        lists[argument] = tuple(texts)
     if not names and not mechanisms:
         raise ValueError("name cases, or mechanisms=[...]")
-    selection = Selection(
-        names, dtype=dtype, **{name: tuple(texts) for name, texts in lists.items()}
-    )
+    selection = Selection(names, dtype=dtype, **lists)
     _require_valid(selection)
     mark: pytest.MarkDecorator = getattr(pytest.mark, BENCHMARKED)(selection)
     return mark

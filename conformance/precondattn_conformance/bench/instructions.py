@@ -141,6 +141,10 @@ def load(path: Path) -> list[JsonObject]:
     return entries
 
 
+def _of_kind(path: Path, this: JsonObject) -> dict[str, int]:
+    return next((entry["counts"] for entry in load(path) if entry["kind"] == this), {})
+
+
 def run(names: tuple[str, ...], save: Path | None, console: Console) -> int:
     """Count the rows and judge them, or write them to a file.
 
@@ -153,10 +157,7 @@ def run(names: tuple[str, ...], save: Path | None, console: Console) -> int:
         console.print(f"no instructions were counted: {reason}")
         return 0 if save is None else 1
     this = kind()
-    committed, saved = (
-        next((entry["counts"] for entry in load(path) if entry["kind"] == this), {})
-        for path in (FILE, save or FILE)
-    )
+    committed, saved = _of_kind(FILE, this), _of_kind(save or FILE, this)
     if save is None and not committed:
         console.print("no committed counts for these versions: recorded only")
     counted = counts(names)

@@ -115,7 +115,7 @@ def contenders(patterns: Iterable[str] = ()) -> list[Contender]:
         for a pattern that matches no row.
     """
     pairs = [pair for pair in product(LIBRARIES, MECHANISMS) if pair not in WITHOUT]
-    every = [*map(OfProject, all_peers()), *(OfOurs(*pair) for pair in pairs)]
+    every: list[Contender] = [*map(OfProject, all_peers()), *(OfOurs(*pair) for pair in pairs)]
     wanted = tuple(patterns)
     for pattern in wanted:
         if not any(fnmatchcase(each.name, pattern) for each in every):

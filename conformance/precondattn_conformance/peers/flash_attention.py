@@ -7,15 +7,13 @@ from functools import cache
 from precondattn.arrays import Array
 from precondattn_conformance.peers import given
 from precondattn_conformance.peers.arrays import HALF32, Foreign
-from precondattn_conformance.peers.project import Project
+from precondattn_conformance.peers.project import on_github
 
-FLASH_ATTENTION = Project(
-    "flash-attention",
+FLASH_ATTENTION = on_github(
+    "Dao-AILab/flash-attention@0251105a2fb19d2957484b7f023cd8c115286ced",
+    "2026-08-15",
     "FlashAttention",
-    "https://github.com/Dao-AILab/flash-attention",
-    repository="Dao-AILab/flash-attention",
-    revision="0251105a2fb19d2957484b7f023cd8c115286ced",
-    date="2026-08-15",
+    "flash-attention",
 )
 ALL = (FLASH_ATTENTION,)
 

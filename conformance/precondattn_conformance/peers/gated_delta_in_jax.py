@@ -7,31 +7,16 @@ from functools import cache
 from precondattn.arrays import Array
 from precondattn_conformance.peers import given
 from precondattn_conformance.peers.arrays import HALF32, Foreign, scale_of, widened
-from precondattn_conformance.peers.project import Project
+from precondattn_conformance.peers.project import on_github
 
-MAXTEXT = Project(
-    "maxtext",
-    "MaxText",
-    "https://github.com/AI-Hypercomputer/maxtext",
-    repository="AI-Hypercomputer/maxtext",
-    revision="e591f30cbbf217ed67ef71263ec0538239f9c3b8",
-    date="2026-08-22",
+MAXTEXT = on_github(
+    "AI-Hypercomputer/maxtext@e591f30cbbf217ed67ef71263ec0538239f9c3b8", "2026-08-22", "MaxText"
 )
-EASYDEL = Project(
-    "easydel",
-    "EasyDeL",
-    "https://github.com/erfanzar/EasyDeL",
-    repository="erfanzar/EasyDeL",
-    revision="090a03b2e0b3606bd38e0e3fcfdc640cd7e6e246",
-    date="2026-04-22",
+EASYDEL = on_github(
+    "erfanzar/EasyDeL@090a03b2e0b3606bd38e0e3fcfdc640cd7e6e246", "2026-04-22", "EasyDeL"
 )
-EJKERNEL = Project(
-    "ejkernel",
-    "ejKernel",
-    "https://github.com/erfanzar/ejkernel",
-    repository="erfanzar/ejkernel",
-    revision="2107406ec1b90a7fa06b3af40799c8f9c7f02aff",
-    date="2025-11-10",
+EJKERNEL = on_github(
+    "erfanzar/ejkernel@2107406ec1b90a7fa06b3af40799c8f9c7f02aff", "2025-11-10", "ejKernel"
 )
 ALL = (MAXTEXT, EASYDEL, EJKERNEL)
 

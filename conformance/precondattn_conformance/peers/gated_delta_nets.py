@@ -7,31 +7,22 @@ from functools import cache, partial
 from precondattn.arrays import Array
 from precondattn_conformance.peers import given
 from precondattn_conformance.peers.arrays import HALF32, Foreign, scale_of
-from precondattn_conformance.peers.project import Project
+from precondattn_conformance.peers.project import on_github
 
-MEGATRON = Project(
-    "megatron",
+MEGATRON = on_github(
+    "NVIDIA/Megatron-LM@d98e8a64ddf34856e74b24714e3bedb2f5a39553",
+    "2026-08-22",
     "Megatron-LM",
-    "https://github.com/NVIDIA/Megatron-LM",
-    repository="NVIDIA/Megatron-LM",
-    revision="d98e8a64ddf34856e74b24714e3bedb2f5a39553",
-    date="2026-08-22",
+    "megatron",
 )
-GATED_DELTA_NET = Project(
-    "gated-delta-net",
+GATED_DELTA_NET = on_github(
+    "NVlabs/GatedDeltaNet@5ddd1e4845336f6b07b506ad77a8c92db9e5478d",
+    "2025-03-17",
     "Gated DeltaNet",
-    "https://github.com/NVlabs/GatedDeltaNet",
-    repository="NVlabs/GatedDeltaNet",
-    revision="5ddd1e4845336f6b07b506ad77a8c92db9e5478d",
-    date="2025-03-17",
+    "gated-delta-net",
 )
-FLASHINFER = Project(
-    "flashinfer",
-    "FlashInfer",
-    "https://github.com/flashinfer-ai/flashinfer",
-    repository="flashinfer-ai/flashinfer",
-    revision="fb28d7242b3506a2348265962041acc1fb56cca4",
-    date="2026-08-22",
+FLASHINFER = on_github(
+    "flashinfer-ai/flashinfer@fb28d7242b3506a2348265962041acc1fb56cca4", "2026-08-22", "FlashInfer"
 )
 STATE = ("initial_state", "output_final_state")
 ALL = (MEGATRON, GATED_DELTA_NET, FLASHINFER)

@@ -9,47 +9,26 @@ from types import ModuleType, SimpleNamespace
 from precondattn.arrays import Array
 from precondattn_conformance.peers import given
 from precondattn_conformance.peers.arrays import HALF32, Foreign
-from precondattn_conformance.peers.project import Project
+from precondattn_conformance.peers.project import on_github
 
-FAST_TRANSFORMERS = Project(
+FAST_TRANSFORMERS = on_github(
+    "idiap/fast-transformers@2ad36b97e64cb93862937bd21fcc9568d989561f",
+    "2023-03-23",
     "fast-transformers",
-    "fast-transformers",
-    "https://github.com/idiap/fast-transformers",
-    repository="idiap/fast-transformers",
-    revision="2ad36b97e64cb93862937bd21fcc9568d989561f",
-    date="2023-03-23",
 )
-LOLCATS = Project(
-    "lolcats",
-    "LoLCATs",
-    "https://github.com/HazyResearch/lolcats",
-    repository="HazyResearch/lolcats",
-    revision="375df84f58417a57b78c875fa3f8fa76e84ab12e",
-    date="2024-12-24",
+LOLCATS = on_github(
+    "HazyResearch/lolcats@375df84f58417a57b78c875fa3f8fa76e84ab12e", "2024-12-24", "LoLCATs"
 )
-LIGHTNING = Project(
-    "lightning-attention",
+LIGHTNING = on_github(
+    "OpenNLPLab/lightning-attention@d15c38529bbd5c2c82b44ddda3cac885825aa873",
+    "2025-02-23",
     "Lightning Attention",
-    "https://github.com/OpenNLPLab/lightning-attention",
-    repository="OpenNLPLab/lightning-attention",
-    revision="d15c38529bbd5c2c82b44ddda3cac885825aa873",
-    date="2025-02-23",
 )
-TORCHSCALE = Project(
-    "torchscale",
-    "TorchScale",
-    "https://github.com/microsoft/torchscale",
-    repository="microsoft/torchscale",
-    revision="4d1e0e82e5adf86dd424f1463192635b73fc8efc",
-    date="2024-04-11",
+TORCHSCALE = on_github(
+    "microsoft/torchscale@4d1e0e82e5adf86dd424f1463192635b73fc8efc", "2024-04-11", "TorchScale"
 )
-AXLEARN = Project(
-    "axlearn",
-    "axlearn",
-    "https://github.com/apple/axlearn",
-    repository="apple/axlearn",
-    revision="34aed43c1b6e581c4753d06d7cbeedd5010ef26b",
-    date="2026-07-08",
+AXLEARN = on_github(
+    "apple/axlearn@34aed43c1b6e581c4753d06d7cbeedd5010ef26b", "2026-07-08", "axlearn"
 )
 ALL = (FAST_TRANSFORMERS, LOLCATS, LIGHTNING, TORCHSCALE, AXLEARN)
 

@@ -8,23 +8,15 @@ from types import ModuleType
 from precondattn.arrays import Array, upcast
 from precondattn_conformance.peers import given
 from precondattn_conformance.peers.arrays import HALF32, Foreign, in_one_dtype
-from precondattn_conformance.peers.project import Project
+from precondattn_conformance.peers.project import on_github
 
-MAMBA = Project(
-    "mamba",
-    "Mamba",
-    "https://github.com/state-spaces/mamba",
-    repository="state-spaces/mamba",
-    revision="e9594ce1c732d97440f0332fdc43170a2294dbfa",
-    date="2026-07-23",
+MAMBA = on_github(
+    "state-spaces/mamba@e9594ce1c732d97440f0332fdc43170a2294dbfa", "2026-07-23", "Mamba"
 )
-MINIMAL = Project(
+MINIMAL = on_github(
+    "tommyip/mamba2-minimal@4f4413731f24303b4e046962bce6ca5b6a3b13d6",
+    "2024-06-17",
     "mamba2-minimal",
-    "mamba2-minimal",
-    "https://github.com/tommyip/mamba2-minimal",
-    repository="tommyip/mamba2-minimal",
-    revision="4f4413731f24303b4e046962bce6ca5b6a3b13d6",
-    date="2024-06-17",
 )
 ALL = (MAMBA, MINIMAL)
 

@@ -8,31 +8,27 @@ from types import ModuleType
 from precondattn.arrays import Array
 from precondattn_conformance.peers import given
 from precondattn_conformance.peers.arrays import HALF32, equally_wide, equally_wide_by_default
-from precondattn_conformance.peers.project import Project
+from precondattn_conformance.peers.project import Project, on_github
 
-
-def _of_lucidrains(name: str, revision: str, date: str) -> Project:
-    repository = f"lucidrains/{name}"
-    url = f"https://github.com/{repository}"
-    return Project(name, name, url, repository=repository, revision=revision, date=date)
-
-
-IN_PYTORCH = _of_lucidrains(
-    "memory-efficient-attention-pytorch", "d54f391370ecbf843a871f0e260425d076995550", "2023-07-18"
+IN_PYTORCH = on_github(
+    "lucidrains/memory-efficient-attention-pytorch@d54f391370ecbf843a871f0e260425d076995550",
+    "2023-07-18",
+    "memory-efficient-attention-pytorch",
 )
-IN_JAX = _of_lucidrains(
-    "flash-attention-jax", "d73dcdd6cb4b4f8d786922e2ec6826036dae896a", "2023-07-17"
+IN_JAX = on_github(
+    "lucidrains/flash-attention-jax@d73dcdd6cb4b4f8d786922e2ec6826036dae896a",
+    "2023-07-17",
+    "flash-attention-jax",
 )
-RING = _of_lucidrains(
-    "ring-attention-pytorch", "373f75b725c2111bfe6a8d47c72a0b01995150c5", "2025-05-16"
+RING = on_github(
+    "lucidrains/ring-attention-pytorch@373f75b725c2111bfe6a8d47c72a0b01995150c5",
+    "2025-05-16",
+    "ring-attention-pytorch",
 )
-REZAEI = Project(
+REZAEI = on_github(
+    "AminRezaei0x443/memory-efficient-attention@882c5e70d6b06b3215355b35435211c5b8caa75d",
+    "2023-01-06",
     "memory-efficient-attention",
-    "memory-efficient-attention",
-    "https://github.com/AminRezaei0x443/memory-efficient-attention",
-    repository="AminRezaei0x443/memory-efficient-attention",
-    revision="882c5e70d6b06b3215355b35435211c5b8caa75d",
-    date="2023-01-06",
 )
 ALL = (IN_PYTORCH, IN_JAX, RING, REZAEI)
 

@@ -87,6 +87,7 @@ def _linear_attention(
     return out.reshape(*q.shape[:3], v.shape[-1]), last
 
 
+_arrangement: Foreign
 for _name, _mechanism, _rule, _takes, _arrangement in (
     ("linear", "linear", "linear", "", {}),
     ("gated_by_head", "ssd", "gated", "g=", {"heads": "equal"}),

@@ -1,7 +1,7 @@
 """A project whose functions are peers: a package, or a checkout of a repository.
 
-    FLA = Project("fla", "flash-linear-attention", package="fla-core", url=…)
-    MAMBA = Project("mamba", "Mamba", repository="state-spaces/mamba", revision="…", url=…)
+    FLA = Project("fla", "flash-linear-attention", url=…, package="fla-core")
+    MAMBA = on_github("state-spaces/mamba@…", "2026-07-23", "Mamba")
 
 A package is imported as installed, with or without its dependencies. A project that is not on a
 package index is imported from a checkout (`checkout.py`).
@@ -234,3 +234,13 @@ class Project:
     def excerpt(self, path: str, *names: str, imported: Mapping[str, object]) -> ModuleType:
         """Functions and classes of a file whose imports are not installed (`excerpt_of`)."""
         return excerpt_of(self.folder / path, *names, imported=imported)
+
+
+def on_github(source: str, date: str, title: str, name: str = "") -> Project:
+    """A project that is not on a package index, from its source `"owner/name@revision"` on GitHub.
+
+    Its name is by default its title, in lower case.
+    """
+    repository, _, revision = source.partition("@")
+    name, url = name or title.lower().replace(" ", "-"), f"https://github.com/{repository}"
+    return Project(name, title, url, repository=repository, revision=revision, date=date)

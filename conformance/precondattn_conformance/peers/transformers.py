@@ -69,6 +69,8 @@ def _eager(
     return out
 
 
+_arrangement: Foreign
+
 # The function of Llama is that of most models: 169 files contain it word for word. A sink is an
 # additional key with a logit and no value, or it scales the output of plain attention (Granite).
 for _model, _mechanism, _takes, _arrangement in (

@@ -8,23 +8,16 @@ from types import ModuleType
 from precondattn.arrays import Array
 from precondattn_conformance.peers import given
 from precondattn_conformance.peers.arrays import Foreign
-from precondattn_conformance.peers.project import Project
+from precondattn_conformance.peers.project import on_github
 
-SWIN = Project(
-    "swin",
+SWIN = on_github(
+    "microsoft/Swin-Transformer@f82860bfb5225915aca09c3227159ee9e1df874d",
+    "2024-07-15",
     "Swin Transformer",
-    "https://github.com/microsoft/Swin-Transformer",
-    repository="microsoft/Swin-Transformer",
-    revision="f82860bfb5225915aca09c3227159ee9e1df874d",
-    date="2024-07-15",
+    "swin",
 )
-XCIT = Project(
-    "xcit",
-    "XCiT",
-    "https://github.com/facebookresearch/xcit",
-    repository="facebookresearch/xcit",
-    revision="82f5291f412604970c39a912586e008ec009cdca",
-    date="2021-07-09",
+XCIT = on_github(
+    "facebookresearch/xcit@82f5291f412604970c39a912586e008ec009cdca", "2021-07-09", "XCiT"
 )
 ALL = (SWIN, XCIT)
 

@@ -7,16 +7,9 @@ from types import ModuleType
 from precondattn.arrays import Array
 from precondattn_conformance.peers.arrays import equally_wide_by_default
 from precondattn_conformance.peers.mlstm_kernels import before_sigmoid
-from precondattn_conformance.peers.project import Project
+from precondattn_conformance.peers.project import on_github
 
-XLSTM = Project(
-    "xlstm",
-    "xLSTM",
-    "https://github.com/NX-AI/xlstm",
-    repository="NX-AI/xlstm",
-    revision="032a6fb8ee19a8c0db80ae6111ff4744a09414a9",
-    date="2025-11-04",
-)
+XLSTM = on_github("NX-AI/xlstm@032a6fb8ee19a8c0db80ae6111ff4744a09414a9", "2025-11-04", "xLSTM")
 ALL = (XLSTM,)
 
 CHUNK = 64
