@@ -21,7 +21,6 @@ from precondattn.spec.array_functions import row_sum, swap_time_and_heads, trans
 from precondattn.spec.l2_norm import l2_norm, length
 from precondattn.spec.rms_norm import rms
 
-
 NP: Namespace = np
 """NumPy without its types, which are narrower than those of the operations."""
 
