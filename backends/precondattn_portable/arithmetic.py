@@ -21,6 +21,9 @@ from precondattn.spec.array_functions import row_sum, swap_time_and_heads, trans
 from precondattn.spec.l2_norm import l2_norm, length
 from precondattn.spec.rms_norm import rms
 
+NP: Namespace = np
+"""NumPy without its types, which are narrower than those of the operations."""
+
 
 class Scratch:
     """Workspace for temporary results that reuses memory. This base class has no memory.
@@ -60,8 +63,8 @@ class Arithmetic:
     divide = staticmethod(operator.truediv)
 
     namespace = staticmethod(namespace)
-    transposed = staticmethod(transpose)
-    swapped = staticmethod(swap_time_and_heads)
+    transposed: Callable[[Array], Array] = staticmethod(transpose)
+    swapped: Callable[[Array], Array] = staticmethod(swap_time_and_heads)
     """(b, t, h, …) as (b, h, t, …), or the reverse."""
 
     def arange(self, count: int, like: Array) -> Array:
@@ -260,12 +263,12 @@ class OfNumPy(InPlace):
     def namespace(self, *arrays: Array) -> Namespace:
         return array_api_compat.numpy
 
-    product = staticmethod(np.matmul)
+    product = staticmethod(NP.matmul)
     transposed = staticmethod(operator.attrgetter("mT"))
     swapped = staticmethod(operator.methodcaller("swapaxes", 1, 2))
-    reshape = staticmethod(np.reshape)
-    permuted = staticmethod(np.transpose)
-    lower = staticmethod(np.tril)
+    reshape = staticmethod(NP.reshape)
+    permuted = staticmethod(NP.transpose)
+    lower = staticmethod(NP.tril)
 
     def arange(self, count: int, like: Array) -> Array:
         return np.arange(count, dtype=np.int32)

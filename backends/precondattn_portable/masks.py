@@ -54,9 +54,9 @@ class Mask:
             if reach > 0:  # Keys from the first of the sequence on are visible.
                 low, high = 0, max(high, min(reach, self.keys))
         first, last = self.offset + i0, self.offset + i1 - 1
-        has_segments = self.frame.k_segment is not None and self._segments is not None
-        if has_segments and 0 <= first <= last < self.keys:
-            begin, end = self._segments
+        segments = None if self.frame.k_segment is None else self._segments
+        if segments is not None and 0 <= first <= last < self.keys:
+            begin, end = segments
             low, high = max(low, int(begin[first])), min(high, int(end[last]))
         if self.pairs is not None and self._marks is not None and low < high:
             seen = np.flatnonzero(self._marks[..., i0:i1, low:high].any(axis=(0, 1, 2, 3)))

@@ -51,7 +51,7 @@ def restore(cache: C, earlier: Snapshot, *, donate: bool) -> C:
             f"restore: the snapshot is of another cache: its arrays have the shapes {shapes[0]}, "
             f"and {shapes[1]} are needed"
         )
-    given, cache = cache, ordinary(without_kept(cache))
+    whole, cache = cache, ordinary(without_kept(cache))
     cache = with_writable_buffers(cache) if donate else cache
     known = None if is_traced(earlier.length) else entries(earlier.length)
     buffers = dict(cache.store)
@@ -61,9 +61,9 @@ def restore(cache: C, earlier: Snapshot, *, donate: bool) -> C:
         else:
             new = holding(cache, fresh(earlier.length), {})
     finally:
-        empty_if_donated(given, cache)
+        empty_if_donated(whole, cache)
     if donate:
-        given.store.clear()
+        whole.store.clear()
     for name, kept in earlier.store.items():
         if donate and writes_in_place(kept):
             buffers[name][...] = kept

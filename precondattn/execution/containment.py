@@ -153,15 +153,15 @@ def contained_after(mechanism: Piece, call: BoundCall, cache: Cache) -> tuple[Bo
     patterns = _patterns_of_buffers(mechanism)
     if _are_finite(cache.store, patterns, call):
         return call, cache
-    store, first = dict(cache.store), (segment == segment[:, :1])[:, :, None]
-    reached = first & ~first
+    store, of_first_segment = dict(cache.store), (segment == segment[:, :1])[:, :, None]
+    reached = of_first_segment & ~of_first_segment
     for key, pattern in patterns.items():
         good, bad = _good_and_bad(store[key], pattern, mechanism, call)
         store[key] = zero_where_not(good, store[key])
-        reached = reached | (first & bad)
-    known = call.non_finite or NonFiniteRows({}, None, None, mechanism.program.output, patterns)
-    by_keys, outputs = _either(known.by_keys, reached), _either(known.outputs, reached)
-    non_finite = known._replace(by_keys=by_keys, outputs=outputs)
+        reached = reached | (of_first_segment & bad)
+    before = call.non_finite or NonFiniteRows({}, None, None, mechanism.program.output, patterns)
+    by_keys, outputs = _either(before.by_keys, reached), _either(before.outputs, reached)
+    non_finite = before._replace(by_keys=by_keys, outputs=outputs)
     return call._replace(non_finite=non_finite), cache._replace(store=store)
 
 

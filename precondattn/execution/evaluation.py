@@ -217,8 +217,8 @@ def extend(
     """The output for the new tokens, and the cache with them."""
     if donate:
         # The given cache is empty before the first write, so that it is refused if this fails.
-        given, cache = cache, holding(cache, cache.length, dict(cache.store))
-        given.store.clear()
+        donated, cache = cache, holding(cache, cache.length, dict(cache.store))
+        donated.store.clear()
     if call.prepared.is_direct:
         call.frame.may_overwrite = donate and not call.prepared.plan.shares_buffers
     parts = None if keeping is None else Parts(call, cache.length, keeping)
@@ -298,15 +298,15 @@ def _extended(updates: Updates, call: BoundCall, cache: Cache, *, donate: bool) 
 
 def _accumulate(cotangents: Arrays, name: str, gradient: Array) -> None:
     """Add to a cotangent, in the wider dtype if two backends computed the terms."""
-    known = cotangents.get(name)
-    if known is not None:
-        xp = namespace(known, gradient)
-        dtype = xp.result_type(known.dtype, gradient.dtype)
-        gradient = cast(known, dtype) + cast(gradient, dtype)
+    total = cotangents.get(name)
+    if total is not None:
+        xp = namespace(total, gradient)
+        dtype = xp.result_type(total.dtype, gradient.dtype)
+        gradient = cast(total, dtype) + cast(gradient, dtype)
     cotangents[name] = gradient
 
 
-def _input_gradients(cotangents: Arrays, call: BoundCall, given: Array) -> Arrays:
+def _input_gradients(cotangents: Arrays, call: BoundCall, cotangent: Array) -> Arrays:
     """The gradient of every input, in the input's dtype; 0 if the output does not depend on it.
 
     The caller may write to the gradients, so one that is the given cotangent itself is copied.
@@ -316,7 +316,7 @@ def _input_gradients(cotangents: Arrays, call: BoundCall, given: Array) -> Array
     for name, array in call.inputs.items():
         if name in cotangents:
             gradient = cast(cotangents[name], before[name])
-            gradients[name] = fresh(gradient) if gradient is given else gradient
+            gradients[name] = fresh(gradient) if gradient is cotangent else gradient
         else:
             gradients[name] = namespace(array).zeros_like(array, dtype=before[name])
     return gradients

@@ -30,7 +30,6 @@ class JAX(Framework):
     ignores_errors = False
     solve_triangular = staticmethod(solve_triangular)
     stop_gradient = staticmethod(lax.stop_gradient)
-    fresh = staticmethod(jnp.array)
 
     # ------------------------------------------------------------------- properties of arrays
 
@@ -73,6 +72,9 @@ class JAX(Framework):
         return any(map(self.is_traced, arrays))
 
     # ----------------------------------------------------------------------- memory and hosts
+
+    def fresh(self, array: Array) -> Array:
+        return jnp.array(array)
 
     def host_array(self, array: Array) -> Array:
         return None if self.is_traced(array) else np.asarray(array)

@@ -38,22 +38,22 @@ def axes_of(mechanism: Piece, verb: str, forward: Callable[..., Tree], arrays: T
     declared = _DeclaredAxes(mechanism, inputs)
     of_inputs = {name: declared.axes(mechanism.inputs[name], a) for name, a in inputs.items()}
     of_frame = jax.tree.map(declared.axes_of_mask, frame)
-    known = (of_inputs, of_frame)
+    of_call = (of_inputs, of_frame)
     if verb == "forward":
-        return known
+        return of_call
     if verb == "backward":
         *_, out, residuals, _ = arrays
         of_out = declared.axes(mechanism.program.output, out)
         if not jax.tree.leaves(residuals):
-            return (*known, of_out, residuals, of_out)
-        _, of_residuals = axes_of_results(forward, (inputs, frame), known)
-        return (*known, of_out, of_residuals, of_out)
+            return (*of_call, of_out, residuals, of_out)
+        _, of_residuals = axes_of_results(forward, (inputs, frame), of_call)
+        return (*of_call, of_out, of_residuals, of_out)
     slots = mechanism.program.slots
     of_past = {name: declared.axes(slots[name][1], a) for name, a in arrays[0].items()}
     if verb == "step":
-        return (of_past, *known)
+        return (of_past, *of_call)
     of_out = declared.axes(mechanism.program.output, arrays[3])
-    return (of_past, *known, of_out, of_past)
+    return (of_past, *of_call, of_out, of_past)
 
 
 class _DeclaredAxes:

@@ -101,7 +101,7 @@ class _WithoutAutocast(torch.autograd.Function):  # type: ignore[misc]
             is_given = [cotangent is not None for cotangent in cotangents]
             differentiated = list(compress(outputs, is_given))
             wanted = [t for t in inner if t.requires_grad]
-            given = list(compress(cotangents, is_given))
+            d_outputs = list(compress(cotangents, is_given))
             options = {"retain_graph": True, "create_graph": is_second, "allow_unused": True}
-            found = iter(torch.autograd.grad(differentiated, wanted, given, **options))
+            found = iter(torch.autograd.grad(differentiated, wanted, d_outputs, **options))
         return None, *(next(found) if t.requires_grad else None for t in inner)

@@ -14,8 +14,8 @@ from precondattn.frameworks.torch.scan import steps
 def cholesky(matrix: Tensor) -> Tensor:
     """The factor L of A = L Lᵀ, for matrices (…, s, s); NaN if A is not positive definite."""
 
-    def step(rest: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        is_own, is_reached = given
+    def step(rest: Tensor, token: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        is_own, is_reached = token
         column = torch.where(is_own, rest, 0.0).sum(dim=-1)
         pivot = torch.where(is_own, column, 0.0).sum(dim=-1, keepdim=True)
         column = torch.where(is_reached, column / pivot.sqrt(), 0.0)

@@ -32,10 +32,10 @@ def register(operator: Tree) -> None:
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
         def function(*tensors: Tensor) -> Tree:
-            given = [*leaves]
+            arguments = [*leaves]
             for i, tensor in zip(places, tensors, strict=True):
-                given[i] = tensor
-            return operator(*pytree.tree_unflatten(given, structure))
+                arguments[i] = tensor
+            return operator(*pytree.tree_unflatten(arguments, structure))
 
         return mapped(function, [leaves[i] for i in places])
 

@@ -49,12 +49,12 @@ def solve_triangular(matrix: Tensor, right: Tensor, *, lower: bool) -> Tensor:
     inverse = _inverse(on_diagonal.movedim(-1, 0))
     block = torch.arange(blocks, device=matrix.device)
 
-    def step(known: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        panel, inverse, right, is_own = given
-        solved = inverse @ (right - panel @ known)
+    def step(solution: Tensor, token: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        panel, inverse, right, is_own = token
+        solved = inverse @ (right - panel @ solution)
         is_row = is_own.repeat_interleave(BLOCK)[:, None]
-        rows = solved[:, None].expand(-1, is_own.shape[0], -1, -1).reshape(known.shape)
-        return torch.where(is_row, rows, known), solved
+        rows = solved[:, None].expand(-1, is_own.shape[0], -1, -1).reshape(solution.shape)
+        return torch.where(is_row, rows, solution), solved
 
     given = [panels, inverse, right.reshape(n, blocks, BLOCK, e).transpose(0, 1)]
     _, solved = steps(step, torch.zeros_like(right), [*given, block[:, None] == block])

@@ -68,10 +68,10 @@ def _register(operator: Tree, axes_of: Callable[..., VmapAxes], *, is_step: bool
                 return axes_of(call, *past, *others)
         return None
 
-    def rule(info: Tree, in_dims: Tree, piece: str, backend: str, *given: Tree) -> Tree:
+    def rule(info: Tree, in_dims: Tree, piece: str, backend: str, *rest: Tree) -> Tree:
         count = info.batch_size
         # PyTorch does not pass an argument that equals its default.
-        *arguments, layout = given if isinstance(given[-1], str) else (*given, "")
+        *arguments, layout = rest if isinstance(rest[-1], str) else (*rest, "")
         lists = [
             MappedArrays(array, axis) if isinstance(array, list) else MappedArrays([array], [axis])
             for array, axis in zip(arguments, in_dims[2:], strict=False)

@@ -7,7 +7,7 @@ import precondattn as pa
 from precondattn.frame import full_frame
 from precondattn_portable.arithmetic import IN_PLACE
 from precondattn_portable.layout import Tile
-from precondattn_portable.masks import MOST_KNOWN, Mask
+from precondattn_portable.masks import MOST_KEPT, Mask
 
 IDS = {
     "blocks": np.arange(24)[None] // 4,
@@ -28,7 +28,7 @@ def test_the_columns_of_a_row_block_are_those_from_the_first_to_the_last_visible
     mask = Mask(frame, s, s - t, **options)
     for i0 in range(0, t, 5):
         i1 = min(i0 + 5, t)
-        visible = np.any(mask.visible(i0, i1, 0, s), axis=(0, 1, 2, 3))
+        visible = np.any(mask.visible(IN_PLACE, np.zeros(1), Tile(i0, i1, 0, s)), axis=(0, 1, 2, 3))
         low, high = mask.columns(i0, i1)
         seen = np.flatnonzero(visible)
         if len(seen) and not options.keys() & {"window", "strict"}:
@@ -64,7 +64,7 @@ def test_few_masks_are_kept():
     mask = Mask(full_frame(24, 24, np.zeros(1)), 24, 0, window=5)
     for i0 in range(0, 24, 2):
         mask.apply(IN_PLACE, np.ones((1, 1, 2, 24)), Tile(i0, i0 + 2, 0, 24))
-    assert len(mask._known) <= MOST_KNOWN
+    assert len(mask._of_positions) <= MOST_KEPT
 
 
 @pytest.mark.parametrize("expression", ["softmax[bias=true]", "lucid(softmax[bias=true])"])
