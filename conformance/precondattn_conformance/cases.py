@@ -12,7 +12,7 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.checks import CHECK, CHECKS
 from precondattn_conformance.conventions import HEAD_ORDER, PROBES, with_equal_heads
 from precondattn_conformance.declared import expressions, is_bounded, mechanism_of
-from precondattn_conformance.design.levels import LEVELS, RunPart, require_possible, rows
+from precondattn_conformance.design.levels import LEVELS, PartOfCases, require_possible, rows
 from precondattn_conformance.design.rows import design
 from precondattn_conformance.extremes import EXTREMES
 from precondattn_conformance.grid import LAYOUTS, data
@@ -107,7 +107,7 @@ class _Run:
 
     def cases(self, level: str, mechanisms: Iterable[str]) -> Iterator[Case]:
         dtypes = {name: libraries.named(name).dtypes for name in self.libraries}
-        part = RunPart(level, self.named, dtypes, lambda case: CHECK[case.check].applies(case))
+        part = PartOfCases(level, self.named, dtypes, lambda case: CHECK[case.check].applies(case))
         ids: set[str] = set()
         """A design row of a class with one option may also be a row of that variant."""
         for mechanism in mechanisms:

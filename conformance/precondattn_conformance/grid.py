@@ -255,6 +255,6 @@ def _smoke(check: str, library: str, dtype: str, mechanism: str) -> Data:
         short = tuple(entry for entry in SMOKE if not (is_long and entry[0] is REAL_SHORT))
         return (*short, DECODED) if check == "caching" else short
     if dtype == "float32":  # The first rows of the design have gradients and caches in it.
-        one = {"outputs": (SMOKE[0], (REAL_SHORT, "real")), "caching": (DECODED,)}
-        return one.get(check, ())
+        few: dict[str, Data] = {"outputs": (SMOKE[0], (REAL_SHORT, "real")), "caching": (DECODED,)}
+        return few.get(check, ())
     return SMOKE[:1] if check in ("outputs", "gradients") or is_class(mechanism) else ()

@@ -60,5 +60,5 @@ def pairs(
 
 
 def total(counts: Sequence[Pairs]) -> Pairs:
-    looked_at, every = (sum(count[column] for count in counts) for column in (1, 2))
-    return Pairs("all mechanisms", looked_at, every)
+    looked_at = sum(count.looked_at for count in counts)
+    return Pairs("all mechanisms", looked_at, sum(count.total for count in counts))

@@ -6,7 +6,7 @@
     stress   all rows, and rows drawn at random     the same
 
 JAX, which compiles every operation for every shape, has a part of these. A run that names a
-mechanism has all cases of its level. Others have a part (`RunPart`).
+mechanism has all cases of its level. Others have a part (`PartOfCases`).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _of_smoke(made: Design) -> list[Row]:
 
 
 @dataclass(frozen=True)
-class RunPart:
+class PartOfCases:
     """The part of a level's cases that a run has, by what it names (one of `NAMED`).
 
     At `smoke`, the libraries of a run that names nothing share the cases. Of a class as it is

@@ -82,11 +82,9 @@ def _changes(m: pa.Mechanism, plain: pa.Mechanism) -> int:
     if type(m) is not type(plain):
         return 1
     pairs = zip(_options(m).values(), _options(plain).values(), strict=True)
-    return sum(
-        _changes(value, default) if isinstance(value, pa.Mechanism) else 1
-        for value, default in pairs
-        if value != default
-    )
+    changed = [(value, default) for value, default in pairs if value != default]
+    inner = [(a, b) for a, b in changed if isinstance(a, pa.Mechanism) and isinstance(b, type(a))]
+    return len(changed) - len(inner) + sum(_changes(a, b) for a, b in inner)
 
 
 def _with_wide_window(m: pa.Mechanism) -> pa.Mechanism | None:

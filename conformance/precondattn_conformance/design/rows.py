@@ -68,11 +68,11 @@ class Design:
         )
         layout = layout._replace(mask=mask or None, broadcast=broadcast, block=block, order=order)
         option, second = row.get("option", NONE), row.get("second", NONE)
-        text: str | None = self.expression
+        text = self.expression
         if option != NONE:
-            text = option if second == NONE else together(self.expression, option, second)
-            assert text is not None
-            text = str(pa.parse(at_block(text, block)))
+            both = option if second == NONE else together(self.expression, option, second)
+            assert both is not None
+            text = str(pa.parse(at_block(both, block)))
         check, library = VERBS[row["verb"]], self.library
         return Case(check, text, library, row["dtype"], named(layout), row["data"])
 
@@ -166,7 +166,7 @@ def _apart(m: pa.Mechanism, options: tuple[str, ...]) -> list[Apart]:
     if any(map(declared.is_constant_in_one_token, (m, *changed.values()))):
         lines.append(Apart("time", ("one",), "verb", ("vjp",), "the gradient is 0"))
     for option, other in changed.items():
-        apart = []
+        apart: list[tuple[str, tuple[str, ...], str]] = []
         if m.offers.causal and not other.offers.causal:
             apart += [("verb", CACHES, "it is not causal"), ("queries", FEWER, why)]
         if not declared.is_bounded(other):

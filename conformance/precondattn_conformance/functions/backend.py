@@ -424,8 +424,10 @@ class FunctionBackend(pa.Backend):
     def _masks_of(self, frame: Frame, piece: Piece) -> dict[str, object]:
         """The masks of the call, by the function's parameters."""
         taken = self.parameters.masks
-        of_frame = {"key_mask": frame.k_valid, "segment_ids": frame.k_segment}
-        masks = {name: a for name, a in of_frame.items() if name in taken and a is not None}
+        masks: dict[str, object] = {}
+        for name, field in (("key_mask", "k_valid"), ("segment_ids", "k_segment")):
+            if name in taken and getattr(frame, field) is not None:
+                masks[name] = getattr(frame, field)
         if VISIBLE in taken:
             causal, window = (getattr(piece, name, None) for name in IN_VISIBLE)
             masks[VISIBLE] = frame.visible(causal=causal is not False, window=window)
