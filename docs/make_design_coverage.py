@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 
-from precondattn_conformance.cases import designed
+from precondattn_conformance.cases import cases
 from precondattn_conformance.declared import expressions
 from precondattn_conformance.design.coverage import pairs, total
-from precondattn_conformance.grid import LEVELS
+from precondattn_conformance.design.levels import LEVELS
 from precondattn_conformance.widest import is_narrow, runs
 
 PAGE = Path(__file__).parent / "conformance.md"
@@ -40,12 +40,15 @@ def share(
     level: str, backend: tuple[str, ...], library: str, device: str | None, chosen: list[str]
 ) -> float:
     """The share of pairs in the cases of these expressions."""
-    compared = set()
-    for expression in chosen:
-        narrowed = narrow(backend, library, device, expression)
-        found = designed(level, expression, library, is_narrow=narrowed)
-        compared |= {case.id for case in found}
-    return total(pairs(level, chosen, (library,), compared, ())).share
+    compared = cases(
+        level,
+        only_libraries=(library,),
+        only_mechanisms=tuple(chosen),
+        is_narrow=lambda expression, library: narrow(backend, library, device, expression),
+        named="library",
+    )
+    ids = {case.id for case in compared}
+    return total(pairs(level, chosen, (library,), ids, ())).share
 
 
 def table() -> Iterator[str]:

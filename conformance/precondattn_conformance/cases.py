@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
 
 import precondattn as pa
 from precondattn_conformance import libraries
@@ -11,14 +12,13 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.checks import CHECK, CHECKS
 from precondattn_conformance.conventions import HEAD_ORDER, PROBES, with_equal_heads
 from precondattn_conformance.declared import expressions, is_bounded, mechanism_of
-from precondattn_conformance.design.chosen import rows
+from precondattn_conformance.design.levels import LEVELS, PartOfCases, require_possible, rows
 from precondattn_conformance.design.rows import design
 from precondattn_conformance.extremes import EXTREMES
-from precondattn_conformance.grid import LAYOUTS, LEVELS, data
+from precondattn_conformance.grid import LAYOUTS, data
 from precondattn_conformance.inputs import KINDS, CallLayout
 from precondattn_conformance.layout_names import layout_named
 from precondattn_conformance.masks import OF_PAIRS
-from precondattn_conformance.sharing import Sharing
 
 IsNarrow = Callable[[str, str], bool]
 """Whether an expression is computed in at most float32 with arrays of a library (`widest.py`)."""
@@ -33,7 +33,7 @@ HARMFUL = ("duplicate", "real", *EXTREMES)
 
 
 def cases(
-    level: str = "smoke",
+    level: str = LEVELS[0],
     *,
     only_libraries: tuple[str, ...] = (),
     only_mechanisms: tuple[str, ...] = (),
@@ -41,38 +41,30 @@ def cases(
     only_dtypes: tuple[str, ...] = (),
     blocks: tuple[int, ...] = (),
     is_narrow: IsNarrow = never_narrow,
-    is_shared: bool = False,
+    named: str | None = None,
     unpromised: frozenset[str] = frozenset(),
 ) -> Iterator[Case]:
     """The cases of a level, on every installed library unless `only_libraries` is given.
 
     `only_mechanisms` may be any expressions, declared or not. All cases of one mechanism are
     consecutive, since they share the oracle's results. `blocks` are those that a backend declares.
-    Where it `is_narrow`, cases in float64 become cases in float32. If `is_shared`, the libraries
-    share the cases of `smoke` (`sharing.py`). `unpromised` are the conventions that the backend
-    under test does not promise (`conventions.py`).
+    Where it `is_narrow`, cases in float64 become cases in float32. `named`: what the run names, one
+    of `levels.NAMED`, on which it depends which part of the cases it has; None: a mechanism if
+    there are `only_mechanisms`, and a library if not. `unpromised` are the conventions that the
+    backend under test does not promise (`conventions.py`).
     """
-    if level not in LEVELS:
-        raise ValueError(f"level must be one of {', '.join(LEVELS)}; found {level!r}")
-    for names, known, what in (
+    require_possible(
+        level,
         (only_checks, CHECKS, "check"),
-        (only_libraries, tuple(libraries.installed()), "installed array library"),
+        (only_libraries, libraries.installed(), "installed array library"),
         (only_dtypes, libraries.WIDE + libraries.HALF, "dtype"),
-    ):
-        for name in names:
-            if name not in known:
-                raise ValueError(f"{name!r} is no {what}; there are {', '.join(known)}")
+    )
     mechanisms = tuple(str(pa.parse(text)) for text in only_mechanisms) or tuple(expressions())
     chosen = only_libraries or tuple(libraries.installed())
-    checks = only_checks or CHECKS
-    sharing = None
-    if is_shared and level == LEVELS[0]:
-        sharing = Sharing({name: libraries.named(name).dtypes for name in chosen})
-    named = "" if is_shared else "mechanism" if only_mechanisms else "library"
-    found = _cases(
-        level, mechanisms, chosen, checks, only_dtypes, blocks, is_narrow, sharing, named
-    )
-    return _comparable(found, unpromised)
+    if named is None:
+        named = "mechanism" if only_mechanisms else "library"
+    run = _Run(chosen, only_checks or CHECKS, only_dtypes, blocks, is_narrow, named)
+    return _comparable(run.cases(level, mechanisms), unpromised)
 
 
 def known_cases(
@@ -86,16 +78,14 @@ def known_cases(
     It yields only cases of wanted expressions, and of expressions that differ from these in
     options.
     """
-    every_library = tuple(cls.name for cls in libraries.ALL)
-    wanted = tuple(filter(is_wanted, expressions()))
-    found = _cases(LEVELS[-1], wanted, every_library, CHECKS, (), blocks, is_narrow)
-    return _comparable(found, unpromised)
+    run = _Run(tuple(cls.name for cls in libraries.ALL), blocks=blocks, is_narrow=is_narrow)
+    return _comparable(run.cases(LEVELS[-1], filter(is_wanted, expressions())), unpromised)
 
 
-def _comparable(found: Iterator[Case], unpromised: frozenset[str]) -> Iterator[Case]:
+def _comparable(chosen: Iterator[Case], unpromised: frozenset[str]) -> Iterator[Case]:
     """The cases, each once, with equal heads if the order of grouped ones is not promised."""
     ids: set[str] = set()
-    for case in found:
+    for case in chosen:
         if HEAD_ORDER in unpromised:
             case = with_equal_heads(case)
             if case.id in ids:
@@ -104,40 +94,45 @@ def _comparable(found: Iterator[Case], unpromised: frozenset[str]) -> Iterator[C
         yield case
 
 
-def _cases(
-    level: str,
-    mechanisms: tuple[str, ...],
-    chosen: tuple[str, ...],
-    checks: tuple[str, ...],
-    only_dtypes: tuple[str, ...],
-    blocks: tuple[int, ...],
-    is_narrow: IsNarrow,
-    sharing: Sharing | None = None,
-    named: str = "",
-) -> Iterator[Case]:
-    ids: set[str] = set()
-    """A design row of a class with one option may also be a row of that variant."""
-    for mechanism in mechanisms:
-        for case in of_named_layouts(
-            level, mechanism, chosen, checks, only_dtypes, is_narrow, named
-        ):
-            if sharing is None or sharing.has_case(case):
-                yield case
-        for library in chosen:
-            narrow = is_narrow(mechanism, library)
-            made = designed(
-                level,
-                mechanism,
-                library,
-                blocks,
-                is_narrow=narrow,
-                sharing=sharing,
-                is_one=named == "mechanism",
-            )
-            for case in made:
-                is_wanted = not only_dtypes or case.dtype in only_dtypes
-                if is_wanted and case.check in checks and case.id not in ids:
-                    ids.add(case.id)
+@dataclass(frozen=True)
+class _Run:
+    """A run's filters, and what it names."""
+
+    libraries: tuple[str, ...]
+    checks: tuple[str, ...] = CHECKS
+    dtypes: tuple[str, ...] = ()
+    blocks: tuple[int, ...] = ()
+    is_narrow: IsNarrow = never_narrow
+    named: str = ""
+
+    def cases(self, level: str, mechanisms: Iterable[str]) -> Iterator[Case]:
+        dtypes = {name: libraries.named(name).dtypes for name in self.libraries}
+        part = PartOfCases(level, self.named, dtypes, lambda case: CHECK[case.check].applies(case))
+        ids: set[str] = set()
+        """A design row of a class with one option may also be a row of that variant."""
+        for mechanism in mechanisms:
+            chosen = self._listed(level, mechanism)
+            if not part.has_all_of(mechanism):
+                smoke = [] if level == LEVELS[0] else self._listed(LEVELS[0], mechanism)
+                of_smoke = {case.id for case in smoke}
+                chosen = (c for c in chosen if c.id in of_smoke or part.has(c))
+            for case in chosen:
+                if case.id not in ids:
+                    if case.layout.block:
+                        ids.add(case.id)
+                    yield case
+
+    def _listed(self, level: str, mechanism: str) -> Iterator[Case]:
+        """The cases of one mechanism, of named layouts and then of rows of the design."""
+        filters = (self.libraries, self.checks, self.dtypes, self.is_narrow, self.named)
+        yield from of_named_layouts(level, mechanism, *filters)
+        for library in self.libraries:
+            is_narrow = self.is_narrow(mechanism, library)
+            is_one = self.named == "mechanism"
+            for case in designed(
+                level, mechanism, library, self.blocks, is_narrow=is_narrow, is_one=is_one
+            ):
+                if case.check in self.checks and case.dtype in (self.dtypes or (case.dtype,)):
                     yield case
 
 
@@ -154,17 +149,15 @@ def of_named_layouts(
 
     `named` says what the run names, as in `data`.
     """
-    is_alone = len(chosen) == 1
-    for dtype in libraries.WIDE + libraries.HALF:
-        if only_dtypes and dtype not in only_dtypes:
-            continue
+    for dtype in only_dtypes or libraries.WIDE + libraries.HALF:
         for library in chosen:
             if dtype not in libraries.named(library).dtypes:
                 continue
-            narrow = is_narrow(mechanism, library)
-            chosen_data = partial(data, is_alone=is_alone, is_narrow=narrow, named=named)
+            run = {"is_alone": len(chosen) == 1, "is_narrow": is_narrow(mechanism, library)}
             for check in checks:
-                for layout, kind in chosen_data(level, check, library, dtype, mechanism):
+                for layout, kind in data(
+                    level, check, library, dtype, mechanism, named=named, **run
+                ):
                     case = Case(check, mechanism, library, dtype, layout, kind)
                     if makes_sense(case):
                         yield case
@@ -177,7 +170,6 @@ def designed(
     blocks: tuple[int, ...] = (),
     *,
     is_narrow: bool = False,
-    sharing: Sharing | None = None,
     is_one: bool = False,
 ) -> list[Case]:
     """The cases of the design's rows at a level. Cases of one expression are consecutive.
@@ -185,17 +177,14 @@ def designed(
     `is_one`: the run names the mechanism.
     """
     made = design(mechanism, library, blocks)
-    found: dict[str, Case] = {}
-    for number, row in enumerate(rows(level, mechanism, library, blocks, is_one=is_one)):
-        if sharing is not None and not sharing.has_row(number, row, mechanism, library):
-            continue
-        check, layout, kind, dtype, expression = made.entry(row)
-        if is_narrow and dtype == "float64":
-            dtype = "float32"
-        case = Case(check, expression, library, dtype, layout, kind)
+    chosen: dict[str, Case] = {}
+    for row in rows(level, mechanism, library, blocks, is_one=is_one):
+        case = made.case(row)
+        if is_narrow and case.dtype == "float64":
+            case = replace(case, dtype="float32")
         if makes_sense(case):
-            found[case.id] = case
-    return sorted(found.values(), key=lambda case: case.mechanism)
+            chosen[case.id] = case
+    return sorted(chosen.values(), key=lambda case: case.mechanism)
 
 
 def case_of(text: str, checks: tuple[str, ...] = tuple(CHECK)) -> Case:
@@ -210,14 +199,14 @@ def case_of(text: str, checks: tuple[str, ...] = tuple(CHECK)) -> Case:
     if len(parts) != 6:
         raise ValueError(f"{text!r} is no case; an id is check-library-dtype-layout-keys-mechanism")
     check, library, dtype, layout, kind, mechanism = parts
-    for part, known, what in (
+    for part, possible, what in (
         (check, checks, "check"),
         (library, tuple(libraries.installed()), "installed array library"),
         (dtype, libraries.WIDE + libraries.HALF, "dtype"),
         (kind, KINDS + EXTREMES, "kind of keys"),
     ):
-        if part not in known:
-            raise ValueError(f"{text!r}: {part!r} is no {what}; there are {', '.join(known)}")
+        if part not in possible:
+            raise ValueError(f"{text!r}: {part!r} is no {what}; there are {', '.join(possible)}")
     sizes = LAYOUTS.get(layout) or PROBES.get(layout) or layout_named(layout)
     if sizes is None:
         raise ValueError(f"{text!r}: {layout!r} is no layout; there are {', '.join(LAYOUTS)}")

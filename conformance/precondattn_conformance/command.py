@@ -14,12 +14,12 @@ from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.plain import WRONG_TOO
 from precondattn_conformance.design.coverage import Pairs, total
+from precondattn_conformance.design.levels import LEVELS
 from precondattn_conformance.enough import CheckShare, print_shares, too_little
 from precondattn_conformance.expectations import Expectations
 from precondattn_conformance.floor import below_floor
 from precondattn_conformance.functions.backend import FunctionBackend
 from precondattn_conformance.functions.diagnosis import diagnosis
-from precondattn_conformance.grid import LEVELS
 from precondattn_conformance.progress import Progress
 from precondattn_conformance.promises import BROKEN, UNKNOWN, Promise
 from precondattn_conformance.report.junit import write_junit
@@ -103,6 +103,12 @@ def conformance(
     return 0 if report.is_good and not below else 1
 
 
+def _plainly(console: Console, *texts: str) -> None:
+    """Print texts as they are."""
+    for text in texts:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def _run(
     session: Session,
     todo: list[Case],
@@ -129,7 +135,7 @@ def _print_failures(report: Report, console: Console) -> None:
     for outcome in shown:
         console.print(f"\n[red]failed[/red] {escape(outcome.case.id)}", soft_wrap=True)
         text = outcome.text if outcome in in_full[:SHOWN_DETAILS] else outcome.reason
-        console.print(_indented(text), markup=False, highlight=False, soft_wrap=True)
+        _plainly(console, _indented(text))
     if len(failures) > SHOWN_FAILURES:
         console.print(f"... and {len(failures) - SHOWN_FAILURES} more", markup=False)
     if failures:
@@ -146,11 +152,11 @@ def _print_promises(promised: list[Promise], console: Console) -> None:
     """Print which conventions hold, among those not promised and those that a case needed."""
     told = [each for each in promised if each.verdict != UNKNOWN]
     if told:
-        console.print("; ".join(map(str, told)), markup=False, highlight=False, soft_wrap=True)
-    for each in told:
-        if each.verdict == BROKEN:
-            text = f"{each.why}; if that is intended, leave it out of `promises`"
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        _plainly(console, "; ".join(map(str, told)))
+    broken = (each.why for each in told if each.verdict == BROKEN)
+    _plainly(
+        console, *(f"{why}; if that is intended, leave it out of `promises`" for why in broken)
+    )
 
 
 def _difficulty(outcome: Outcome) -> tuple[bool, int, int]:
@@ -171,9 +177,8 @@ def _print_pairs(looked_at: list[Pairs], level: str, console: Console) -> None:
     texts = [f"{row.mechanism}: {100 * row.share:.0f} % of its pairs" for row in shown]
     more = "" if level == LEVELS[-1] else f" (--level {LEVELS[LEVELS.index(level) + 1]} tries more)"
     share = 100 * total(looked_at).share
-    texts.append(f"{share:.0f} % of all pairs of sizes, masks and options were tried{more}")
-    for text in texts:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    last = f"{share:.0f} % of all pairs of sizes, masks and options were tried{more}"
+    _plainly(console, *texts, last)
 
 
 def _print_outputs_only(report: Report, console: Console) -> None:
@@ -181,7 +186,7 @@ def _print_outputs_only(report: Report, console: Console) -> None:
     reasons = (o.measured.outputs_only for o in report.outcomes if o.measured is not None)
     for reason, count in Counter(in_few_words(r) for r in reasons if r).most_common():
         text = f"compared without gradients: {count} cases, since the backend {reason}"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        _plainly(console, text)
 
 
 def _print_oracles(report: Report, console: Console) -> None:
@@ -191,7 +196,7 @@ def _print_oracles(report: Report, console: Console) -> None:
         if name:
             agrees = "which agrees with the reference on shorter calls"
             text = f"long cases compared with {name}, {agrees}: {count}"
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            _plainly(console, text)
 
 
 def _print_verdict(
@@ -217,8 +222,7 @@ def _print_diagnosis(session: Session, console: Console) -> None:
     """Print what a function computes instead, if its plain call is wrong."""
     backend = session.source.backend if session.source is not None else None
     if isinstance(backend, FunctionBackend):
-        for finding in diagnosis(backend):
-            console.print(str(finding), markup=False, highlight=False, soft_wrap=True)
+        _plainly(console, *map(str, diagnosis(backend)))
 
 
 def _print_next(session: Session, console: Console) -> None:
@@ -233,6 +237,4 @@ def _print_next(session: Session, console: Console) -> None:
             "precondattn explain lucid --library torch: what would run a call",
             "precondattn new-backend NAME: the package of a kernel of your own, with its tests",
         )
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-    for step in steps:
-        console.print(f"  {step}", markup=False, highlight=False, soft_wrap=True)
+    _plainly(console, text, *(f"  {step}" for step in steps))

@@ -53,6 +53,11 @@ def derived() -> frozenset[str]:
     return frozenset(set(compositions()) - declared)
 
 
+def is_class(expression: str) -> bool:
+    """Whether an expression is a class as it is declared, without options."""
+    return expression in registry.registered()
+
+
 def is_bounded(mechanism: pa.Mechanism) -> bool:
     """Whether the mechanism's preconditioner is bounded for any keys.
 

@@ -6,18 +6,16 @@ full     every check of every mechanism, on every library and dtype: all masks, 
          extremes, where the oracle's gradients are compared with central differences
 stress   full, longer sequences, and memory
 
-Sizes, widths, lengths and pairs of masks are those of the design (`design/`).
+Sizes, widths, lengths and pairs of masks are those of the design (`design/`), which also says what
+part of these cases a run has (`design/levels.py`).
 """
 
 from __future__ import annotations
 
-from precondattn.algebra import registry
-from precondattn_conformance.declared import derived
+from precondattn_conformance.declared import derived, is_class
 from precondattn_conformance.extremes import EXTREMES
 from precondattn_conformance.inputs import REAL, REAL_GROUPED, CallLayout
-from precondattn_conformance.libraries import HALF, WIDE
-
-LEVELS = ("smoke", "full", "stress")
+from precondattn_conformance.libraries import HALF, SHARING, WIDE
 
 PLAIN = CallLayout("plain")
 RAGGED = CallLayout("ragged", mask="lengths", broadcast="bh")
@@ -75,55 +73,61 @@ SMOKE: Data = (
     (MASKED, "clustered"),
     (PREFIX_PAIRS, "clustered"),
 )
+
+
+def _all(kind: str, *layouts: CallLayout) -> Data:
+    return tuple((layout, kind) for layout in layouts)
+
+
 FULL: Data = (
     *SMOKE,
-    (PLAIN, "random"),
-    (PLAIN, "duplicate"),
-    (PLAIN, "zero"),
-    (SINGLE, "random"),
-    (FEWER, "clustered"),
-    (FEWER_RAGGED, "clustered"),
-    (FEWER_PACKED, "clustered"),
-    (LESS_ONE, "clustered"),
-    (AND_ONE, "clustered"),
-    (REAL_128, "real"),
-    (PREFIX, "clustered"),
-    (PAIRS, "clustered"),
-    (PREFIX_BLOCKS, "clustered"),
-    (PREFIX_ROWS, "clustered"),
-    (PAIRS_RAGGED, "clustered"),
+    *((PLAIN, kind) for kind in ("random", "duplicate", "zero")),
+    *_all("random", SINGLE),
+    *_all("clustered", FEWER, FEWER_RAGGED, FEWER_PACKED, LESS_ONE, AND_ONE),
+    *_all("real", REAL_128),
+    *_all("clustered", PREFIX, PAIRS, PREFIX_BLOCKS, PREFIX_ROWS, PAIRS_RAGGED),
 )
 SPECIAL: dict[str, Data] = {
-    "splits": tuple(
-        (layout, "clustered") for layout in (PLAIN, RAGGED, MASKED, PREFIX, PAIRS, PREFIX_PAIRS)
-    ),
-    "alternation": ((PLAIN, "clustered"), (RAGGED, "clustered"), (PREFIX_PAIRS, "clustered")),
-    "cache_operations": ((PLAIN, "clustered"), (RAGGED, "clustered")),
+    "splits": _all("clustered", PLAIN, RAGGED, MASKED, PREFIX, PAIRS, PREFIX_PAIRS),
+    "alternation": _all("clustered", PLAIN, RAGGED, PREFIX_PAIRS),
+    "cache_operations": _all("clustered", PLAIN, RAGGED),
     "packing": ((PACKED, "clustered"), (PACKED, "zero"), (PACKED_BLOCKS, "clustered")),
-    "padding": ((RAGGED, "clustered"),),
-    "future": tuple((layout, "clustered") for layout in (PLAIN, PACKED, AND_ONE, PACKED_BLOCKS)),
+    "padding": _all("clustered", RAGGED),
+    "future": _all("clustered", PLAIN, PACKED, AND_ONE, PACKED_BLOCKS),
     "stability": (
         *((layout, kind) for kind in EXTREMES[:-2] for layout in (PLAIN, AND_ONE)),
-        *((layout, "far_segments") for layout in (RAGGED, PACKED, FEWER, PACKED_BLOCKS)),
-        (WRITTEN_TWICE, "overwritten"),
-        (WRITTEN_FAR, "overwritten"),
+        *_all("far_segments", RAGGED, PACKED, FEWER, PACKED_BLOCKS),
+        *_all("overwritten", WRITTEN_TWICE, WRITTEN_FAR),
         (LAST_OF_161, "opposite_values"),
     ),
-    "dtypes": ((PLAIN, "random"), (OWN_HEADS, "random")),
-    "determinism": ((PLAIN, "clustered"), (AND_ONE, "clustered"), (RAGGED, "clustered")),
-    "order_of_calls": ((PLAIN, "clustered"), (TWO_OF_33, "clustered")),
-    "purity": ((PLAIN, "clustered"),),
-    "strides": ((PLAIN, "clustered"), (RAGGED, "clustered"), (AND_ONE, "clustered")),
-    "refusals": ((PLAIN, "random"),),
-    "transforms": ((PLAIN, "clustered"),),
-    "dynamic_shapes": ((PLAIN, "clustered"),),
-    "autocast": ((PLAIN, "clustered"), (RAGGED, "clustered")),
-    "sharding": ((PLAIN, "clustered"),),
-    "threads": ((THREADS, "clustered"),),
-    "leaks": ((LEAK, "random"),),
-    "memory": ((LONG, "random"),),
+    "dtypes": _all("random", PLAIN, OWN_HEADS),
+    "determinism": _all("clustered", PLAIN, AND_ONE, RAGGED),
+    "order_of_calls": _all("clustered", PLAIN, TWO_OF_33),
+    "purity": _all("clustered", PLAIN),
+    "strides": _all("clustered", PLAIN, RAGGED, AND_ONE),
+    "refusals": _all("random", PLAIN),
+    "transforms": _all("clustered", PLAIN),
+    "dynamic_shapes": _all("clustered", PLAIN),
+    "autocast": _all("clustered", PLAIN, RAGGED),
+    "sharding": _all("clustered", PLAIN),
+    "threads": _all("clustered", THREADS),
+    "leaks": _all("random", LEAK),
+    "memory": _all("random", LONG),
 }
 """Data of checks that do not compare numbers at every size."""
+DTYPES = {
+    **dict.fromkeys(("threads", "dynamic_shapes", "sharding", "leaks", "memory"), WIDE[1:]),
+    **{"autocast": HALF, "transforms": WIDE, "cache_operations": WIDE},
+}
+"""The dtypes of checks that do not run in all dtypes."""
+AT_SMOKE: dict[str, tuple[str, Data]] = {
+    **dict.fromkeys(("leaks", "memory", "transforms", "dynamic_shapes"), ("", ())),
+    "autocast": ("bfloat16", SPECIAL["autocast"][:1]),
+    "threads": ("float32", SPECIAL["threads"]),
+    "future": ("float32", SPECIAL["future"][:2]),  # Kernels compute in float32.
+    "stability": ("float64", tuple(e for e in SPECIAL["stability"] if e[0].s < 64)),
+}
+"""The dtype and data of special checks at `smoke`; of others, the first entry in float64."""
 OF_HALF: Data = ((PLAIN, "long_keys"), (WRITTEN_FAR, EXTREMES[-1]))
 """Additional data in half precision, where values overflow or a state loses small values."""
 
@@ -134,9 +138,6 @@ OF_ONE_SIZE = (
     *("padding", "future", "stability", "dtypes", "determinism"),
 )
 """Checks whose calls have this one size, except for the single tokens of caches."""
-NAMED = ("", "library", "mechanism")
-"""What a run names, if anything; a named backend counts as a library."""
-
 OF_KERNELS = ("stability", "packing", "padding", "determinism")
 """Checks that matter for kernels, run in JAX even if only a few cases are run."""
 
@@ -155,49 +156,43 @@ def data(
     *,
     is_alone: bool = False,
     is_narrow: bool = False,
-    named: str = NAMED[0],
+    named: str = "",
 ) -> Data:
     """The layouts and kinds of keys of a check.
 
     `is_alone`: no other library is checked in this run. `is_narrow`: the backend computes this
-    mechanism in float32 at most (`widest.py`). `named`: one of `NAMED`.
+    mechanism in float32 at most (`widest.py`). `named`: what the run names (`levels.NAMED`).
     """
-    if check == "threads":
-        # Long sequences. Among the libraries only PyTorch has a number of threads.
-        is_short = library == "torch" and mechanism.isidentifier() and mechanism not in derived()
-        return SPECIAL[check] if dtype == "float32" and (is_short or level != "smoke") else ()
-    if check == "dynamic_shapes":
-        # This check compiles twice for each mechanism, which takes too long for the first level.
-        return SPECIAL[check] if dtype == "float32" and level != "smoke" else ()
+    is_main, is_derived = library in SHARING, mechanism in derived()
     if level == "smoke":
-        is_whole = mechanism in registry.registered()
-        if library == "jax" and (named == "mechanism" or (named and is_whole)):
+        if check == "threads" and (library != "torch" or not is_class(mechanism)):
+            return ()  # Long sequences. Among the libraries only PyTorch has a number of threads.
+        if library == "jax" and (named == "mechanism" or (named and is_class(mechanism))):
             return _smoke_of_named_jax(check, dtype, mechanism, named, is_narrow)
         if library == "jax" and (is_alone or is_narrow):
-            return _smoke_of_jax(check, dtype, mechanism in derived(), is_narrow)
+            return _smoke_of_jax(check, dtype, is_derived, is_narrow)
         if not is_narrow or dtype not in WIDE:
             return _smoke(check, library, dtype, mechanism)
-        both = [_smoke(check, library, each, mechanism) for each in WIDE]
-        return tuple(dict.fromkeys(sum(both, ()))) if dtype == "float32" else ()
+        return _of_dtypes(check, library, WIDE, mechanism) if dtype == "float32" else ()
+    if dtype not in DTYPES.get(check, WIDE + HALF):
+        return ()
     if check in ("leaks", "memory"):
         # These checks measure a process, not arithmetic.
-        once = dtype == "float32" and library in ("numpy", "torch", "cupy")
-        wanted = once and mechanism not in derived() and (check == "leaks" or level == "stress")
-        return SPECIAL[check] if wanted else ()
-    if check == "autocast" and dtype not in HALF:
-        return ()
-    if check in ("transforms", "cache_operations") and dtype not in ("float64", "float32"):
-        return ()
-    if check == "sharding" and dtype != "float32":
-        return ()
-    several = SPECIAL.get(check, FULL if level == "full" else STRESS)
+        is_wanted = is_main and not is_derived and (check == "leaks" or level == "stress")
+        return SPECIAL[check] if is_wanted else ()
+    chosen = SPECIAL.get(check, FULL if level == "full" else STRESS)
     if library == "jax" and level == "full" and dtype in HALF and check != "stability":
         # Each layout runs in one of the two half precisions, since every case has to be compiled.
-        return several[HALF.index(dtype) :: len(HALF)]
-    if check == "outputs" and dtype == "float32" and mechanism not in derived():
+        return chosen[HALF.index(dtype) :: len(HALF)]
+    if check == "outputs" and dtype == "float32" and is_main and not is_derived:
         # Half a million elements, of which one may be wrong.
-        return (*several, (LEAK, "random")) if library in ("numpy", "torch", "cupy") else several
-    return (*several, DECODED) if check == "caching" else several
+        return (*chosen, (LEAK, "random"))
+    return (*chosen, DECODED) if check == "caching" else chosen
+
+
+def _of_dtypes(check: str, library: str, dtypes: tuple[str, ...], mechanism: str) -> Data:
+    """The data of `smoke` in any of these dtypes."""
+    return tuple(dict.fromkeys(e for d in dtypes for e in _smoke(check, library, d, mechanism)))
 
 
 def _smoke_of_jax(check: str, dtype: str, is_derived: bool, is_narrow: bool) -> Data:
@@ -205,13 +200,11 @@ def _smoke_of_jax(check: str, dtype: str, is_derived: bool, is_narrow: bool) -> 
 
     A backend without float64 consists of kernels, which may read past the end of an array.
     """
-    if is_narrow and not is_derived and dtype == "float32" and check in OF_KERNELS:
-        return SPECIAL[check][:1]
-    if is_derived or check not in ("outputs", "gradients", "caching"):
-        return ()
-    if dtype != "float32":
-        return SMOKE[:1] if check == "outputs" and dtype == "bfloat16" else ()
-    return {"outputs": SMOKE[:1], "caching": SMOKE[1:2], "gradients": SMOKE[2:3]}[check]
+    one = {"outputs": SMOKE[:1], "caching": SMOKE[1:2], "gradients": SMOKE[2:3]}
+    if is_narrow:
+        one |= {kernels_check: SPECIAL[kernels_check][:1] for kernels_check in OF_KERNELS}
+    dtypes = ("float32", "bfloat16") if check == "outputs" else ("float32",)
+    return one.get(check, ()) if dtype in dtypes and not is_derived else ()
 
 
 def _smoke_of_named_jax(
@@ -223,21 +216,15 @@ def _smoke_of_named_jax(
     """
     is_one = named == "mechanism"
     dtypes = ("float32", "float64") if is_narrow else ("float64",)
-    if check == "future":
-        entries = _smoke(check, "torch", "float32", mechanism) if dtype == dtypes[0] else ()
-    elif dtype == dtypes[0]:
-        found = [_smoke(check, "torch", each, mechanism) for each in dtypes]
-        entries = tuple(dict.fromkeys(sum(found, ())))
-    else:
+    if dtype != dtypes[0]:
         others = {"float32": ("outputs",), "bfloat16": ("outputs", "gradients", "stability")}
-        is_wanted = check in others.get(dtype, ())[: None if is_one else 1]
-        return (
-            _smoke(check, "torch", dtype, mechanism)[: None if is_one else 1] if is_wanted else ()
-        )
+        count = None if is_one else 1
+        is_wanted = check in others.get(dtype, ())[:count]
+        return _smoke(check, "torch", dtype, mechanism)[:count] if is_wanted else ()
+    entries = _of_dtypes(check, "torch", WIDE[1:] if check == "future" else dtypes, mechanism)
     if is_one:
         return tuple(entry for entry in entries if entry[0] is not REAL_SHORT)
-    is_cheap = check in OF_ONE_SIZE
-    return tuple(entry for entry in entries if is_cheap and entry[0] in ONE_SIZE)
+    return tuple(entry for entry in entries if check in OF_ONE_SIZE and entry[0] in ONE_SIZE)
 
 
 def _smoke(check: str, library: str, dtype: str, mechanism: str) -> Data:
@@ -247,48 +234,27 @@ def _smoke(check: str, library: str, dtype: str, mechanism: str) -> Data:
     of each mechanism that a class declares. JAX compiles every operation for every shape and
     dtype, so there only the outputs are checked.
     """
-    is_main, is_derived = library in ("numpy", "torch", "cupy"), mechanism in derived()
-    if check == "autocast":
-        is_wanted = dtype == "bfloat16" and not is_derived
-        return SPECIAL[check][:1] if is_wanted else ()
+    is_main, is_derived = library in SHARING, mechanism in derived()
     if check in SPECIAL:
-        if check == "future":  # Kernels compute in float32.
-            wanted = is_main and not is_derived and dtype == "float32"
-            return SPECIAL[check][:2] if wanted else ()
-        if not is_main or is_derived or check in ("leaks", "memory"):
+        if is_derived or not is_main:
             return ()
         if check == "stability" and dtype in HALF:
             return tuple(entry for entry in SPECIAL[check] if entry in OF_HALF)
-        if dtype != "float64":
-            return ()
-        if check == "transforms":
-            return ()
-        if check == "stability":
-            return tuple(
-                e
-                for e in SPECIAL[check]
-                if e[0] not in (AND_ONE, PACKED_BLOCKS, WRITTEN_FAR, LAST_OF_161)
-            )
-        return SPECIAL[check][:1]
-    if library == "jax":
-        return SMOKE[:1] if check == "outputs" and dtype == "float32" and not is_derived else ()
-    if library == "array_api_strict":
-        wanted = check in ("outputs", "gradients") and dtype == "float64"
-        return SMOKE[2:3] if wanted and not is_derived else ()
+        dtype_of_check, chosen = AT_SMOKE.get(check, ("float64", SPECIAL[check][:1]))
+        return chosen if dtype == dtype_of_check else ()
     if is_derived:
-        if dtype != "float64":
-            return ()
-        return {"outputs": SMOKE[2:3], "gradients": SMOKE[:1]}.get(check, SMOKE[1:2])
+        one = {"outputs": SMOKE[2:3], "gradients": SMOKE[:1]}.get(check, SMOKE[1:2])
+        return one if dtype == "float64" and is_main else ()
+    if library == "jax":
+        return SMOKE[:1] if check == "outputs" and dtype == "float32" else ()
+    if not is_main:
+        return SMOKE[2:3] if check in ("outputs", "gradients") and dtype == "float64" else ()
     if dtype == "float64":
         # Long sequences are slow: their outputs are compared in float32, and with the gradients.
-        is_long = check in ("outputs", "states") or mechanism not in registry.registered()
+        is_long = check in ("outputs", "states") or not is_class(mechanism)
         short = tuple(entry for entry in SMOKE if not (is_long and entry[0] is REAL_SHORT))
         return (*short, DECODED) if check == "caching" else short
     if dtype == "float32":  # The first rows of the design have gradients and caches in it.
-        of_check: dict[str, Data] = {
-            "outputs": (SMOKE[0], (REAL_SHORT, "real")),
-            "caching": (DECODED,),
-        }
-        return of_check.get(check, ())
-    is_wanted = check in ("outputs", "gradients") or mechanism in registry.registered()
-    return SMOKE[:1] if is_wanted else ()
+        few: dict[str, Data] = {"outputs": (SMOKE[0], (REAL_SHORT, "real")), "caching": (DECODED,)}
+        return few.get(check, ())
+    return SMOKE[:1] if check in ("outputs", "gradients") or is_class(mechanism) else ()

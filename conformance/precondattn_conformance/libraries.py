@@ -14,6 +14,8 @@ from precondattn.installed import is_installed
 
 WIDE = ("float64", "float32")
 HALF = ("float16", "bfloat16")
+SHARING = ("numpy", "torch", "cupy")
+"""Libraries that have the same checks on the same data, but for dtypes."""
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -99,7 +101,8 @@ class Library:
         self, function: Callable[[Arrays], Array], inputs: Arrays, cotangent: Array
     ) -> Arrays | None:
         """The gradients by the library's own automatic differentiation; None if it has none."""
-        return None
+        gradients = self.held_gradients(function, [inputs], [cotangent])
+        return None if gradients is None else gradients[0]
 
     def held_gradients(
         self,
@@ -231,11 +234,6 @@ gradients = {{"NAME": gradient}}"""
         compiled = torch.compile(function, fullgraph=True, backend=counter)
         return compiled, lambda: int(counter.frame_count)
 
-    def gradients(
-        self, function: Callable[[Arrays], Array], inputs: Arrays, cotangent: Array
-    ) -> Arrays:
-        return self.held_gradients(function, [inputs], [cotangent])[0]
-
     def held_gradients(
         self,
         function: Callable[[Arrays], Array],
@@ -244,13 +242,21 @@ gradients = {{"NAME": gradient}}"""
     ) -> list[Arrays]:
         import torch
 
-        leaves = [{n: a.detach().requires_grad_() for n, a in given.items()} for given in inputs]
-        outs = [function(given) for given in leaves]
+        leaves = [
+            {n: a.detach().requires_grad_() for n, a in of_call.items()} for of_call in inputs
+        ]
+        outs = [function(of_call) for of_call in leaves]
         # The output of a single token depends on no decay, whose gradient is 0.
         options = {"allow_unused": True, "materialize_grads": True}
         return [
-            dict(zip(given, torch.autograd.grad(out, [*given.values()], d, **options), strict=True))
-            for given, out, d in zip(leaves, outs, cotangents, strict=True)
+            dict(
+                zip(
+                    of_call,
+                    torch.autograd.grad(out, [*of_call.values()], d, **options),
+                    strict=True,
+                )
+            )
+            for of_call, out, d in zip(leaves, outs, cotangents, strict=True)
         ]
 
 
@@ -305,11 +311,6 @@ gradients = {{"NAME": pullback(expected.cotangent)[0]}}"""
         if mapped_regions() > MOST_REGIONS:
             jax.clear_caches()
 
-    def gradients(
-        self, function: Callable[[Arrays], Array], inputs: Arrays, cotangent: Array
-    ) -> Arrays:
-        return self.held_gradients(function, [inputs], [cotangent])[0]
-
     def held_gradients(
         self,
         function: Callable[[Arrays], Array],
@@ -318,7 +319,7 @@ gradients = {{"NAME": pullback(expected.cotangent)[0]}}"""
     ) -> list[Arrays]:
         import jax
 
-        pullbacks = [jax.vjp(function, given)[1] for given in inputs]
+        pullbacks = [jax.vjp(function, of_call)[1] for of_call in inputs]
         return [pullback(d)[0] for pullback, d in zip(pullbacks, cotangents, strict=True)]
 
 

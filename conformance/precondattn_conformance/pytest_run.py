@@ -161,20 +161,7 @@ def _is_worker(config: pytest.Config) -> bool:
 
 def _plain(outcome: Outcome) -> JsonObject:
     """The outcome as plain data, which pytest-xdist sends between processes."""
-    measured = outcome.measured
-    return {
-        "case": outcome.case.id,
-        "status": outcome.status,
-        "measured": None if measured is None else asdict(measured),
-        "reason": outcome.reason,
-        "details": outcome.details,
-        "snippet": outcome.snippet,
-        "seconds": outcome.seconds,
-        "hung": outcome.hung,
-        "verb": outcome.verb,
-        "alone": outcome.alone,
-        "after": list(outcome.after),
-    }
+    return {**asdict(outcome), "case": outcome.case.id}
 
 
 def _outcome(plain: JsonObject) -> Outcome:

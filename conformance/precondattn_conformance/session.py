@@ -16,11 +16,11 @@ from precondattn_conformance.conventions import unpromised_by
 from precondattn_conformance.declared import expressions
 from precondattn_conformance.declines import declared
 from precondattn_conformance.design.coverage import Pairs, pairs
+from precondattn_conformance.design.levels import LEVELS
 from precondattn_conformance.division import cases as division
 from precondattn_conformance.division.run import run_divided
 from precondattn_conformance.enough import CheckShare, shares
 from precondattn_conformance.expectations import Expectations, name_of
-from precondattn_conformance.grid import LEVELS
 from precondattn_conformance.isolation import TIMEOUT, nothing_to_prepare, run_isolated
 from precondattn_conformance.libraries import installed
 from precondattn_conformance.promises import Promise, promises
@@ -126,15 +126,17 @@ class Session:
             only_dtypes=self.dtypes,
             blocks=self.blocks,
             is_narrow=self.is_narrow,
-            is_shared=self.is_of_everything,
+            named=self.named,
             unpromised=unpromised_by(self.backend),
         )
         return list(chosen)
 
     @property
-    def is_of_everything(self) -> bool:
-        """Whether no backend, library or mechanism is named, so that libraries share the cases."""
-        return not (self.backend or self.libraries or self.mechanisms)
+    def named(self) -> str:
+        """What the run names: the less it names, the smaller a part of the cases it has."""
+        if self.mechanisms:
+            return "mechanism"
+        return "library" if self.backend or self.libraries else ""
 
     def _divided(self, devices: int) -> list[Case]:
         """The cases of divided sequences."""

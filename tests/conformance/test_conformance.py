@@ -15,7 +15,7 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.cases import case_of, cases
 from precondattn_conformance.checks import CHECK, Check
 from precondattn_conformance.declared import compositions
-from precondattn_conformance.design.chosen import DRAWN
+from precondattn_conformance.design.levels import DRAWN
 from precondattn_conformance.design.rows import design
 from precondattn_conformance.inputs import REAL, REAL_GROUPED, CallLayout, real_heads
 from precondattn_conformance.layout_names import layout_named
@@ -278,7 +278,7 @@ def test_an_id_determines_its_case():
     for case in cases("smoke", only_mechanisms=("lucid(path)",), only_libraries=("numpy",)):
         assert case_of(case.id) == case
     made = design("lucid", "torch")
-    layouts = [made.entry(row).layout for row in (*made.rows, *made.drawn(DRAWN))]
+    layouts = [made.case(row).layout for row in (*made.array.rows, *made.array.drawn(DRAWN))]
     assert all(layout_named(layout.name) == layout for layout in layouts)
     assert layout_named("b1t9s9h1n1d2e1.sideways") is None
     assert layout_named("b01t9s9h1n1d2e1") is None

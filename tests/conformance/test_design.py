@@ -9,11 +9,11 @@ import pytest
 
 from precondattn_conformance.cases import case_of, cases, designed
 from precondattn_conformance.checks.ragged import calls, rows_of
-from precondattn_conformance.design.chosen import DRAWN, rows
 from precondattn_conformance.design.coverage import pairs, total
 from precondattn_conformance.design.covering import CoveringArray, pairs_of
-from precondattn_conformance.design.factors import APART, FACTORS, TRIPLES, Apartness
-from precondattn_conformance.design.first import DENSE
+from precondattn_conformance.design.dense import DENSE
+from precondattn_conformance.design.factors import APART, FACTORS, TRIPLES
+from precondattn_conformance.design.levels import DRAWN, rows
 from precondattn_conformance.design.options import options_of, together
 from precondattn_conformance.design.rows import design
 from precondattn_conformance.inputs import CallLayout
@@ -35,28 +35,30 @@ def test_every_pair_and_every_triple_that_goes_together_is_in_a_row():
         for y in levels[g]
         if goes((f, x), (g, y))
     }
-    assert {pair for row in made.pairs for pair in pairs_of(row)} == wanted
+    assert made.pairs == wanted
     triples = {(row["a"], row["b"], row["c"]) for row in made.rows}
     assert len(triples) == 4 * 3 * 2 - 2
-    assert len(made.pairs) <= 25
+    assert len(made.pair_rows) <= 25
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "lucid", "gated_delta", "lucid(path)"])
 def test_a_mechanisms_rows_have_every_pair_and_nothing_that_is_apart(mechanism):
     made = design(mechanism, "torch")
-    apart = Apartness(APART)
-    assert not [pair for row in made.rows for pair in pairs_of(row) if apart(*pair)]
-    present = {level for row in made.rows for level in row.items()}
+    rows = made.array.rows
+    apart = {((a, x), (b, y)) for a, levels, b, others, _ in APART for x in levels for y in others}
+    for row in rows:
+        assert not apart.intersection(itertools.permutations(row.items(), 2))
+    present = {level for row in rows for level in row.items()}
     for factor in ("time", "mask", "batch", "d", "e", "order", "dtype"):
         assert {level for f, level in present if f == factor} == set(FACTORS[factor].levels)
     if made.is_whole:
         for factors in combinations(TRIPLES, 3):
-            found = {tuple((f, row[f]) for f in factors) for row in made.rows}
+            found = {tuple((f, row[f]) for f in factors) for row in rows}
             together = itertools.product(*([(f, x) for x in made.levels[f]] for f in factors))
             missing = [
                 triple
                 for triple in together
-                if all(pair in made.pairs for pair in combinations(triple, 2))
+                if all(pair in made.array.pairs for pair in combinations(triple, 2))
                 and triple not in found
             ]
             # Three pairwise compatible levels need not be compatible together.
@@ -65,9 +67,9 @@ def test_a_mechanisms_rows_have_every_pair_and_nothing_that_is_apart(mechanism):
 
 def test_the_first_rows_and_a_tenth_of_the_others_have_half_of_the_pairs():
     made = design("lucid", "torch").array
-    count = len(made.first) + (len(made.pairs) - len(made.first)) // 10
-    every = {pair for row in made.pairs for pair in pairs_of(row)}
-    assert len({pair for row in made.pairs[:count] for pair in pairs_of(row)}) > 0.5 * len(every)
+    count = len(made.first) + (len(made.pair_rows) - len(made.first)) // 10
+    covered = {pair for row in made.pair_rows[:count] for pair in pairs_of(row)}
+    assert len(covered) > 0.5 * len(made.pairs)
 
 
 def test_the_first_rows_have_as_many_of_their_levels_as_go_together_and_are_in_smoke():
@@ -79,7 +81,7 @@ def test_the_first_rows_have_as_many_of_their_levels_as_go_together_and_are_in_s
         first=first,
     )
     assert made.first == [{"a": "1", "b": "2", "c": "0"}, {**made.first[1], "b": "0", "c": "0"}]
-    assert made.pairs[:2] == made.first
+    assert made.pair_rows[:2] == made.first
     whole = design("gated_delta", "torch")
     assert rows("smoke", "gated_delta", "torch") == whole.array.first
     assert len(whole.array.first) > len(DENSE)
@@ -104,14 +106,14 @@ def test_smoke_has_masks_widths_views_lengths_and_options_in_pairs(mechanism):
 
 def test_rows_are_drawn_from_all_levels_and_no_small_row_is_drawn_more_often():
     made = design("softmax", "torch")
-    drawn = made.drawn(10 * DRAWN)
-    assert made.drawn(DRAWN) == made.drawn(DRAWN)
+    drawn = made.array.drawn(10 * DRAWN)
+    assert made.array.drawn(DRAWN) == made.array.drawn(DRAWN)
     for factor in ("verb", "time", "mask", "heads", "block", "batch", "e", "order", "dtype"):
         count = Counter(row[factor] for row in drawn)
         assert set(count) == set(made.levels[factor]), factor
         assert max(count.values()) < 0.7 * len(drawn), factor
     assert max(Counter(map(str, drawn)).values()) == 1
-    layouts = [made.entry(row).layout for row in drawn]
+    layouts = [made.case(row).layout for row in drawn]
     assert sum(layout.t * layout.b * layout.h > 100 for layout in layouts) > len(drawn) / 2
 
 

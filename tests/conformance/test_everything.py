@@ -14,11 +14,11 @@ from precondattn.algebra import registry
 from precondattn_conformance.cases import case_of, cases
 from precondattn_conformance.command import conformance
 from precondattn_conformance.declared import expressions
+from precondattn_conformance.design.levels import SHARING, WIDEST
 from precondattn_conformance.isolation import lanes_of
 from precondattn_conformance.libraries import installed
 from precondattn_conformance.report.record import load
 from precondattn_conformance.session import Session
-from precondattn_conformance.sharing import SHARING, WIDEST
 from precondattn_conformance.xla import FLAGS, compiling_quickly, quick_flags
 
 FIRST_LINE = """
@@ -94,6 +94,20 @@ def test_a_run_that_names_something_has_all_cases(named):
     }
     session = Session(**{"mechanisms": ("softmax",), **named})
     assert session.cases() == list(cases("smoke", **chosen, blocks=session.blocks))
+
+
+@pytest.mark.parametrize("mechanism", ["gla", "lucid(path)", "softmax[window=3]"])
+def test_full_has_a_part_of_options_and_compositions_unless_one_is_named(mechanism):
+    chosen = {"only_libraries": ("numpy",), "only_mechanisms": (mechanism,)}
+    everything = list(cases("full", **chosen))
+    part = list(cases("full", **chosen, named="library"))
+    if mechanism.isidentifier():
+        assert part == everything
+        return
+    smoke = set(cases("smoke", **chosen, named="library"))
+    assert smoke <= set(part) < set(everything)
+    assert len(part) - len(smoke) < len(everything) / 6
+    assert len({case.check for case in set(part) - smoke}) > 3
 
 
 def of_ids(*ids):

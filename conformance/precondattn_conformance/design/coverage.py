@@ -9,9 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from precondattn.json_types import JsonObject
-from precondattn_conformance.case import Case
-from precondattn_conformance.design.chosen import rows
 from precondattn_conformance.design.covering import Level, pairs_of
+from precondattn_conformance.design.levels import rows
 from precondattn_conformance.design.rows import design
 
 
@@ -42,27 +41,24 @@ def pairs(
     `compared` are the ids of the cases that were compared. A mechanism's rows with options count
     for the mechanism, and not for the variant that they call.
     """
-    found = []
+    counts = []
     for mechanism in mechanisms:
-        looked_at: set[tuple[str, tuple[Level, Level]]] = set()
-        total = 0
+        looked_at = total = 0
         for library in libraries:
             made = design(mechanism, library, blocks)
-            total += len(made.pairs)
+            possible = made.array.pairs
+            total += len(possible)
+            seen: set[tuple[Level, Level]] = set()
             for row in rows(level, mechanism, library, blocks):
-                # This row ran in float32 if the backend lacks float64.
-                in_float32 = {**row, "dtype": "float32"}
-                for compared_row in (row,) if row == in_float32 else (row, in_float32):
-                    check, layout, kind, dtype, expression = made.entry(compared_row)
-                    if Case(check, expression, library, dtype, layout, kind).id in compared:
-                        seen = made.pairs.intersection(pairs_of(compared_row))
-                        looked_at |= {(library, pair) for pair in seen}
-        found.append(Pairs(mechanism, len(looked_at), total))
-    return found
+                # The row ran in float32 if the backend lacks float64.
+                for ran in (row, {**row, "dtype": "float32"}):
+                    if made.case(ran).id in compared:
+                        seen |= possible.intersection(pairs_of(ran))
+            looked_at += len(seen)
+        counts.append(Pairs(mechanism, looked_at, total))
+    return counts
 
 
-def total(rows: Iterable[Pairs]) -> Pairs:
-    rows = list(rows)
-    return Pairs(
-        "all mechanisms", sum(row.looked_at for row in rows), sum(row.total for row in rows)
-    )
+def total(counts: Sequence[Pairs]) -> Pairs:
+    looked_at = sum(count.looked_at for count in counts)
+    return Pairs("all mechanisms", looked_at, sum(count.total for count in counts))

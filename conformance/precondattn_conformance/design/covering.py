@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
+
+import numpy as np
 
 Level = tuple[str, str]
 """A factor and one of its levels."""
@@ -25,7 +27,7 @@ GoesTogether = Callable[[Level, Level], bool]
 
 
 class CoveringArray:
-    """The rows of a design; internally, bits of an integer stand for levels."""
+    """The rows of a design; internally, bits of an integer stand for levels, and for rows."""
 
     def __init__(
         self,
@@ -38,135 +40,109 @@ class CoveringArray:
         first."""
         self.names: list[Level] = [(f, level) for f, chosen in levels.items() for level in chosen]
         numbers = {name: i for i, name in enumerate(self.names)}
-        self._factor = [list(levels).index(factor) for factor, _ in self.names]
-        self._of_factor = [0] * len(levels)
-        for i, factor in enumerate(self._factor):
-            self._of_factor[factor] |= 1 << i
+        factors = [[numbers[factor, level] for level in levels[factor]] for factor in levels]
+        self._triples = [factors[list(levels).index(f)] for f in triples if f in levels]
+        self._factors = [_number(factor) for factor in factors]
+        """The levels of each factor."""
         self._together = [0] * len(self.names)
         for (i, one), (j, other) in combinations(enumerate(self.names), 2):
             if one[0] != other[0] and goes_together(one, other):
                 self._together[i] |= 1 << j
                 self._together[j] |= 1 << i
-        self._triples = [
-            tuple(numbers[factor, level] for level in levels[factor])
-            for factor in triples
-            if factor in levels
-        ]
         self._used = [0] * len(self.names)
         self._missing = list(self._together)
         """For each level, the levels with which it shares no row yet."""
-        self.first: list[Row] = []
+        self._taken: list[int] = []
         for wanted in first:
             row = self._with_most_of([numbers[x] for x in wanted.items() if x in numbers])
-            if row is not None and (taken := self._taken(row)) not in self.first:
-                self.first.append(taken)
+            if row is not None:
+                self._take(row)
+        self.first: list[Row] = [self._named(row) for row in dict.fromkeys(self._taken)]
 
     @cached_property
-    def pairs(self) -> list[Row]:
+    def pair_rows(self) -> list[Row]:
         """The rows that cover every pair, starting with the first rows."""
-        return [*self.first, *self._rows_of_pairs()]
+        return [*self.first, *map(self._named, self._rows_of_pairs())]
 
     @cached_property
-    def pairs_in_rows(self) -> frozenset[tuple[Level, Level]]:
+    def pairs(self) -> frozenset[tuple[Level, Level]]:
         """Every compatible pair of levels, except those that no row can contain."""
-        return frozenset(pair for row in self.pairs for pair in pairs_of(row))
+        return frozenset(pair for row in self.pair_rows for pair in pairs_of(row))
 
     @cached_property
     def rows(self) -> list[Row]:
         """The rows that cover every pair, followed by those that cover the triples."""
-        return [*self.pairs, *self._rows_of_triples()]
+        return [*self.pair_rows, *map(self._named, self._rows_of_triples())]
 
-    def _rows_of_pairs(self) -> Iterator[Row]:
+    def drawn(self, count: int) -> list[Row]:
+        """Rows of compatible levels that are drawn at random, the same in every run."""
+        rng = np.random.default_rng([22, count])
+        orders = (rng.permutation(len(self.names)).tolist() for _ in range(count))
+        return [self._named(row) for order in orders if (row := self._with_most_of(order))]
+
+    def _rows_of_pairs(self) -> Iterator[int]:
+        def rank(i: int) -> tuple[int, int]:
+            return self._missing[i].bit_count(), -i
+
         while any(self._missing):
-            first = max(range(len(self.names)), key=lambda i: (self._missing[i].bit_count(), -i))
-            second = max(
-                _bits(self._missing[first]), key=lambda i: (self._missing[i].bit_count(), -i)
-            )
-            row = self._completed((first, second))
+            one = max(range(len(self.names)), key=rank)
+            other = max(_bits(self._missing[one]), key=rank)
+            row = self._completed((one, other))
             if row is None:
-                self._missing[first] &= ~(1 << second)
-                self._missing[second] &= ~(1 << first)
+                self._missing[one] &= ~(1 << other)
+                self._missing[other] &= ~(1 << one)
             else:
-                yield self._taken(row)
+                yield self._take(row)
 
-    def _rows_of_triples(self) -> Iterator[Row]:
-        had: set[tuple[int, ...]] = set()
-        for row in self.pairs:
-            had |= self._triples_in(map(self.names.index, row.items()))
-        for groups in combinations(self._triples, 3):
-            for a in groups[0]:
-                for b in groups[1]:
-                    for c in groups[2]:
-                        if tuple(sorted((a, b, c))) in had:
-                            continue
-                        completed = self._completed((a, b, c))
-                        if completed is not None:
-                            had |= self._triples_in(completed)
-                            yield self._taken(completed)
+    def _rows_of_triples(self) -> Iterator[int]:
+        for triple in (t for three in combinations(self._triples, 3) for t in product(*three)):
+            wanted = _number(triple)
+            if not any(row & wanted == wanted for row in self._taken):
+                row = self._completed(triple)
+                if row is not None:
+                    yield self._take(row)
 
-    def _triples_in(self, row: Iterable[int]) -> set[tuple[int, ...]]:
-        inside = sorted(i for i in row if any(i in group for group in self._triples))
-        return set(combinations(inside, 3))
-
-    def _with_most_of(self, wanted: Sequence[int]) -> list[int] | None:
+    def _with_most_of(self, wanted: Sequence[int]) -> int | None:
         """A row with as many of these levels as are compatible; earlier levels have priority."""
         kept: list[int] = []
         for i in wanted:
             if all(self._together[i] >> j & 1 for j in kept):
                 kept.append(i)
-        while kept:
-            row = self._completed(kept)
+        possible = (self._completed(kept[:count]) for count in range(len(kept), 0, -1))
+        return next((row for row in possible if row is not None), None)
+
+    def _completed(self, levels: Sequence[int]) -> int | None:
+        """A row with these levels; None if there is none."""
+        free, chosen = (1 << len(self.names)) - 1, 0
+        for i in levels:
+            if not free >> i & 1:
+                return None
+            free, chosen = free & self._together[i], chosen | 1 << i
+        return self._searched(free, chosen)
+
+    def _searched(self, free: int, chosen: int) -> int | None:
+        """A row with the chosen levels and, of the other factors, with levels that are free."""
+        open_factors = [factor for factor in self._factors if not factor & chosen]
+        if not open_factors or not all(factor & free for factor in open_factors):
+            return None if open_factors else chosen
+        missing, used = self._missing, self._used
+        best = max(_bits(free), key=lambda i: ((missing[i] & chosen).bit_count(), -used[i], -i))
+        (factor,) = (factor for factor in open_factors if factor >> best & 1)
+        for i in sorted(_bits(factor & free), key=lambda i: (i != best, used[i], i)):
+            row = self._searched(free & self._together[i], chosen | 1 << i)
             if row is not None:
                 return row
-            kept.pop()
         return None
 
-    def _completed(self, given: Sequence[int]) -> list[int] | None:
-        """A row with these levels; None if there is none."""
-        allowed, chosen, left = (1 << len(self.names)) - 1, 0, set(range(len(self._of_factor)))
-        for i in given:
-            if not allowed >> i & 1:
-                return None
-            allowed &= self._together[i] | self._of_factor[self._factor[i]]
-            chosen |= 1 << i
-            left.discard(self._factor[i])
-        return self._searched(allowed, chosen, left, list(given))
-
-    def _searched(
-        self, allowed: int, chosen: int, left: set[int], row: list[int]
-    ) -> list[int] | None:
-        if not left:
-            return row
-        if any(not allowed & self._of_factor[factor] for factor in left):
-            return None
-        missing, used = self._missing, self._used
-        best, most = -1, (-1, 0, 0)
-        for factor in left:
-            for i in _bits(allowed & self._of_factor[factor]):
-                merit = ((missing[i] & chosen).bit_count(), -used[i], -i)
-                if merit > most:
-                    best, most = i, merit
-        factor = self._factor[best]
-        others = sorted(
-            _bits(allowed & self._of_factor[factor]), key=lambda i: (i != best, self._used[i], i)
-        )
-        for i in others:
-            found = self._searched(
-                allowed & (self._together[i] | self._of_factor[factor]),
-                chosen | 1 << i,
-                left - {factor},
-                [*row, i],
-            )
-            if found is not None:
-                return found
-        return None
-
-    def _taken(self, row: list[int]) -> Row:
-        bits = sum(1 << i for i in row)
-        for i in row:
-            self._missing[i] &= ~bits
+    def _take(self, row: int) -> int:
+        for i in _bits(row):
+            self._missing[i] &= ~row
             self._used[i] += 1
-        return dict(self.names[i] for i in sorted(row))
+        self._taken.append(row)
+        return row
+
+    def _named(self, row: int) -> Row:
+        return dict(self.names[i] for i in _bits(row))
 
 
 def _bits(number: int) -> list[int]:
@@ -177,6 +153,10 @@ def _bits(number: int) -> list[int]:
         positions.append(lowest.bit_length() - 1)
         number ^= lowest
     return positions
+
+
+def _number(bits: Iterable[int]) -> int:
+    return sum(1 << i for i in bits)
 
 
 def pairs_of(row: Row) -> Iterator[tuple[Level, Level]]:

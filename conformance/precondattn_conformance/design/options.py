@@ -31,17 +31,18 @@ BEYOND = 6
 def options_of(expression: str) -> tuple[str, ...]:
     """Expressions that differ from a mechanism in one option."""
     plain = mechanism_of(expression)
-    found = [pa.parse(text) for text in type(plain).variants]
-    base = getattr(plain, "base", None)
-    if base is not None:
-        for text in type(base).variants:
-            changed = _replaced(plain, base=pa.parse(text))
-            if changed is not None:
-                found.append(changed)
-    found = [m for m in found if type(m) is type(plain) and _changes(m, plain) == 1]
-    found += [m for m in _unvaried(plain, found) if m is not None]
-    wide = [m for m in map(_with_wide_window, found) if m is not None]
-    return tuple(dict.fromkeys(str(m) for m in (*found, *wide)))
+    changed = [*map(pa.parse, type(plain).variants), *_with_variants_of_base(plain)]
+    changed = [m for m in changed if type(m) is type(plain) and _changes(m, plain) == 1]
+    unvaried = [
+        {name: value}
+        for name, value in USUAL.items()
+        if name in _options(plain)
+        and all(getattr(m, name) == getattr(plain, name) for m in changed)
+    ]
+    if "base" not in _options(plain):  # A leaf has options that no variant changes.
+        changed += [m for option in unvaried if (m := _replaced(plain, **option)) is not None]
+    wide = [m for m in map(_with_wide_window, changed) if m is not None]
+    return tuple(dict.fromkeys(map(str, (*changed, *wide))))
 
 
 @cache
@@ -49,23 +50,13 @@ def inner_eps_of(expression: str) -> tuple[str, ...]:
     """Expressions that differ from a composition in the eps of its inner piece."""
     plain = mechanism_of(expression)
     base: pa.Mechanism | None = getattr(plain, "base", None)
-    if base is None:
-        return ()
-    changed = [
-        _replaced(plain, base=pa.parse(text))
-        for text in type(base).variants
-        if f"{base.name}[eps=" in text
-    ]
-    return tuple(str(m) for m in changed if m is not None)
+    return tuple(map(str, _with_variants_of_base(plain, f"{base.name}[eps="))) if base else ()
 
 
 @cache
 def together(expression: str, one: str, other: str) -> str | None:
     """The expression with both options; None if they can not be combined."""
-    if one == other:
-        return None
-    plain, *given = map(mechanism_of, (expression, one, other))
-    merged = _merged(plain, *given)
+    merged = None if one == other else _merged(*map(mechanism_of, (expression, one, other)))
     return None if merged is None or str(merged) in (one, other) else str(merged)
 
 
@@ -74,31 +65,26 @@ def at_block(expression: str, block: int) -> str:
     return expression.replace(f"window={WIDE}", f"window={block + BEYOND}")
 
 
-def _fields(m: pa.Mechanism) -> list[str]:
-    return [field.name for field in dataclasses.fields(m)]
+def _options(m: pa.Mechanism) -> dict[str, object]:
+    return {field.name: getattr(m, field.name) for field in dataclasses.fields(m)}
+
+
+def _with_variants_of_base(plain: pa.Mechanism, part: str = "") -> list[pa.Mechanism]:
+    """A composition with each variant of its base that contains this text."""
+    base = getattr(plain, "base", None)
+    variants = () if base is None else type(base).variants
+    changed = (_replaced(plain, base=pa.parse(text)) for text in variants if part in text)
+    return [m for m in changed if m is not None]
 
 
 def _changes(m: pa.Mechanism, plain: pa.Mechanism) -> int:
     """The number of options in which two mechanisms differ, inner ones included."""
     if type(m) is not type(plain):
         return 1
-    count = 0
-    for name in _fields(m):
-        value, default = getattr(m, name), getattr(plain, name)
-        if value != default:
-            count += _changes(value, default) if isinstance(value, pa.Mechanism) else 1
-    return count
-
-
-def _unvaried(plain: pa.Mechanism, found: list[pa.Mechanism]) -> list[pa.Mechanism | None]:
-    """A leaf with each option of `USUAL` that it has and no variant changes."""
-    if "base" in _fields(plain):
-        return []
-    return [
-        _replaced(plain, **{name: value})
-        for name, value in USUAL.items()
-        if name in _fields(plain) and all(getattr(m, name) == getattr(plain, name) for m in found)
-    ]
+    pairs = zip(_options(m).values(), _options(plain).values(), strict=True)
+    changed = [(value, default) for value, default in pairs if value != default]
+    inner = [(a, b) for a, b in changed if isinstance(a, pa.Mechanism) and isinstance(b, type(a))]
+    return len(changed) - len(inner) + sum(_changes(a, b) for a, b in inner)
 
 
 def _with_wide_window(m: pa.Mechanism) -> pa.Mechanism | None:
@@ -118,17 +104,17 @@ def _replaced(m: pa.Mechanism, /, **changes: object) -> pa.Mechanism | None:
 
 
 def _merged(plain: pa.Mechanism, one: pa.Mechanism, other: pa.Mechanism) -> pa.Mechanism | None:
-    changes = {}
-    for name in _fields(plain):
-        default, first, second = (getattr(m, name) for m in (plain, one, other))
-        if second in (default, first):
-            changes[name] = first
-        elif first == default:
-            changes[name] = second
-        elif isinstance(first, pa.Mechanism) and type(first) is type(second) is type(default):
-            changes[name] = _merged(default, first, second)
+    changes: dict[str, object] = {}
+    for name, default in _options(plain).items():
+        value, second = getattr(one, name), getattr(other, name)
+        if default not in (value, second) and value != second:
+            if not isinstance(value, pa.Mechanism) or not (
+                type(value) is type(second) is type(default)
+            ):
+                return None
+            changes[name] = _merged(default, value, second)
             if changes[name] is None:
                 return None
         else:
-            return None
+            changes[name] = second if value == default else value
     return _replaced(plain, **changes)

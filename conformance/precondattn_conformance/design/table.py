@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from precondattn_conformance.design.chosen import rows
 from precondattn_conformance.design.factors import APART, FACTORS, TRIPLES
+from precondattn_conformance.design.levels import rows
 from precondattn_conformance.design.rows import design
 
 
@@ -15,52 +15,35 @@ def print_design(
     console: Console, mechanisms: tuple[str, ...], library: str, blocks: tuple[int, ...]
 ) -> None:
     """Print the factors and, for given mechanisms, their rows."""
-    console.print(_factors(blocks))
-    console.print(_apart())
+    table = Table("factor", "what it is", "levels", title="factors", title_justify="left")
+    for name, factor in FACTORS.items():
+        levels = [x if y in ("", x) else f"{x} ({y})" for x, y in factor.levels.items()]
+        if name == "block" and blocks:
+            levels = [*map(str, blocks)]
+        text = ", ".join(levels) or "options of the mechanism"
+        table.add_row(*map(escape, (name, factor.what, text)))
+    console.print(table)
+    table = Table("level", "incompatible with", "why", title="incompatible levels")
+    table.title_justify = "left"
+    for line in APART:
+        level, other = f"{line.factor}: {', '.join(line.levels)}", ", ".join(line.others)
+        table.add_row(*map(escape, (level, f"{line.other}: {other}", line.why)))
+    console.print(table)
     console.print(
         f"Together the rows contain every compatible pair of levels, and every compatible triple "
         f"of {', '.join(TRIPLES)}."
     )
     for mechanism in mechanisms:
-        console.print(_rows(mechanism, library, blocks))
-
-
-def _factors(blocks: tuple[int, ...]) -> Table:
-    table = Table("factor", "what it is", "levels", title="factors", title_justify="left")
-    for name, factor in FACTORS.items():
-        levels = ", ".join(
-            level if meaning in ("", level) else f"{level} ({meaning})"
-            for level, meaning in factor.levels.items()
+        made = design(mechanism, library, blocks)
+        array = made.array
+        smoke = [id(row) for row in rows("smoke", mechanism, library, blocks)]
+        title = (
+            f"{mechanism} on {library}: {len(array.rows)} rows, of which {len(array.pair_rows)} "
+            f"cover all {len(array.pairs)} pairs"
         )
-        if name == "block" and blocks:
-            levels = ", ".join(map(str, blocks))
-        table.add_row(name, escape(factor.what), escape(levels or "options of the mechanism"))
-    return table
-
-
-def _apart() -> Table:
-    table = Table(
-        "level", "incompatible with", "why", title="incompatible levels", title_justify="left"
-    )
-    for line in APART:
-        table.add_row(
-            escape(f"{line.factor}: {', '.join(line.levels)}"),
-            escape(f"{line.other}: {', '.join(line.others)}"),
-            escape(line.why),
-        )
-    return table
-
-
-def _rows(mechanism: str, library: str, blocks: tuple[int, ...]) -> Table:
-    made = design(mechanism, library, blocks)
-    smoke = [id(row) for row in rows("smoke", mechanism, library, blocks)]
-    title = (
-        f"{mechanism} on {library}: {len(made.rows)} rows, of which {len(made.array.pairs)} cover "
-        f"all {len(made.pairs)} pairs"
-    )
-    table = Table("", "check", "dtype", "layout", "keys", "mechanism", title=escape(title))
-    for row in made.rows:
-        check, layout, kind, dtype, expression = made.entry(row)
-        mark = "smoke" if id(row) in smoke else ""
-        table.add_row(mark, check, dtype, layout.name, kind, escape(expression))
-    return table
+        table = Table("", "check", "dtype", "layout", "keys", "mechanism", title=escape(title))
+        for row in array.rows:
+            mark, case = "smoke" if id(row) in smoke else "", made.case(row)
+            cells = (case.check, case.dtype, case.layout.name, case.kind, escape(case.mechanism))
+            table.add_row(mark, *cells)
+        console.print(table)

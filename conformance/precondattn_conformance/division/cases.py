@@ -19,9 +19,9 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.cases import case_of as any_case_of
 from precondattn_conformance.cases import has_result
 from precondattn_conformance.declared import derived, expressions
+from precondattn_conformance.design.levels import require_possible
 from precondattn_conformance.division.parts import ORDERS
 from precondattn_conformance.division.processes import WORKERS
-from precondattn_conformance.grid import LEVELS
 from precondattn_conformance.inputs import CallLayout
 from precondattn_conformance.layout_names import named
 from precondattn_conformance.libraries import HALF, WIDE, installed
@@ -103,15 +103,8 @@ def divided_cases(
     """
     if not LEAST <= devices <= MOST:
         raise ValueError(f"--devices must be {LEAST} ... {MOST}; found {devices}")
-    if level not in LEVELS:
-        raise ValueError(f"level must be one of {', '.join(LEVELS)}; found {level!r}")
-    for names, known, what in (
-        (only_checks, ORDERS, "layout of divided sequences"),
-        (only_dtypes, WIDE + HALF, "dtype"),
-    ):
-        for name in names:
-            if name not in known:
-                raise ValueError(f"{name!r} is no {what}; there are {', '.join(known)}")
+    layouts = (only_checks, ORDERS, "layout of divided sequences")
+    require_possible(level, layouts, (only_dtypes, WIDE + HALF, "dtype"))
     libraries = only_libraries or BY_DEFAULT
     for library in libraries:
         require_divided(library)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from precondattn_conformance.design.levels import LEVELS
 from precondattn_conformance.ecosystem.cells import WORST_FIRST
 from precondattn_conformance.ecosystem.contenders import contenders
 from precondattn_conformance.ecosystem.judgement import require_true
@@ -16,7 +17,6 @@ from precondattn_conformance.ecosystem.page import page as page_of
 from precondattn_conformance.ecosystem.run import SECONDS, run_all
 from precondattn_conformance.ecosystem.snippets import run_snippets
 from precondattn_conformance.ecosystem.table import Table, TableRow, row_of
-from precondattn_conformance.grid import LEVELS
 from precondattn_conformance.writable import require_writable
 
 

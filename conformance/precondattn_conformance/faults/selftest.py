@@ -284,7 +284,9 @@ def _cases_of(fault: Fault, level: str) -> list[Case]:
 def _cases(level: str, mechanism: str, library: str, *, has_options: bool = False) -> list[Case]:
     """The cases of a mechanism, with other options only if `has_options`: they may lack what it
     changes."""
-    chosen = cases(level, only_libraries=(library,), only_mechanisms=(mechanism,))
+    chosen = cases(  # As in a run of all mechanisms.
+        level, only_libraries=(library,), only_mechanisms=(mechanism,), named="library"
+    )
     return [case for case in chosen if has_options or case.mechanism == mechanism]
 
 
