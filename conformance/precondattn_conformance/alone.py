@@ -131,8 +131,8 @@ class Alone:
         backends = [f" --backend {name}" for name in _names(self.backend)]
         device = f" --device {self.device}" if self.device else ""
         ids = [f"    --case '{case.id}'" for case in cases]
-        first = f"  precondattn conformance --jobs 1{''.join(backends)}{device}"
-        return " \\\n".join([first, *ids])
+        command = f"  precondattn conformance --jobs 1{''.join(backends)}{device}"
+        return " \\\n".join([command, *ids])
 
 
 def _named(needed: Sequence[Case]) -> str:

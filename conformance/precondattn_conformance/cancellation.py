@@ -127,12 +127,14 @@ def sizes_of_terms(
         )
         for i, call in enumerate(calls)
     ]
-    given = dict(inputs)
+    separated = dict(inputs)
     for name, leaf in summed.items():
         heads = inputs["q"] if isinstance(leaf, pa.Tempered) else cotangent
-        given[name] = np.broadcast_to(inputs[name], (*cotangent.shape[:2], heads.shape[2]))
-    given |= {_part(name, i): inputs[name] for name, readers in parts.items() for i in readers}
-    terms = _sizes_of_gradients(Program(separate, mechanism.program.out), given, cotangent, masks)
+        separated[name] = np.broadcast_to(inputs[name], (*cotangent.shape[:2], heads.shape[2]))
+    separated |= {_part(name, i): inputs[name] for name, readers in parts.items() for i in readers}
+    terms = _sizes_of_gradients(
+        Program(separate, mechanism.program.out), separated, cotangent, masks
+    )
     sizes: dict[str, Sizes] = {
         name: float(np.max(np.sum(terms[name], axis=(0, 1) if leaf.per == "head" else None)))
         for name, leaf in summed.items()
@@ -202,13 +204,13 @@ def sizes_of_feature_maps(
 
 def _sizes_of_gradients(
     program: Program,
-    given: Mapping[str, np.ndarray],
+    arrays: Mapping[str, np.ndarray],
     cotangent: np.ndarray,
     masks: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
     """The absolute gradients of a program's inputs, by the reference."""
     group = Group(program)
-    inputs = {name: given[name] for name in group.inputs}
+    inputs = {name: arrays[name] for name in group.inputs}
     _, pullback = run.vjp(group, (), inputs, "reference", {**NO_MASKS, **masks})
     return {name: np.abs(gradient) for name, gradient in pullback(cotangent).items()}
 

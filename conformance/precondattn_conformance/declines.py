@@ -42,13 +42,13 @@ def declared(texts: Iterable[str]) -> dict[str, str]:
     """
     if isinstance(texts, str):
         raise TypeError(f"declines: several texts expected, as in ({texts!r},); found one")
-    known = {*WORDS, *registry.registered()}
+    words = {*WORDS, *registry.registered()}
     parts: dict[str, str] = {}
     for text in texts:
         part, _, reason = (each.strip() for each in text.partition(":"))
         if not part or not reason:
             raise ValueError(f'declines: "PART: WHY" expected, such as {EXAMPLE}; found {text!r}')
-        wrong = [word for word in part.split() if word not in known]
+        wrong = [word for word in part.split() if word not in words]
         if wrong:
             raise ValueError(
                 f"declines {part!r}: the suite has no part {wrong[0]!r}; there are "

@@ -206,8 +206,8 @@ def _with_jumps_at_edges(gates: np.ndarray) -> np.ndarray:
 
 def _reads_exponentials(mechanism: pa.Mechanism) -> bool:
     """Whether values are averaged as exponentials, as in LASER."""
-    read = pa.spec.laser.LOG_MEAN_EXP
-    return any(getattr(leaf, "read", None) == read for leaf in mechanism.program.leaves)
+    reading = pa.spec.laser.LOG_MEAN_EXP
+    return any(getattr(leaf, "read", None) == reading for leaf in mechanism.program.leaves)
 
 
 def _write_twice(arrays: Arrays) -> None:
@@ -228,8 +228,8 @@ def _write_twice(arrays: Arrays) -> None:
     others[large] = 0
     keys = (rows / d**0.5)[others]
     arrays["k"] = np.broadcast_to(keys[None, :, None], (b, tokens, n, d)).copy()
-    own = keys[first]
-    arrays["q"] = arrays["q"] - (arrays["q"] @ own)[..., None] * own
+    first_key = keys[first]
+    arrays["q"] = arrays["q"] - (arrays["q"] @ first_key)[..., None] * first_key
     arrays["q"][:, :after] = 0
     arrays["v"][:, first + 1 : after] = 0
     arrays["v"][:, first] *= LARGE

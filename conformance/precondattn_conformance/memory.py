@@ -103,11 +103,11 @@ def main(text: str) -> None:
         print(size + peak_of(run, library))
 
 
-def _forward(call: MeasuredCall, given: Arrays) -> Callable[[Arrays], Array]:
+def _forward(call: MeasuredCall, arrays: Arrays) -> Callable[[Arrays], Array]:
     """The function from the inputs to the output, with the masks of the call."""
     mechanism = pa.parse(call.mechanism)
     backend = None if call.backend is None else tuple(call.backend.split(","))
-    return lambda inputs: mechanism(**inputs, **given, backend=backend)
+    return lambda inputs: mechanism(**inputs, **arrays, backend=backend)
 
 
 def _prepared(
@@ -115,9 +115,9 @@ def _prepared(
 ) -> tuple[Callable[[], object], int]:
     """A function that runs the call, and the size of its inputs in bytes."""
     inputs, cotangent = _arrays(call, library, layout)
-    given = _masks(library, layout)
-    forward = _forward(call, given)
-    size = sum(int(array.nbytes) for array in (*inputs.values(), *given.values()))
+    arrays = _masks(library, layout)
+    forward = _forward(call, arrays)
+    size = sum(int(array.nbytes) for array in (*inputs.values(), *arrays.values()))
     if not call.has_backward:
         return lambda: forward(inputs), size
 
@@ -126,7 +126,7 @@ def _prepared(
         if gradients is not None:
             return gradients
         backend = None if call.backend is None else tuple(call.backend.split(","))
-        out, pullback = pa.parse(call.mechanism).vjp(**inputs, **given, backend=backend)
+        out, pullback = pa.parse(call.mechanism).vjp(**inputs, **arrays, backend=backend)
         return out, pullback(cotangent)
 
     return both, size + int(cotangent.nbytes)

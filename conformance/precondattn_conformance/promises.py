@@ -62,7 +62,7 @@ def promises(
     """Every convention, judged by the outcomes of a run and of a few further cases."""
     unpromised = unpromised_by(backend)
     compared = [outcome for outcome in outcomes if outcome.status in COMPARED]
-    known: dict[str, Promise] = {}
+    verdicts: dict[str, Promise] = {}
     cases: dict[str, Case] = {}
     for convention in MEANING:
         is_promised = convention not in unpromised
@@ -71,7 +71,7 @@ def promises(
         # A crash or an exception does not depend on a convention.
         wrong = [outcome for outcome in failed if outcome.measured is not None]
         holds = True if needing and is_promised and not failed else None
-        known[convention] = Promise(convention, is_promised, holds, len(needing))
+        verdicts[convention] = Promise(convention, is_promised, holds, len(needing))
         probe = _probe(convention, wrong or compared) if wrong or not is_promised else None
         if probe is not None:
             cases[convention] = probe
@@ -79,8 +79,8 @@ def promises(
         convention = outcome.case.layout.name
         is_told = outcome.measured is not None
         holds = {PASSED: True, FAILED: False}.get(outcome.status) if is_told else None
-        known[convention] = known[convention]._replace(holds=holds, why=outcome.reason)
-    return list(known.values())
+        verdicts[convention] = verdicts[convention]._replace(holds=holds, why=outcome.reason)
+    return list(verdicts.values())
 
 
 def _probe(convention: str, outcomes: Sequence[Outcome]) -> Case | None:

@@ -84,9 +84,9 @@ class Source:
 
     def _imported(self) -> Any:
         module, _, name = self.text.partition(":")
-        here = str(Path.cwd())
-        if here not in sys.path:  # As with `python -m`.
-            sys.path.insert(0, here)
+        folder = str(Path.cwd())
+        if folder not in sys.path:  # As with `python -m`.
+            sys.path.insert(0, folder)
         found: Any = import_module(module)
         for part in name.split("."):
             if not hasattr(found, part):

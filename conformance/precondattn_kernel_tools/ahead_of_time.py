@@ -57,14 +57,14 @@ def parsed(
     parser.add_argument(
         "--known", type=Path, help="a saved report: variants that it has are not compiled again"
     )
-    given = parser.parse_args(arguments)
-    if given.jobs < 1:
-        parser.error(f"--jobs has to be at least 1, not {given.jobs}")
-    if not given.target:
+    options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error(f"--jobs has to be at least 1, not {options.jobs}")
+    if not options.target:
         parser.error(f"--target is needed: {example} …")
-    if given.known and not given.known.is_file():
-        parser.error(f"--known: there is no file {given.known}")
-    return parser, given
+    if options.known and not options.known.is_file():
+        parser.error(f"--known: there is no file {options.known}")
+    return parser, options
 
 
 def variants_of(module: str, target: str) -> dict[str, AnyVariant]:
@@ -83,26 +83,26 @@ def variants_of(module: str, target: str) -> dict[str, AnyVariant]:
 
 
 def selected(
-    parser: argparse.ArgumentParser, given: argparse.Namespace
+    parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> list[tuple[AnyVariant, str]]:
     """The (variant, target) pairs that the command line selects; an error if there are none."""
     try:
         pairs = [
             (variant, target)
-            for target in given.target
-            for variant in variants_of(given.module, target).values()
-            if given.match in variant.name
+            for target in options.target
+            for variant in variants_of(options.module, target).values()
+            if options.match in variant.name
         ]
     except ValueError as error:
         parser.error(str(error))
     if not pairs:
-        parser.error(no_variant(given))
+        parser.error(no_variant(options))
     return pairs
 
 
-def no_variant(given: argparse.Namespace) -> str:
+def no_variant(options: argparse.Namespace) -> str:
     """The error of a command line that selects no variant."""
-    return f"{given.module} has no variant with {given.match!r} in its name"
+    return f"{options.module} has no variant with {options.match!r} in its name"
 
 
 def print_names(pairs: Iterable[tuple[AnyVariant, str]]) -> None:
@@ -114,7 +114,7 @@ def compiled_in_processes(
     compile_one: Callable[..., Resources],
     tasks: Iterable[CompileTask | Resources],
     jobs: int,
-    known: Mapping[str, Resources],
+    reported: Mapping[str, Resources],
 ) -> Iterator[Resources]:
     """The resources of every task, in order; `Resources` among the tasks are passed through.
 
@@ -126,9 +126,9 @@ def compiled_in_processes(
         for task in tasks:
             if isinstance(task, Resources):
                 running.append((None, task, None))
-            elif task.key in known:
+            elif task.key in reported:
                 # A copy, since variants with equal keys have different names.
-                running.append((None, replace(known[task.key], name=task.name), None))
+                running.append((None, replace(reported[task.key], name=task.name), None))
             else:
                 running.append((task, None, pool.submit(compile_one, *task.arguments)))
         for submitted, resources, future in running:
@@ -164,26 +164,26 @@ def known_resources(path: Path | None) -> dict[str, Resources]:
 
 
 def run(
-    given: argparse.Namespace,
+    options: argparse.Namespace,
     compile_one: Callable[..., Resources],
     tasks: Iterable[CompileTask | Resources],
     versions: Mapping[str, str],
 ) -> int:
     """Compile, print a line for each variant and save the report; returns 1 if a variant failed."""
-    known = known_resources(given.known)
+    reported = known_resources(options.known)
     resources = []
-    for each in compiled_in_processes(compile_one, tasks, given.jobs, known):
+    for each in compiled_in_processes(compile_one, tasks, options.jobs, reported):
         resources.append(each)
-        if each.key not in known:
+        if each.key not in reported:
             print(line(each), flush=True)
-    if given.known:
-        compiled = sum(each.key not in known for each in resources)
-        print(f"{compiled} compiled, {len(resources) - compiled} known from {given.known}")
-    if given.save:
+    if options.known:
+        compiled = sum(each.key not in reported for each in resources)
+        print(f"{compiled} compiled, {len(resources) - compiled} known from {options.known}")
+    if options.save:
         report = {
             **versions,
             "python": platform.python_version(),
             "variants": [asdict(each) for each in resources],
         }
-        given.save.write_text(json.dumps(report, indent=1) + "\n")
+        options.save.write_text(json.dumps(report, indent=1) + "\n")
     return int(any(each.failures for each in resources))

@@ -131,9 +131,9 @@ def without_comments(code: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile, print a line for each variant, and return 1 if one of them fails."""
-    parser, given = parsed("CUDA", TARGETS, "sm_80, sm_90", arguments)
-    pairs = selected(parser, given)
-    if given.list:
+    parser, options = parsed("CUDA", TARGETS, "sm_80, sm_90", arguments)
+    pairs = selected(parser, options)
+    if options.list:
         print_names(pairs)
         return 0
     try:
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         CompileTask(variant.name, target, key_of_variant(variant, target), (variant, target))
         for variant, target in pairs
     ]
-    return run(given, compile_variant, tasks, {"nvrtc": version})
+    return run(options, compile_variant, tasks, {"nvrtc": version})
 
 
 if __name__ == "__main__":

@@ -137,13 +137,14 @@ def _calls(module: Operation, platform: str) -> Iterator[tuple[str, Code, Option
     for operation in operations:
         target = str(operation.attributes["call_target_name"])
         if platform == "cuda" and TRITON_CALL in target:
-            given = operation.attributes["mhlo.backend_config"]
+            configuration = operation.attributes["mhlo.backend_config"]
             options = tuple(
-                (name, ir.IntegerAttr(given[name]).value) for name in ("num_warps", "num_stages")
+                (name, ir.IntegerAttr(configuration[name]).value)
+                for name in ("num_warps", "num_stages")
             )
             yield (
-                ir.StringAttr(given["name"]).value,
-                ir.StringAttr(given["ir"]).value_bytes,
+                ir.StringAttr(configuration["name"]).value,
+                ir.StringAttr(configuration["ir"]).value_bytes,
                 options,
             )
         elif platform == TPU and TPU_CALL in target:
@@ -235,20 +236,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import jax
     import triton
 
-    parser, given = parsed("Pallas", TARGETS, "sm_90, tpu", arguments)
-    if given.list:
-        print_names(selected(parser, given))
+    parser, options = parsed("Pallas", TARGETS, "sm_90, tpu", arguments)
+    if options.list:
+        print_names(selected(parser, options))
         return 0
-    with processes(min(given.jobs, len(given.target))) as pool:
-        of_target = functools.partial(lowered, given.module, given.match)
+    with processes(min(options.jobs, len(options.target))) as pool:
+        of_target = functools.partial(lowered, options.module, options.match)
         try:
-            variants = [each for all_ in pool.map(of_target, given.target) for each in all_]
+            variants = [each for all_ in pool.map(of_target, options.target) for each in all_]
         except ValueError as error:
             parser.error(str(error))
     if not variants:
-        parser.error(no_variant(given))
+        parser.error(no_variant(options))
     versions = {"jax": jax.__version__, "triton": triton.__version__}
-    return run(given, compile_kernel, tasks_of(variants), versions)
+    return run(options, compile_kernel, tasks_of(variants), versions)
 
 
 if __name__ == "__main__":

@@ -67,19 +67,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("module", help='the module whose variants("tpu") are compiled')
     parser.add_argument("--chip", choices=CHIPS, default="v5e")
     parser.add_argument("--match", default="", help="only variants whose name contains this")
-    given = parser.parse_args(arguments)
-    chosen = [v for v in variants_of(given.module, TPU).values() if given.match in v.name]
+    options = parser.parse_args(arguments)
+    chosen = [v for v in variants_of(options.module, TPU).values() if options.match in v.name]
     if not chosen:
-        parser.error(f"{given.module} has no variant with {given.match!r} in its name")
+        parser.error(f"{options.module} has no variant with {options.match!r} in its name")
     try:
-        compile_variant = compiler_for(given.chip)
+        compile_variant = compiler_for(options.chip)
     except ImportError as error:
         parser.error(str(error))
     failed = False
     for variant in chosen:
         start = time.perf_counter()
         failure = compile_variant(variant)
-        print(f"{given.chip:4s} {time.perf_counter() - start:7.2f} s  {variant.name}", flush=True)
+        print(f"{options.chip:4s} {time.perf_counter() - start:7.2f} s  {variant.name}", flush=True)
         if failure:
             print(textwrap.indent(failure, "    "), flush=True)
         failed = failed or bool(failure)

@@ -71,10 +71,10 @@ def compiled(variant: Variant, target: str) -> CompiledKernel:
     from triton.compiler import ASTSource
 
     names = variant.function.arg_names
-    given = {**variant.signature, **variant.constants}
-    if missing := [name for name in names if name not in given]:
+    arguments = {**variant.signature, **variant.constants}
+    if missing := [name for name in names if name not in arguments]:
         raise ValueError(f"neither a type nor a value is given for {', '.join(missing)}")
-    if unknown := [name for name in (*given, *variant.divisible) if name not in names]:
+    if unknown := [name for name in (*arguments, *variant.divisible) if name not in names]:
         raise ValueError(f"the kernel has no argument {', '.join(unknown)}")
     source = ASTSource(
         fn=variant.function,
@@ -132,11 +132,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compile, print a line for each variant, and return 1 if one of them fails."""
     import triton
 
-    parser, given = parsed("Triton", SHARED_LIMITS, "sm_90, gfx942", arguments)
+    parser, options = parsed("Triton", SHARED_LIMITS, "sm_90, gfx942", arguments)
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: kernels would be interpreted, not compiled")
-    pairs = selected(parser, given)
-    if given.list:
+    pairs = selected(parser, options)
+    if options.list:
         print_names(pairs)
         return 0
     tasks = [
@@ -144,11 +144,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             variant.name,
             target,
             key_of_variant(variant, target),
-            (given.module, variant.name, target),
+            (options.module, variant.name, target),
         )
         for variant, target in pairs
     ]
-    return run(given, _compile_named, tasks, {"triton": triton.__version__})
+    return run(options, _compile_named, tasks, {"triton": triton.__version__})
 
 
 if __name__ == "__main__":

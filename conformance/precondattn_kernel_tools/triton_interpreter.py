@@ -163,13 +163,13 @@ def _patch_launches(memory: WatchedMemory) -> None:
 def _patch_types() -> None:
     builder, numpy_type = interpreter.InterpreterBuilder, interpreter._get_np_dtype
     # Triton makes a table of all types in each call.
-    known: dict[str, np.dtype] = {tl.bfloat16.name: BFLOAT16}
+    dtypes: dict[str, np.dtype] = {tl.bfloat16.name: BFLOAT16}
 
     def dtype_of(dtype: ElementType) -> np.dtype:
         scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
-        if scalar.name not in known:
-            known[scalar.name] = numpy_type(scalar)
-        return known[scalar.name]
+        if scalar.name not in dtypes:
+            dtypes[scalar.name] = numpy_type(scalar)
+        return dtypes[scalar.name]
 
     def cast(self: Interpreter, source: Handle, dtype: ElementType) -> Handle:
         # Rounds to nearest, ties to even, as the hardware's conversions do.

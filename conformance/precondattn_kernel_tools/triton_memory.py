@@ -110,13 +110,13 @@ class Watch:
         numbers, addresses = _parts(pointers)
         count = int(mask.sum())
         for number in np.unique(numbers[mask]).tolist():
-            here = mask & (numbers == number)
+            in_tensor = mask & (numbers == number)
             if not 1 <= number <= len(self.extents):
                 raise OutOfBoundsError(
-                    f"{here.sum()} of {count} elements are {verb} at an address that was not "
+                    f"{in_tensor.sum()} of {count} elements are {verb} at an address that was not "
                     "computed from a tensor of the call"
                 )
-            self.extents[number - 1].check(addresses[here], size, verb, count)
+            self.extents[number - 1].check(addresses[in_tensor], size, verb, count)
         return addresses
 
     def note_writer(self, pointers: np.ndarray, is_new: np.ndarray, mask: np.ndarray) -> None:
@@ -129,8 +129,8 @@ class Watch:
         """
         numbers, addresses = _parts(pointers)
         for number in np.unique(numbers[mask]).tolist():
-            here, extent = mask & (numbers == number), self.extents[number - 1]
-            others = extent.note_writer(addresses[here], is_new[here], self.program)
+            in_tensor, extent = mask & (numbers == number), self.extents[number - 1]
+            others = extent.note_writer(addresses[in_tensor], is_new[in_tensor], self.program)
             if others.size:
                 raise RaceError(
                     f"program {self._place(self.program)} changes {others.size} of the elements "

@@ -35,16 +35,16 @@ with torch.autocast({device}, torch.{dtype}):
     def run(self, trial: Trial) -> Measured:
         trial.require_outputs()
         wide = _Wide(trial.case, trial.library, trial.backend)
-        given = _every_other_in_half(trial, wide.inputs)
+        inputs = _every_other_in_half(trial, wide.inputs)
         cotangent = trial.library.array(trial.expected.cotangent, trial.case.dtype)
         with trial.library.autocast(trial.case.dtype):
             out = wide.call()
             automatic = trial.automatic(wide.call, wide.inputs, cotangent)
-            _, explicit = wide.results(given)
+            _, explicit = wide.results(inputs)
             tokens = _extended(wide)
         _require_alike("the output", out, trial.case.dtype, trial)
         for name, gradient in explicit.items():
-            dtype = trial.library.dtype_name(given[name])
+            dtype = trial.library.dtype_name(inputs[name])
             _require_alike(f"the gradient of {name}", gradient, dtype, trial)
         half = _rows_in_half(trial, wide.inputs)
         _require_same(trial, "the output", out, trial.call(half))

@@ -144,13 +144,13 @@ def extended(
 
 
 def _in_the_library(
-    trial: Trial, cache: pa.Cache, given: Arrays, **options: Array
+    trial: Trial, cache: pa.Cache, inputs: Arrays, **options: Array
 ) -> tuple[Array, pa.Cache]:
-    return trial.mechanism.extend(cache, **given, **options)
+    return trial.mechanism.extend(cache, **inputs, **options)
 
 
 def _in_numpy(
-    trial: Trial, cache: pa.Cache, given: Arrays, **options: Array
+    trial: Trial, cache: pa.Cache, inputs: Arrays, **options: Array
 ) -> tuple[Array, pa.Cache]:
     """Make the call with the cache and the new tokens in NumPy, where nothing is compiled."""
     array = trial.library.array
@@ -159,7 +159,7 @@ def _in_numpy(
         store = {name: into(buffer) for name, buffer in cache.store.items()}
         return cache._replace(length=into(cache.length), store=store)
 
-    in_numpy: Arrays = {name: np.asarray(a) for name, a in given.items()}
+    in_numpy: Arrays = {name: np.asarray(a) for name, a in inputs.items()}
     out, cache = trial.mechanism.extend(moved(cache, np.asarray), **in_numpy, **options)
     return array(out), moved(cache, array)
 

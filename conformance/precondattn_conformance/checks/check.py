@@ -288,14 +288,14 @@ class Trial:
 
     def _error_of_model(self, what: str, expected: np.ndarray) -> float:
         """The error that rounding causes in a result of the oracle's computation, or 0."""
-        case, own = self.case, self.expected
+        case, oracle_results = self.case, self.expected
         if self.precision == "float64" or case.kind in EXTREMES:
             return 0.0
         errors = partial(errors_of_model, case.mechanism, case.layout, case.kind, self.precision)
-        if expected is own.out:
+        if expected is oracle_results.out:
             return errors().out
         name = what.rpartition(" of ")[2]
-        return errors().gradients[name] if own.gradients.get(name) is expected else 0.0
+        return errors().gradients[name] if oracle_results.gradients.get(name) is expected else 0.0
 
     def pairs_of_gradients(self, gradients: Mapping[str, Array], by: str = "vjp") -> Pairs:
         """Pairs of gradients and the oracle's gradients, by names such as "vjp of q"."""

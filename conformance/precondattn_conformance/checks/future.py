@@ -96,8 +96,8 @@ def _earlier(trial: Trial) -> float:
     expected = exact(cotangent)
     for name, gradient in gradients.items():
         if trial.mechanism.inputs[name].time_axis is not None:
-            given = trial.numpy(gradient)
-            pairs[f"vjp of {name}"] = _only(trial, name, given, _before(j), expected[name])
+            result = trial.numpy(gradient)
+            pairs[f"vjp of {name}"] = _only(trial, name, result, _before(j), expected[name])
     return trial.agree(pairs, trial.terms_of_gradients()).error
 
 
@@ -175,11 +175,11 @@ def _other_segments(trial: Trial, bad: float) -> float:
 
 def _compare(trial: Trial, inputs: Arrays, chosen: Chosen, *, gradients: bool) -> float:
     """The error of the chosen outputs and, with `gradients`, of the chosen gradients."""
-    given = trial.arrays(inputs)
+    arrays = trial.arrays(inputs)
     if not gradients:
-        found = _only(trial, "out", trial.numpy(trial.call(given)), chosen)
+        found = _only(trial, "out", trial.numpy(trial.call(arrays)), chosen)
         return trial.agree({"the output elsewhere": found}).error
-    out, by_name = trial.results(given)
+    out, by_name = trial.results(arrays)
     pairs = {"the output elsewhere": _only(trial, "out", trial.numpy(out), chosen)}
     for name, gradient in by_name.items():
         pattern = trial.mechanism.inputs[name]
@@ -203,7 +203,7 @@ def _with_bad(
     trial: Trial,
     bad: float,
     chosen: Chosen,
-    among: Callable[[Pattern], bool] = lambda pattern: True,
+    is_suitable: Callable[[Pattern], bool] = lambda pattern: True,
 ) -> Arrays:
     """The inputs with bad entries at chosen places, in inputs with tokens and a suitable pattern.
 
@@ -213,7 +213,7 @@ def _with_bad(
     for name, array in trial.numpy_inputs.items():
         pattern = trial.mechanism.inputs[name]
         has_tokens = pattern.time_axis is not None and not pattern.is_pairwise
-        if has_tokens and among(pattern):
+        if has_tokens and is_suitable(pattern):
             others = bad if is_promised else np.roll(array, 1, axis=pattern.time_axis)
             array = np.where(chosen(_places(trial, pattern, array.shape)), others, array)
         inputs[name] = array

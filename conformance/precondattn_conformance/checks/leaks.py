@@ -34,14 +34,14 @@ class Leaks(Check):
         measured = _agreed(trial)
         for _ in range(WARM):
             trial.results()
-        held = [held_bytes(trial.library)]
+        bytes_held = [held_bytes(trial.library)]
         for _ in range(2):
             for _ in range(CALLS):
                 trial.results()
-            held.append(held_bytes(trial.library))
+            bytes_held.append(held_bytes(trial.library))
         output = 4 * int(trial.expected.out.size)
         # An allocator that grows once is not a leak, so the smaller growth counts.
-        grown = min(after - before for before, after in pairwise(held)) / CALLS
+        grown = min(after - before for before, after in pairwise(bytes_held)) / CALLS
         if grown > SHARE * output:
             raise DisagreementError(
                 f"each call keeps {grown / 2**20:.1f} MiB after its results were released; its "

@@ -89,14 +89,16 @@ def _held(trial: Trial) -> Pairs:
     pullbacks = [
         trial.mechanism.vjp(**inputs, backend=trial.backend)[1] for inputs in (first, second)
     ]
-    held = [pullback(cotangent) for pullback, cotangent in zip(pullbacks, cotangents, strict=True)]
+    all_gradients = [
+        pullback(cotangent) for pullback, cotangent in zip(pullbacks, cotangents, strict=True)
+    ]
     expected = [trial.expected.gradients, _turned(trial, trial.expected.gradients)]
     automatic = trial.library.held_gradients(trial.call, [first, second], cotangents)
     return {
         f"the {number} {by} of {name}": (trial.numpy(gradient), right[name])
-        for by, results in (("vjp", held), ("autograd", automatic or ()))
-        for number, given, right in zip(("first", "second"), results, expected, strict=False)
-        for name, gradient in given.items()
+        for by, results in (("vjp", all_gradients), ("autograd", automatic or ()))
+        for number, gradients, right in zip(("first", "second"), results, expected, strict=False)
+        for name, gradient in gradients.items()
     }
 
 
@@ -145,8 +147,8 @@ def _in_turn(trial: Trial, expression: str) -> float:
 def _output(
     trial: Trial, mechanism: pa.Mechanism, expected: Oracle
 ) -> tuple[np.ndarray, np.ndarray]:
-    given = trial.arrays(expected.inputs)
-    return trial.numpy(mechanism(**given, backend=trial.backend)), expected.out
+    arrays = trial.arrays(expected.inputs)
+    return trial.numpy(mechanism(**arrays, backend=trial.backend)), expected.out
 
 
 def _code_of_option(case: Case, worst: str) -> str:

@@ -93,9 +93,9 @@ class ProcessParts(NamedTuple):
 
     def device_of(self, letter: str, token: int) -> tuple[int, int]:
         """The process that has a token, and the token's index there."""
-        for device, own in enumerate(self.tokens[letter]):
-            if token in own:
-                return device, int(np.flatnonzero(own == token)[0])
+        for device, indices in enumerate(self.tokens[letter]):
+            if token in indices:
+                return device, int(np.flatnonzero(indices == token)[0])
         raise ValueError(f"no process has the token {token}")
 
     def _places(
@@ -107,8 +107,8 @@ class ProcessParts(NamedTuple):
             return None, []
         axis = pattern.axes[time]
         each = np.arange(axis.multiple)
-        own = self.tokens[axis.letter]
-        return time, [(axis.multiple * of[:, None] + each).ravel() for of in own]
+        indices = self.tokens[axis.letter]
+        return time, [(axis.multiple * of[:, None] + each).ravel() for of in indices]
 
 
 def masks_of(sizes: CallLayout, library: str) -> Arrays:

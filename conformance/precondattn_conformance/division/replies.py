@@ -103,9 +103,9 @@ def refusal_of(mechanism: pa.Mechanism) -> str | None:
     return None
 
 
-def fault_of(library: Library, part: PartOfCall, given: Arrays, results: Arrays) -> str | None:
+def fault_of(library: Library, part: PartOfCall, inputs: Arrays, results: Arrays) -> str | None:
     """A fault of a finished call other than its numbers, such as an input that was written to."""
-    for name, array in given.items():
+    for name, array in inputs.items():
         if not np.array_equal(library.numpy(array), part.inputs[name], equal_nan=True):
             return f"has written to the input {name}"
     for what, array in results.items():

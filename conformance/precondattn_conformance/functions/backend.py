@@ -133,16 +133,9 @@ def backend_from_function(
         state = State(*state)
     parameters = Parameters.of(function, parsed, inputs=inputs, options=options, state=state)
     arrangement = Arrangement(layout, heads, multiple, widths)
-    known = None if dtypes is None else frozenset(dtypes)
-    chosen = name or _name_of(function)
     return FunctionBackend(
-        function,
-        parsed,
-        chosen,
-        library,
-        parameters,
-        arrangement,
-        known,
+        *(function, parsed, name or _name_of(function), library, parameters, arrangement),
+        None if dtypes is None else frozenset(dtypes),
         gradient=gradient,
         device=device,
         devices=devices,
@@ -225,8 +218,8 @@ class FunctionBackend(pa.Backend):
     def supports(self, mechanism: Piece, request: pa.Request) -> pa.Support:
         why = self.lacks(mechanism, request)
         if not why:
-            own, shapes = self._by_own_names(mechanism, dict(request.shapes))
-            why = self.tried(own, replace(request, shapes=tuple(shapes.items())))
+            own_piece, shapes = self._by_own_names(mechanism, dict(request.shapes))
+            why = self.tried(own_piece, replace(request, shapes=tuple(shapes.items())))
         return pa.Support.no(why) if why else pa.Support.yes(differentiable=self.gradient)
 
     def lacks(self, piece: Piece, request: pa.Request) -> str:
@@ -238,9 +231,9 @@ class FunctionBackend(pa.Backend):
         parameters = self.parameters
         different = self._different_options(piece)
         if different:
-            known = [name for name in different if name in parameters.options]
-            if known:  # Its leaf is not known if there are several.
-                return f"takes one {', '.join(known)} only, that of {self.mechanism}"
+            taken = [name for name in different if name in parameters.options]
+            if taken:  # Its leaf is not known if there are several.
+                return f"takes one {', '.join(taken)} only, that of {self.mechanism}"
             return f"has no parameter for the option {', '.join(different)}"
         if len(self.program.leaves) > 1 and _program(piece) != self.program:
             return f"computes {self.mechanism} only"
@@ -294,13 +287,13 @@ class FunctionBackend(pa.Backend):
         With several leaves, all options must be the mechanism's, since a parameter does not say to
         which leaf it belongs.
         """
-        own, parameters, taken = self.program.leaves, self.parameters, set[str]()
-        if len(own) == 1:
+        leaves, parameters, taken = self.program.leaves, self.parameters, set[str]()
+        if len(leaves) == 1:
             taken = {*parameters.options, *(parameters.names & piece.inputs.keys())}
             taken |= set(IN_VISIBLE) if VISIBLE in parameters.masks else set()
         different = [
             name
-            for mine, other in zip(own, _program(piece).leaves, strict=True)
+            for mine, other in zip(leaves, _program(piece).leaves, strict=True)
             for name in fields_of(mine)
             if name not in taken and getattr(mine, name) != getattr(other, name)
         ]
@@ -380,9 +373,13 @@ class FunctionBackend(pa.Backend):
             result = self.function(*(arrays[name] for name in self.mechanism.inputs), **named)
         else:
             names = parameters.inputs
-            given = {names.get(name, name): array for name, array in arrays.items()} | dict(named)
-            first = [given.pop(name) for name in parameters.positional if name in given]
-            result = self.function(*first, **given)
+            by_parameter = {names.get(name, name): array for name, array in arrays.items()} | dict(
+                named
+            )
+            by_position = [
+                by_parameter.pop(name) for name in parameters.positional if name in by_parameter
+            ]
+            result = self.function(*by_position, **by_parameter)
         self._require_array(result[0] if isinstance(result, tuple | list) and result else result)
         return result
 
@@ -404,8 +401,8 @@ class FunctionBackend(pa.Backend):
     def forward(
         self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        own, x = self._by_own_names(mechanism, inputs)
-        (out,) = self.call(own, x, frame)
+        own_piece, x = self._by_own_names(mechanism, inputs)
+        (out,) = self.call(own_piece, x, frame)
         return out, ()
 
     def step(
@@ -416,19 +413,18 @@ class FunctionBackend(pa.Backend):
         frame: Frame,
     ) -> tuple[Array, Updates]:
         ((slot, state),) = past.items()
-        own, x = self._by_own_names(mechanism, inputs)
-        out, new = self.call(own, x, frame, state)
+        own_piece, x = self._by_own_names(mechanism, inputs)
+        out, new = self.call(own_piece, x, frame, state)
         return out, {slot: pa.Replace(new)}
 
     def _masks_of(self, frame: Frame, piece: Piece) -> dict[str, object]:
         """The masks of the call, by the function's parameters."""
-        wanted = self.parameters.masks
+        taken = self.parameters.masks
         masks: dict[str, object] = {}
-        if "key_mask" in wanted and frame.k_valid is not None:
-            masks["key_mask"] = frame.k_valid
-        if "segment_ids" in wanted and frame.k_segment is not None:
-            masks["segment_ids"] = frame.k_segment
-        if VISIBLE in wanted:
+        for name, field in (("key_mask", "k_valid"), ("segment_ids", "k_segment")):
+            if name in taken and getattr(frame, field) is not None:
+                masks[name] = getattr(frame, field)
+        if VISIBLE in taken:
             causal, window = (getattr(piece, name, None) for name in IN_VISIBLE)
             masks[VISIBLE] = frame.visible(causal=causal is not False, window=window)
         return masks

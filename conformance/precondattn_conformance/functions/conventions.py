@@ -92,8 +92,8 @@ def _options(mechanism: pa.Mechanism, x: Inputs) -> Iterator[Guess]:
         ("scale", d**-0.5, "queries are scaled by d^(-1/2)"),
         ("causal", False, "every query reads every key"),
     ):
-        known = fields_of(mechanism)
-        if name not in known or getattr(mechanism, name) == value:
+        options = fields_of(mechanism)
+        if name not in options or getattr(mechanism, name) == value:
             continue
         try:
             other = replace(mechanism, **{name: value})
@@ -183,8 +183,8 @@ def _eps(mechanism: pa.Mechanism, x: Inputs) -> Iterator[Guess]:
 
 def _order(mechanism: pa.Mechanism, x: Inputs, layout: str) -> Iterator[Guess]:
     if {"q", "k"} <= x.keys() and x["q"].shape == x["k"].shape:
-        given = x | {"q": x["k"], "k": x["q"]}
-        yield Guess("q and k are swapped", _changed(mechanism, x), given=given)
+        inputs = x | {"q": x["k"], "k": x["q"]}
+        yield Guess("q and k are swapped", _changed(mechanism, x), given=inputs)
     other = {"bthd": "bhtd", "bhtd": "bthd"}.get(layout)
     if other is not None:
         yield Guess(f"the axes are in the order {other}", _changed(mechanism, x), layout=other)

@@ -106,26 +106,26 @@ class Parameters:
             signature = _signature_of(function)
         except (TypeError, ValueError):  # Some built-in functions have no signature.
             return cls({name: name for name in mechanism.inputs}, by_position=True)
-        known = signature.parameters
-        kinds = [each.kind for each in known.values()]
+        parameters = signature.parameters
+        kinds = [each.kind for each in parameters.values()]
         takes_any = inspect.Parameter.VAR_KEYWORD in kinds
-        for what, given, ours in (
+        for what, names, ours in (
             ("inputs", inputs, list(mechanism.inputs)),
             ("options", options, list(fields_of(owner))),
         ):
-            _require_names(what, given or {}, ours, mechanism, None if takes_any else known)
+            _require_names(what, names or {}, ours, mechanism, None if takes_any else parameters)
         found = {
-            name: _named(name, INPUTS, inputs, known) or (name if takes_any else None)
+            name: _named(name, INPUTS, inputs, parameters) or (name if takes_any else None)
             for name in mechanism.inputs
         }
         if inspect.Parameter.VAR_POSITIONAL in kinds or not any(found.values()):
-            _require_count(known, mechanism)
+            _require_count(parameters, mechanism)
             return cls({name: name for name in mechanism.inputs}, by_position=True)
         missing = [name for name, parameter in found.items() if parameter is None]
         if missing:
             raise TypeError(
                 f"{mechanism} has the inputs {', '.join(mechanism.inputs)}; the function has no "
-                f"parameter for {', '.join(missing)}, only {', '.join(known)} "
+                f"parameter for {', '.join(missing)}, only {', '.join(parameters)} "
                 f"(inputs={{{missing[0]!r}: ...}} names one)"
             )
         named = {name: parameter for name, parameter in found.items() if parameter is not None}
@@ -134,13 +134,13 @@ class Parameters:
             for name in fields_of(owner)
             if name not in named
             and not _adds_an_input(owner, name)
-            and (parameter := _named(name, OPTIONS, options, known))
+            and (parameter := _named(name, OPTIONS, options, parameters))
         }
-        state = state or next((each for each in STATES if _has(each, known)), None)
-        masks = frozenset(name for name in MASKS if name in known)
+        state = state or next((each for each in STATES if _has(each, parameters)), None)
+        masks = frozenset(name for name in MASKS if name in parameters)
         used = {*named.values(), *chosen.values(), *masks}
         used |= {each for each in (state.given, state.wanted) if each} if state else set()
-        for name, each in known.items():
+        for name, each in parameters.items():
             if name not in used and each.default is each.empty and _is_one(each):
                 raise TypeError(
                     f"the function needs an argument {name!r}, which is no input or option of "
@@ -152,14 +152,15 @@ class Parameters:
             chosen,
             masks,
             state,
-            frozenset(known),
-            positional=tuple(n for n, p in known.items() if p.kind is p.POSITIONAL_ONLY),
+            frozenset(parameters),
+            positional=tuple(n for n, p in parameters.items() if p.kind is p.POSITIONAL_ONLY),
             defaults={
-                option: known[parameter].default
+                option: parameters[parameter].default
                 for option, parameter in chosen.items()
-                if parameter in known and known[parameter].default is not inspect.Parameter.empty
+                if parameter in parameters
+                and parameters[parameter].default is not inspect.Parameter.empty
             },
-            unused=tuple(n for n, p in known.items() if n not in used | added and _is_one(p)),
+            unused=tuple(n for n, p in parameters.items() if n not in used | added and _is_one(p)),
         )
 
 
@@ -177,34 +178,34 @@ def leaf_or_whole(mechanism: Piece) -> Piece:
 
 def _require_names(
     what: str,
-    given: Mapping[str, str],
+    names: Mapping[str, str],
     ours: list[str],
     mechanism: pa.Mechanism,
-    known: Mapping[str, object] | None,
+    parameters: Mapping[str, object] | None,
 ) -> None:
     """Raise an error for a mapping with unknown keys or values."""
-    for name, parameter in given.items():
+    for name, parameter in names.items():
         if name not in ours:
             raise ValueError(
                 f"{what} must map names of {mechanism} ({', '.join(ours)}) to parameters of the "
                 f"function; found the key {name!r}"
             )
-        if known is not None and parameter not in known:
+        if parameters is not None and parameter not in parameters:
             raise ValueError(
-                f"{what} must map to parameters of the function ({', '.join(known)}); found "
+                f"{what} must map to parameters of the function ({', '.join(parameters)}); found "
                 f"{parameter!r}"
             )
 
 
-def _require_count(known: Mapping[str, inspect.Parameter], mechanism: pa.Mechanism) -> None:
+def _require_count(parameters: Mapping[str, inspect.Parameter], mechanism: pa.Mechanism) -> None:
     """Raise an error for a function that names no input and takes another number of arguments."""
-    one = [p for p in known.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    one = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     needed, count = sum(p.default is p.empty for p in one), len(mechanism.inputs)
-    takes_more = any(p.kind is p.VAR_POSITIONAL for p in known.values())
+    takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
     if needed > count or (len(one) < count and not takes_more):
         raise TypeError(
             f"{mechanism} has the inputs {', '.join(mechanism.inputs)}; the parameters of the "
-            f"function are {', '.join(known) or 'none'}: pass a function of these inputs that "
+            f"function are {', '.join(parameters) or 'none'}: pass a function of these inputs that "
             "calls it"
         )
 
@@ -222,16 +223,16 @@ def _adds_an_input(mechanism: Piece, option: str) -> bool:
 def _named(
     name: str,
     others: Mapping[str, tuple[str, ...]],
-    given: Mapping[str, str] | None,
-    known: Mapping[str, object],
+    names: Mapping[str, str] | None,
+    parameters: Mapping[str, object],
 ) -> str | None:
-    if given and name in given:
-        return given[name]
-    return next((each for each in (name, *others.get(name, ())) if each in known), None)
+    if names and name in names:
+        return names[name]
+    return next((each for each in (name, *others.get(name, ())) if each in parameters), None)
 
 
-def _has(state: State, known: Mapping[str, inspect.Parameter]) -> bool:
-    names = {name for name, each in known.items() if _is_one(each)}
+def _has(state: State, parameters: Mapping[str, inspect.Parameter]) -> bool:
+    names = {name for name, each in parameters.items() if _is_one(each)}
     return state.given in names and (state.wanted is None or state.wanted in names)
 
 

@@ -74,8 +74,8 @@ def _fault_of(
     if request.verb.endswith("vjp"):
 
         def function(*arrays: Array) -> tuple[Array, ...]:
-            given = dict(zip(x, arrays, strict=False))
-            return call(piece, given, frame, *arrays[len(x) :])
+            by_name = dict(zip(x, arrays, strict=False))
+            return call(piece, by_name, frame, *arrays[len(x) :])
 
         vjp(function, [*x.values(), *states], results)
     return ""

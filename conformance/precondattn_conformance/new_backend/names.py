@@ -43,8 +43,8 @@ def checked(name: str) -> Names:
     )
     if keyword.iskeyword(names.module):
         raise ValueError(f"{name!r} is a Python keyword, and can not be imported")
-    known = discover()
-    if name in [*(b.name for b in known.backends), *(broken for broken, _ in known.broken)]:
+    backends = discover()
+    if name in [*(b.name for b in backends.backends), *(broken for broken, _ in backends.broken)]:
         raise ValueError(f"the backend name {name!r} is taken by an installed backend")
     frameworks = {cls.module for cls in libraries.ALL}
     if names.module in sys.stdlib_module_names | frameworks or _is_importable(names.module):

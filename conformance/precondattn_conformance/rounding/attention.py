@@ -75,7 +75,7 @@ class RoundedLogMeanExp(LogMeanExp):
 
 def rounded_attention(leaf: pa.Softmax | pa.Path, rounding: Rounding) -> pa.Softmax | pa.Path:
     """A leaf of softmax attention whose read rounds."""
-    read = {MEAN: RoundedMean, LOG_MEAN_EXP: RoundedLogMeanExp}[leaf.read](rounding)
+    reading = {MEAN: RoundedMean, LOG_MEAN_EXP: RoundedLogMeanExp}[leaf.read](rounding)
     leaf = copy.copy(leaf)
-    object.__setattr__(leaf, "read", read)  # No value of the option `read` has this rounding.
+    object.__setattr__(leaf, "read", reading)  # No value of the option `read` has this rounding.
     return leaf

@@ -70,9 +70,9 @@ def build(
     MissingToolError
         if g++ or CUDA's headers are not installed.
     """
-    given = [*_supported(options), *([f"-I{folder}"] if folder else [])]
+    arguments = [*_supported(options), *([f"-I{folder}"] if folder else [])]
     whole = f'#include "cuda_on_cpu.h"\n# 1 "{source}"\n{code}\n'
-    text = _run(["-E", "-x", "c++", *COMMON, *_includes(), *given, "-"], whole)
+    text = _run(["-E", "-x", "c++", *COMMON, *_includes(), *arguments, "-"], whole)
     text = text.replace('"<stdin>"', f'"{source}"')  # It appears in debugging information.
     translated = translate(text, source)
     plain = plain_kernels(text, source)

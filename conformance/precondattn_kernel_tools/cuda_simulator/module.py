@@ -144,18 +144,18 @@ class SimulatedFunction:
                 f"shared_mem has to be at most {self._dynamic_limit} bytes, not {shared_mem}: "
                 "max_dynamic_shared_size_bytes can be raised"
             )
-        given = LaunchArguments(self.name, self._parameters, args)
+        arguments = LaunchArguments(self.name, self._parameters, args)
         order = _order.get()
         message = ctypes.create_string_buffer(4096)
         with _one_at_a_time:
             has_failed = self._launch(
                 self._kernel,
-                given.pointers,
-                given.arrays,
-                len(given.arrays),
-                given.places,
-                given.offsets,
-                len(given.offsets),
+                arguments.pointers,
+                arguments.arrays,
+                len(arguments.arrays),
+                arguments.places,
+                arguments.offsets,
+                len(arguments.offsets),
                 (ctypes.c_uint * 6)(*sizes),
                 ctypes.c_size_t(shared_mem),
                 ctypes.c_size_t(max(STATIC_LIMIT, self._dynamic_limit)),

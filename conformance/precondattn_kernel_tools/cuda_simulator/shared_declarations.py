@@ -73,7 +73,7 @@ def _declaration(found: re.Match[str]) -> str:
     rest, end = _without_markers(rest)
     is_dynamic = "extern" in before
     volatile = "volatile " if "volatile" in before else ""
-    alignments = [given.strip() for given in ALIGNMENT.findall(rest)]
+    alignments = [alignment.strip() for alignment in ALIGNMENT.findall(rest)]
     parts = list(_parts(ALIGNMENT.sub(" ", rest)))
     first = DECLARATOR.match(parts[0].strip())
     if first is None or not first[1].strip() or "=" in rest:
