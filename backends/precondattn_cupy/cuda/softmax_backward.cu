@@ -50,11 +50,20 @@ __device__ __forceinline__ void begin_parts(Copies& copies, F* tile, const F* __
                                      rest, step, first, count, width, by_16, valid);
 }
 
-// A number of rows, as a type.
-template <int ROWS>
-struct Rows {
-  static constexpr int value = ROWS;
-};
+// Begins to load ROWS queries and their do, or keys and their values, of the head that begins at `head`.
+template <int THREADS, int PARTS, int ROWS, int KEY_WIDTH, int WIDTH, class T, class F>
+__device__ __forceinline__ void begin_side(Copies& copies, T* x_tile, F* v_tile,
+                                           const T* __restrict__ x, const F* __restrict__ v,
+                                           const F* __restrict__ v_rest, long long head, int heads,
+                                           int first, int count, int d, int e,
+                                           const unsigned char* valid) {
+  begin_tile<THREADS, ROWS, KEY_WIDTH>(copies, x_tile, KEY_WIDTH + gap<T>(), x + head * d,
+                                       (long long)heads * d, first, count, d,
+                                       d * sizeof(T) % 16 == 0, valid);
+  begin_parts<THREADS, PARTS, ROWS, WIDTH>(copies, v_tile, v + head * e,
+                                           PARTS > 1 ? v_rest + head * e : v_rest,
+                                           (long long)heads * e, first, count, e, valid);
+}
 
 // C += A Bᵀ of such tiles, without the product of the two smallest parts.
 template <int PARTS, int ROWS, int COLUMNS, int WIDTH, class F>
@@ -102,28 +111,14 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_gradient(
   float* sum_of = log_of + COLUMNS;
 
   const long long k_head = (long long)batch * s * n + kv;
-  const bool by_16 = d * sizeof(T) % 16 == 0;
   Copies copies;
-  // A tile of queries and their do, or of keys and their values.
-  const auto begin_queries = [&](auto rows, T* keys, F* values, int head, int start) {
-    const long long q_head = (long long)batch * t * h + head;
-    begin_tile<THREADS, decltype(rows)::value, KEY_WIDTH>(copies, keys, KEY_STEP, q + q_head * d,
-                                               (long long)h * d, start, t, d, by_16, mask.q_valid);
-    begin_parts<THREADS, PARTS, decltype(rows)::value, WIDTH>(copies, values, d_o + q_head * e,
-                                                   PARTS > 1 ? d_o_rest + q_head * e : d_o_rest,
-                                                   (long long)h * e, start, t, e, mask.q_valid);
-  };
-  const auto begin_keys = [&](auto rows, T* keys, F* values, int start) {
-    begin_tile<THREADS, decltype(rows)::value, KEY_WIDTH>(copies, keys, KEY_STEP, k + k_head * d,
-                                               (long long)n * d, start, s, d, by_16, mask.k_valid);
-    begin_parts<THREADS, PARTS, decltype(rows)::value, WIDTH>(copies, values, v + k_head * e,
-                                                   PARTS > 1 ? v_rest + k_head * e : v_rest,
-                                                   (long long)n * e, start, s, e, mask.k_valid);
-  };
   if (OF_KEYS)
-    begin_keys(Rows<ROWS>(), own_keys, own_values, first);
+    begin_side<THREADS, PARTS, ROWS, KEY_WIDTH, WIDTH>(copies, own_keys, own_values, k, v, v_rest,
+                                                       k_head, n, first, s, d, e, mask.k_valid);
   else
-    begin_queries(Rows<ROWS>(), own_keys, own_values, blockIdx.y, first);
+    begin_side<THREADS, PARTS, ROWS, KEY_WIDTH, WIDTH>(
+        copies, own_keys, own_values, q, d_o, d_o_rest, (long long)batch * t * h + blockIdx.y, h,
+        first, t, d, e, mask.q_valid);
   const int row = first + 16 * warp() + row_of(0);
   int run[2];
   float log_of_row[2], sum_of_row[2];
@@ -145,9 +140,13 @@ __global__ void __launch_bounds__(2 * ROWS, 1) softmax_gradient(
     for (int start = span.low / COLUMNS * COLUMNS; start < span.high; start += COLUMNS) {
       __syncthreads();
       if (OF_KEYS)
-        begin_queries(Rows<COLUMNS>(), other_keys, other_values, head, start);
+        begin_side<THREADS, PARTS, COLUMNS, KEY_WIDTH, WIDTH>(
+            copies, other_keys, other_values, q, d_o, d_o_rest, (long long)batch * t * h + head, h,
+            start, t, d, e, mask.q_valid);
       else
-        begin_keys(Rows<COLUMNS>(), other_keys, other_values, start);
+        begin_side<THREADS, PARTS, COLUMNS, KEY_WIDTH, WIDTH>(copies, other_keys, other_values, k, v,
+                                                              v_rest, k_head, n, start, s, d, e,
+                                                              mask.k_valid);
 #pragma unroll 1
       for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
         const int token = start + i;
