@@ -212,21 +212,25 @@ def test_what_autocast_casts_decides_the_dtype_of_the_output():
 
 
 FAULTS = {
-    "autocast stays on inside": ("off", lambda array: autocast._OFF),
-    "the inputs are not cast": ("cast_inputs", lambda declared, inputs: (dict(inputs), None)),
+    "autocast stays on inside": ("off", "without_autocast", lambda array: autocast._OFF),
+    "the inputs are not cast": (
+        "cast_inputs",
+        "cast_inputs",
+        lambda declared, inputs: (dict(inputs), None),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("expression", ["lucid", "gated_delta", "hedgehog"])
 def test_the_conformance_check_fails_where_autocast_is_ignored(expression, name, monkeypatch):
-    from precondattn.execution import arguments
-    from precondattn.frameworks.torch import autograd, autograd_autocast
+    from precondattn.frameworks.torch import PyTorch, autograd_autocast
 
     case = Case("autocast", expression, "torch", "bfloat16", PLAIN, "clustered")
     assert run_case(case, None).status == "passed"
-    function, wrong = FAULTS[name]
-    for module in (autocast, arguments, autograd_autocast, autograd):
+    function, method, wrong = FAULTS[name]
+    for module in (autocast, autograd_autocast):
         if hasattr(module, function):
             monkeypatch.setattr(module, function, wrong)
+    monkeypatch.setattr(PyTorch, method, staticmethod(wrong))
     assert run_case(case, None).status == "failed"
