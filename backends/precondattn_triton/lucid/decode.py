@@ -239,8 +239,8 @@ def finish(
         factor = 1.0
         if HAS_BETA:
             factor = tl.load(beta + b * beta_b + i * beta_t + n * beta_n).to(tl.float32)
-        read = tl.sum(tl.where((row == group * t + i)[:, None], total, 0.0), axis=0)
-        y = tl.where(inside, factor * (value.to(tl.float32) - read), 0.0)
+        prior = tl.sum(tl.where((row == group * t + i)[:, None], total, 0.0), axis=0)
+        y = tl.where(inside, factor * (value.to(tl.float32) - prior), 0.0)
         at_new = (b * t + i) * heads + n
         at_y = solved + at_new * width + channel
         tl.store(at_y, y.to(solved.dtype.element_ty), mask=channel < width)

@@ -26,8 +26,8 @@ from torch.nn import functional
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
 from precondattn.spec.lucid import LucidSolve
+from precondattn_triton.lucid.matrix import LucidMatrix
 from precondattn_triton.lucid.plan import plan_of
-from precondattn_triton.lucid.solve import LucidMatrix
 from precondattn_triton.lucid.substitution import LARGEST, RANGE
 from precondattn_triton.tiles import KernelMasks
 
@@ -60,9 +60,9 @@ class ExtendedMatrix(LucidMatrix):
         k, count = x["k"], past.k.shape[1]
         self.past, self.new = past, x
         plan = plan_of(leaf, k[:, :1].expand(-1, count + k.shape[1], -1, -1), x["v"])
-        self.known = -(-count // plan.super_block) * plan.super_block
+        self.cached = -(-count // plan.super_block) * plan.super_block
         new_tokens = -(-k.shape[1] // plan.unit) * plan.unit
-        self.plan = plan._replace(s=self.known + k.shape[1], tokens=self.known + new_tokens)
+        self.plan = plan._replace(s=self.cached + k.shape[1], tokens=self.cached + new_tokens)
         self.leaf, self.backward, self.borders = leaf, False, None
         self.valid = self._validity(new_valid)
         self.masks = KernelMasks(None, self.valid.to(torch.uint8), None)
@@ -76,28 +76,28 @@ class ExtendedMatrix(LucidMatrix):
         array = new.new_zeros(shape) if old is None else new.new_empty(shape)
         if old is not None:
             array[:, : old.shape[1]] = old
-        array[:, self.known :] = new
+        array[:, self.cached :] = new
         return array
 
     def _validity(self, new_valid: Tensor | None) -> Tensor:
         """Which tokens are valid (b, s)."""
         plan, count, valid = self.plan, self.past.k.shape[1], self.past.valid
         all_valid = torch.ones((plan.b, plan.s), dtype=torch.bool, device=self.past.k.device)
-        all_valid[:, count : self.known] = False
+        all_valid[:, count : self.cached] = False
         if valid is not None:
             all_valid[:, :count] = valid
         if new_valid is not None:
-            all_valid[:, self.known :] = new_valid
+            all_valid[:, self.cached :] = new_valid
         return all_valid
 
     def _operands(self) -> tuple[Tensor, Tensor, Tensor]:
         solved, sizes, ratios = super()._operands()
         plan, past = self.plan, self.past.solved
         b, count, n, e = past.shape
-        if self.known == 0:
+        if self.cached == 0:
             return solved, sizes, ratios
         is_valid = self.valid[:, :count, None, None]
-        by_head = solved.view(b, n, plan.tokens, plan.step)[:, :, : self.known]
+        by_head = solved.view(b, n, plan.tokens, plan.step)[:, :, : self.cached]
         y = past.new_zeros(by_head.shape)
         y[:, :, :count, :e] = torch.where(is_valid, past, 0.0).transpose(1, 2)
         if not plan.half:
@@ -123,7 +123,7 @@ class ExtendedMatrix(LucidMatrix):
         if self.leaf.normalize != "keys":
             return y, None
         reciprocal = self.prepared.reciprocal.view(plan.b, plan.n, plan.tokens)
-        return y, 1.0 / reciprocal[:, :, self.known : plan.s].transpose(1, 2)
+        return y, 1.0 / reciprocal[:, :, self.cached : plan.s].transpose(1, 2)
 
 
 def extended_matrix(
@@ -133,12 +133,12 @@ def extended_matrix(
     keys, solved = past["key"], past["solved"]
     capacity = keys.shape[1]
     if frame.held is not None:
-        known = KnownTokens(keys[:, : frame.held], solved[:, : frame.held], None)
-        return ExtendedMatrix(leaf, known, x, None)
+        cached = KnownTokens(keys[:, : frame.held], solved[:, : frame.held], None)
+        return ExtendedMatrix(leaf, cached, x, None)
     count = capacity if frame.longest is None else min(frame.longest, capacity)
     assert frame.k_valid is not None  # An extension always has the validity of slots.
-    known = KnownTokens(keys[:, :count], solved[:, :count], frame.k_valid[:, :count])
-    return ExtendedMatrix(leaf, known, x, frame.k_valid[:, capacity:])
+    cached = KnownTokens(keys[:, :count], solved[:, :count], frame.k_valid[:, :count])
+    return ExtendedMatrix(leaf, cached, x, frame.k_valid[:, capacity:])
 
 
 def extend(
@@ -160,8 +160,8 @@ def extend_and_attend(
     """The output (b, t, h, e) of softmax attention to y, y, and rms(k) if it is cached."""
     matrix = extended_matrix(leaf, past, x, frame)
     y, rms = matrix.new_rows(x["v"])
-    count, known, t = matrix.past.k.shape[1], matrix.known, y.shape[1]
-    valid = torch.cat((matrix.valid[:, :count], matrix.valid[:, known:]), 1)
+    count, cached, t = matrix.past.k.shape[1], matrix.cached, y.shape[1]
+    valid = torch.cat((matrix.valid[:, :count], matrix.valid[:, cached:]), 1)
     keys = torch.cat((matrix.past.k, x["k"]), 1)
     values = torch.cat((matrix.past.solved, y), 1)
     if frame.held is None:

@@ -68,7 +68,7 @@ def invert_blocks(
     inverse,
     heads,
     tokens,
-    known,
+    cached,
     scale,
     shift,
     TILE: tl.constexpr,
@@ -82,14 +82,14 @@ def invert_blocks(
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Write the inverse of every tile on the diagonal from token `known` on to `inverse`.
+    """Write the inverse of every tile on the diagonal from token `cached` on to `inverse`.
 
     It is (m, T, TILE).
     HALF = 2^LEVELS is the whole tile, or half of it. `border_keys` and BORDER_CHUNK are those of
     scores between its halves.
     """
     head = tl.program_id(1).to(tl.int64)
-    start = known + tl.program_id(0) * TILE
+    start = cached + tl.program_id(0) * TILE
     if HAS_SEGMENTS:
         segments += head // heads * 2 * tokens
     system = system_tile(

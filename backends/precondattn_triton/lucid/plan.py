@@ -119,18 +119,20 @@ class LucidPlan(NamedTuple):
         return min(GROUP, len(self.super_blocks)) * self.super_block
 
 
-def update_steps(tokens: int, size: int, *, backward: bool, known: int = 0) -> Iterator[UpdateStep]:
+def update_steps(
+    tokens: int, size: int, *, backward: bool, cached: int = 0
+) -> Iterator[UpdateStep]:
     """The launches of a solve with super-blocks of `size` tokens, in their order.
 
-    The group that is solved first may be smaller than the others. Forward, y of the first `known`
+    The group that is solved first may be smaller than the others. Forward, y of the first `cached`
     tokens may be known; they are whole super-blocks.
     """
-    blocks = -(-(tokens - known) // size)
+    blocks = -(-(tokens - cached) // size)
     smaller = 0 if backward else -blocks % GROUP
     groups = [range(first, first + GROUP) for first in range(-smaller, blocks, GROUP)]
     for group in reversed(groups) if backward else groups:
-        begin = known + max(group.start, 0) * size
-        starts = range(begin, min(known + group.stop * size, tokens), size)
+        begin = cached + max(group.start, 0) * size
+        starts = range(begin, min(cached + group.stop * size, tokens), size)
         end = starts.stop
         rows, columns = range(begin, end), range(end, tokens) if backward else range(begin)
         first = starts[-1 if backward else 0]

@@ -327,10 +327,10 @@ def update(
         high = tl.minimum(low + per_part, last_column)
         low, high = tl.maximum(low, begin_of_rows), tl.minimum(high, end_of_rows)
         channel = first + tl.arange(0, WIDTH)
-        own = (part * tl.num_programs(1) + head) * GROUP_ROWS + i_start - group
-        own_sums = sums + own * STEP + tl.arange(0, ROWS)[:, None] * STEP + channel[None, :]
-        own = head * tl.cdiv(tokens, SUPER) * STEP
-        own_sizes, own_ratios = sizes + own + channel, ratios + own + channel
+        offset = (part * tl.num_programs(1) + head) * GROUP_ROWS + i_start - group
+        own_sums = sums + offset * STEP + tl.arange(0, ROWS)[:, None] * STEP + channel[None, :]
+        offset = head * tl.cdiv(tokens, SUPER) * STEP
+        own_sizes, own_ratios = sizes + offset + channel, ratios + offset + channel
         has_sums = part < parts_before
         if WITH_GRADIENT:
             of_part = part * tl.num_programs(1) + head
@@ -395,7 +395,7 @@ def update(
 
 @triton.jit
 def right_sides(
-    v, valid, sums, batch, n, head, heads, i_start, group, parts, first, s, known, width,
+    v, valid, sums, batch, n, head, heads, i_start, group, parts, first, s, cached, width,
     v_b, v_s, v_n, v_e,
     HAS_VALID: tl.constexpr, TILE: tl.constexpr, GROUP_ROWS: tl.constexpr, WIDTH: tl.constexpr,
     STEP: tl.constexpr,
@@ -407,7 +407,7 @@ def right_sides(
     if HAS_VALID:
         is_valid = is_valid & (tl.load(valid + batch * s + token, mask=is_valid, other=0) != 0)
     mask = is_valid[:, None] & (channel < width)[None, :]
-    at = v + batch * v_b + n * v_n + (token - known)[:, None] * v_s + channel[None, :] * v_e
+    at = v + batch * v_b + n * v_n + (token - cached)[:, None] * v_s + channel[None, :] * v_e
     sides = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     for part in range(parts):
         sides -= load_rows(
@@ -445,7 +445,7 @@ def substitute(
     start,
     group,
     parts,
-    known,
+    cached,
     width,
     v_b,
     v_s,
@@ -473,7 +473,7 @@ def substitute(
 ):
     """Solve the super-block at `start` for a block of channels.
 
-    v, `out` and `rho` begin at token `known`.
+    v, `out` and `rho` begin at token `cached`.
 
     y or dv is written to `out` (b, s, n, e), and, divided by powers of two, to `solved`
     (m, T, STEP) as an operand. The powers are written to `sizes` (m, super-blocks, STEP), those of
@@ -526,7 +526,7 @@ def substitute(
                 total += tl.dot(phi_tile, values, input_precision=PRECISION)
         sides = right_sides(
             v, valid, sums, b, n, head, tl.num_programs(1), i_start, group,
-            parts, first, s, known, width, v_b, v_s, v_n, v_e,
+            parts, first, s, cached, width, v_b, v_s, v_n, v_e,
             HAS_VALID, TILE, GROUP_ROWS, WIDTH, STEP,
         )  # fmt: skip
         sides -= total
@@ -551,11 +551,11 @@ def substitute(
         else:
             tl.store(at, result)
         inside = (token < s)[:, None] & (channel < width)[None, :]
-        own = (token - known)[:, None]
-        at = out + b * out_b + n * out_n + own * out_s + channel[None, :] * out_e
+        new_token = (token - cached)[:, None]
+        at = out + b * out_b + n * out_n + new_token * out_s + channel[None, :] * out_e
         tl.store(at, result.to(out.dtype.element_ty), mask=inside)
         if HAS_BETA:
-            at = rho + b * rho_b + n * rho_n + own * rho_s + channel[None, :] * rho_e
+            at = rho + b * rho_b + n * rho_n + new_token * rho_s + channel[None, :] * rho_e
             if BACKWARD:
                 rho_tile = tl.load(at, mask=inside, other=0.0).to(tl.float32)
                 part = d_factor + (tl.program_id(0) * tl.num_programs(1) + head) * tokens

@@ -51,8 +51,8 @@ def solve_new_tokens(
     pending = recent.pending
     old = recent.valid if recent.valid is None else recent.valid[:, :pending]
     new = recent.valid if recent.valid is None else recent.valid[:, pending:]
-    known = KnownTokens(recent.k[:, :pending], recent.v[:, :pending], old)
-    matrix = ExtendedMatrix(leaf, known, x, new)
+    cached = KnownTokens(recent.k[:, :pending], recent.v[:, :pending], old)
+    matrix = ExtendedMatrix(leaf, cached, x, new)
     reflections = {
         name: matrix.after_known(x[name], old_rows[:, :pending])
         for name, old_rows in (("w", recent.w), ("beta", recent.beta))
@@ -88,7 +88,7 @@ def _right_sides(
     recent: RecentTokens,
 ) -> Tensor:
     """v − P of the new tokens (b, t, n, e): v itself if no token is flushed, else float32."""
-    plan, known, v, borders = matrix.plan, matrix.known, matrix.new["v"], matrix.borders
+    plan, cached, v, borders = matrix.plan, matrix.cached, matrix.new["v"], matrix.borders
     keys, solved, norms = past["key"], past["solved"], past.get("rms")
     count = keys.shape[1] if frame.held is None else frame.held - recent.pending
     if count == 0:
@@ -100,14 +100,14 @@ def _right_sides(
         valid = frame.k_valid[:, :count].expand(plan.b, -1).contiguous().view(torch.uint8)
     tuned = configuration("path_forward", max(plan.key_width, plan.chunk), plan.half, v)
     rows = min(tuned.rows, plan.unit)
-    tiles = (plan.tokens - known) // rows
+    tiles = (plan.tokens - cached) // rows
     programs = tiles * plan.heads * plan.chunks
     parts, per_part = splits_of(v, count, programs, tuned.columns)
-    sums = borders.rows.new_empty((parts, plan.heads, plan.tokens - known, plan.step))
+    sums = borders.rows.new_empty((parts, plan.heads, plan.tokens - cached, plan.step))
     launch(
         lucid_flushed.flushed_sums, (tiles, plan.heads, parts * plan.chunks),
         borders.rows[1], keys, norms, solved, recent.lengths, valid, sums,
-        count, plan.n, plan.tokens, known, flush, per_part, *plan.score_factors, plan.e,
+        count, plan.n, plan.tokens, cached, flush, per_part, *plan.score_factors, plan.e,
         *keys.stride(), *((0, 0, 0) if norms is None else norms.stride()), *solved.stride(),
         D=plan.d, KEY_WIDTH=plan.key_width, WIDTH=plan.chunk, STEP=plan.step,
         ROWS=rows, COLUMNS=tuned.columns, HALF=plan.half, TWO_PARTS=v.dtype == torch.bfloat16,

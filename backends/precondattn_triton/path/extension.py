@@ -133,24 +133,24 @@ def _read(
     chunks = path_chunks(k, w, recent.beta, masks, with_inverse=False)
     blocks = path_blocks(chunks, k.shape[1], v, with_after=False)
     scale, window = leaf.scale_for(d), leaf.window
-    read = path_forward(
+    results = path_forward(
         q, k, v, chunks, blocks, masks, scale=scale, window=window, is_step=count > 0
     )
     if count == 0:
-        return read.out
+        return results.out
     tuned = configured("path_forward", q, v)
     queries = h // n * t
     rows = min(tuned.rows, max(padded_width(queries), 16))
     parts, per_part = splits_of(q, count, b * n * cdiv(queries, rows), tuned.columns)
-    outs = read.out.new_empty((b * n, parts, queries, value_width))
-    logs = read.out.new_empty((b * n, parts, queries))
+    outs = results.out.new_empty((b * n, parts, queries, value_width))
+    logs = results.out.new_empty((b * n, parts, queries))
     valid = None
     if frame.held is None:
         assert frame.k_valid is not None
         valid = _as_bytes(frame.k_valid[:, :count], b)
     launch(
         path_cached.read_cached, (cdiv(queries, rows) * b * n, parts),
-        read.out, keys, values, recent.lengths, valid, outs, logs,
+        results.out, keys, values, recent.lengths, valid, outs, logs,
         count, n, queries, t, per_part, scale, window or 0, leaf.flush,
         *keys.stride(), *values.stride(),
         HAS_WINDOW=window is not None, D=d, E=e, PADDED_D=width, PADDED_E=value_width,
@@ -162,7 +162,7 @@ def _read(
     rows = max(ELEMENTS // value_width, 16)
     launch(
         path_cached.merge_parts, (cdiv(t, rows) * b * h,),
-        read.out, read.log_total, outs, logs, masks.q_valid, out, t, h, n, parts,
+        results.out, results.log_total, outs, logs, masks.q_valid, out, t, h, n, parts,
         E=e, PADDED_D=width, PADDED_E=value_width, ROWS=rows,
     )  # fmt: skip
     return out

@@ -59,9 +59,9 @@ class PathKernels:
         chunks = path_chunks(k, w, beta, masks, with_inverse=False)
         blocks = path_blocks(chunks, k.shape[1], v, with_after=False)
         scale = leaf.scale_for(q.shape[3])
-        read = path_forward(q, k, v, chunks, blocks, masks, scale=scale, window=leaf.window)
-        residuals = (read.log_total,)
-        return read.out, residuals if read.full is read.out else (*residuals, read.full)
+        results = path_forward(q, k, v, chunks, blocks, masks, scale=scale, window=leaf.window)
+        residuals = (results.log_total,)
+        return results.out, residuals if results.full is results.out else (*residuals, results.full)
 
     def backward(
         self,

@@ -305,8 +305,7 @@ from precondattn_triton.lucid import step as lucid_step
 from precondattn_triton.path import blocks, chunk_gradient
 from precondattn_triton.path import step as path_step
 from precondattn_triton.softmax import (
-    differential_decode, differential_forward, laser_call, laser_decode, laser_exact, laser_wide,
-    softmax_forward,
+    differential_decode, laser_decode, laser_exact, softmax_forward
 )
 compiled, look_up = set(), configurations.configuration
 def noted(kernel, *rest):
@@ -314,9 +313,8 @@ def noted(kernel, *rest):
     compiled.add((kernel, cut))
     return cut
 for module in (
-    *(chunk_arrays, lucid_plan, lucid_step, path_step, differential_forward, softmax_forward),
-    *(differential_decode, laser_call, laser_decode, laser_exact, laser_wide, tiles, unit_rows),
-    *(blocks, chunk_gradient),
+    *(chunk_arrays, lucid_plan, lucid_step, path_step, softmax_forward),
+    *(differential_decode, laser_decode, laser_exact, tiles, unit_rows, blocks, chunk_gradient),
 ):
     patch.object(module, "configuration", noted).start()
 for target in ("sm_80", "sm_90"):

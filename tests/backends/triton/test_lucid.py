@@ -14,9 +14,10 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.inputs import CallLayout
 from precondattn_conformance.runner import run_case
 from precondattn_triton.configurations import Configuration, configuration
-from precondattn_triton.lucid import solve
+from precondattn_triton.lucid import matrix as lucid_matrix
+from precondattn_triton.lucid.matrix import LucidMatrix
 from precondattn_triton.lucid.plan import plan_of, super_block_of, update_steps
-from precondattn_triton.lucid.solve import LucidMatrix, LucidSolveKernels
+from precondattn_triton.lucid.solve import LucidSolveKernels
 from tests.backends.triton.tiles import error, small_tiles
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 8e-3}
@@ -221,7 +222,7 @@ def test_segments_that_begin_within_tiles_of_unequal_sizes(inverse, update, dtyp
     ("processors", "parts"), [(1, [0, 1, 1, 1]), (6, [0, 1, 2, 4]), (100, [0, 2, 2, 4])]
 )
 def test_several_programs_may_share_the_columns_of_a_tile(monkeypatch, processors, parts):
-    monkeypatch.setattr(solve, "processors", lambda _: processors)
+    monkeypatch.setattr(lucid_matrix, "processors", lambda _: processors)
     leaf, x, d_y, frame = problem(100, b=1, n=1, dtype=torch.bfloat16, beta=True)
     with small_tiles():
         matrix = LucidMatrix(leaf, x, frame, backward=False)
@@ -251,8 +252,8 @@ def test_sums_of_keys_over_later_super_blocks(monkeypatch, case, dtype):
 
     Equal keys hide faults of the sums: the norm takes most of the gradient away. Zeros show them.
     """
-    monkeypatch.setattr(solve, "processors", lambda _: 6 if case == "parts" else 1)
-    monkeypatch.setattr(solve, "TOKENS_OF_A_PART", 16)
+    monkeypatch.setattr(lucid_matrix, "processors", lambda _: 6 if case == "parts" else 1)
+    monkeypatch.setattr(lucid_matrix, "TOKENS_OF_A_PART", 16)
     t, d, e, n, b, options = 67, 8, 16, 1, 1, {}
     if case in ("clustered", "parts"):
         t = 197 if case == "clustered" else 100
@@ -377,11 +378,11 @@ def test_launches_of_a_solve(monkeypatch, tokens, updated_rows):
     """
     launches, super_blocks = [], len(updated_rows)
     for module, name in (
-        (solve.lucid_prepare, "normalize_keys"),
-        (solve.lucid_inverse, "invert_blocks"),
-        (solve.lucid_substitution, "update"),
-        (solve.lucid_substitution, "substitute"),
-        (solve.lucid_gradient, "key_gradient"),
+        (lucid_matrix.lucid_prepare, "normalize_keys"),
+        (lucid_matrix.lucid_inverse, "invert_blocks"),
+        (lucid_matrix.lucid_substitution, "update"),
+        (lucid_matrix.lucid_substitution, "substitute"),
+        (lucid_matrix.lucid_gradient, "key_gradient"),
     ):
         monkeypatch.setattr(module, name, Launched(name, launches))
     x = {name: torch.empty(1, tokens, 16, 128, device="meta").bfloat16() for name in ("k", "v")}

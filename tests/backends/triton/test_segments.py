@@ -14,7 +14,7 @@ import torch
 import precondattn as pa
 from precondattn_conformance.tolerance import error
 from precondattn_triton.backend import Triton
-from precondattn_triton.lucid.solve import LucidMatrix
+from precondattn_triton.lucid.matrix import LucidMatrix
 from tests.backends.triton.counting import counted_exponentials, counted_products
 from tests.backends.triton.tiles import small_tiles
 
