@@ -89,7 +89,6 @@ declare(
         64: Configuration(64, 32, 8, 2),
         128: Configuration(32, 32, 8, 2),
         256: Configuration(16, 32, 8, 1),
-        512: Configuration(32, 32, 8, 1),
     },
 )
 # The widths of these are those of keys.

@@ -173,14 +173,10 @@ CHUNK_SPILLS = 96
 """The limit for the gradient of PaTH's chunks where factors have 32 bits and a chunk 32 tokens."""
 PRECONDITIONED_SPILLS = 24
 """The limit for the gradient of the keys that ATK preconditions, on compute capability 9.0."""
-OPTION_SPILLS = 32
-"""The limit for differential attention in float16, at widths up to 128."""
 
 SPILLING_IN_TRITON_3_6 = (
     ("preconditioned_key", "d_inputs"),
-    ("laser bfloat16 128 packed", "_key_gradient"),
     ("lucid by 15 tokens float32", "read_past"),
-    ("differential float32 64", "_forward"),
 )
 """Names of variants begin with the first, and those of their kernels are the second."""
 SPILLS_IN_TRITON_3_6 = 64
@@ -244,8 +240,6 @@ def _variant(launch: TritonLaunch, mechanism: str, dtype: torch.dtype, d: int, e
         limit = max(limit, CHUNK_SPILLS)
     if named.startswith("preconditioned_key") and launch.function.__name__ == "d_inputs":
         limit = max(limit, PRECONDITIONED_SPILLS)
-    if named.startswith("differential float16"):
-        limit = max(limit, OPTION_SPILLS)
     is_spilling = any(
         named.startswith(start) and function == launch.function.__name__
         for start, function in SPILLING_IN_TRITON_3_6
