@@ -48,16 +48,13 @@ from precondattn_triton.softmax.step_rows import (
     step_masks,
     valid_slots,
 )
-from precondattn_triton.tiles import LOG2_E
+from precondattn_triton.tiles import LOG2_E, heads, start_of
 
 
 @triton.jit(do_not_specialize=["count"])
 def read_past(
     q1, q2, keys1, keys2, values, valid, lengths, maxima, sums, totals,
-    count, heads, group, t, d, e, scale, window, per_split,
-    q1_b, q1_t, q1_h, q1_d, q2_b, q2_t, q2_h, q2_d,
-    key1_b, key1_c, key1_n, key1_d, key2_b, key2_c, key2_n, key2_d,
-    value_b, value_c, value_n, value_e, valid_b,
+    count, heads, group, t, d, e, scale, window, per_split, valid_b,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -68,16 +65,15 @@ def read_past(
     row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     key_channel = tl.arange(0, KEY_WIDTH).to(tl.int64)
     is_first, is_second = row < HALF, tl.arange(0, 2 * TOKENS) >= TOKENS
-    rows = query_tile(q1, 0, head, heads, group, t, d, q1_b, q1_t, q1_h, q1_d, ROWS, KEY_WIDTH)
-    rows += query_tile(q2, HALF, head, heads, group, t, d, q2_b, q2_t, q2_h, q2_d, ROWS, KEY_WIDTH)
+    rows = query_tile(q1, 0, head, heads, group, t, d, ROWS, KEY_WIDTH)
+    rows += query_tile(q2, HALF, head, heads, group, t, d, ROWS, KEY_WIDTH)
     length, begin, end = cached_tokens(lengths, split, per_split, count, b, window, TOKENS)
     position = length + row % HALF // group
     oldest = 0
     if window is not None:
         oldest = length + 1 - window
-    keys1 += b * key1_b + n * key1_n
-    keys2 += b * key2_b + n * key2_n
-    values += b * value_b + n * value_n
+    start1, start2 = start_of(keys1, b, n), start_of(keys2, b, n)
+    value_start = start_of(values, b, n)
 
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
@@ -88,9 +84,12 @@ def read_past(
         both = low + tl.arange(0, 2 * TOKENS) % TOKENS
         read_both = valid_slots(valid, b, valid_b, both, end, oldest)
         key_of = tl.where(
-            is_second, keys2 + both.to(tl.int64) * key2_c, keys1 + both.to(tl.int64) * key1_c
+            is_second,
+            start2 + both.to(tl.int64) * keys2.token,
+            start1 + both.to(tl.int64) * keys1.token,
         )
-        at = key_of[:, None] + key_channel[None, :] * tl.where(is_second, key2_d, key1_d)[:, None]
+        step = tl.where(is_second, keys2.channel, keys1.channel)
+        at = key_of[:, None] + key_channel[None, :] * step[:, None]
         inside = read_both[:, None] & (key_channel < d)[None, :]
         key_tile = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         scores = tl.dot(rows, tl.trans(key_tile), input_precision=PRECISION)
@@ -101,7 +100,7 @@ def read_past(
         base = finite(higher)
         shrink, p = tl.exp2(largest - base), tl.exp2(scores - base[:, None])
         weight = weight * shrink + tl.sum(p, 1)
-        tile = slots_of(values, slot, is_read, e, value_c, value_e, WIDTH)
+        tile = slots_of(values, value_start, slot, is_read, e, WIDTH)
         total = tl.dot(p, tile, total * shrink[:, None], input_precision=EXACT)
         largest = higher
     at = (head * tl.num_programs(0) + split) * ROWS + row
@@ -113,8 +112,7 @@ def read_past(
 @triton.jit
 def merged(
     q, k, v, new_valid, is_token, maxima, sums, totals, first,
-    splits, b, head, heads, group, t, d, e, scale, window,
-    q_b, q_t, q_h, q_d, k_b, k_t, k_n, k_d, v_b, v_t, v_n, v_e, new_b, token_b,
+    splits, b, head, heads, group, t, d, e, scale, window, new_b, token_b,
     ROWS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The output (rows, e) of one map, whose rows begin at `first` in the parts."""
@@ -134,13 +132,13 @@ def merged(
         part = tl.load(totals + at[:, None] * WIDTH + channel[None, :])
         total = total * shrink[:, None] + part * part_weight[:, None]
         largest = higher
-    rows = query_tile(q, 0, head, heads, group, t, d, q_b, q_t, q_h, q_d, HALF, KEY_WIDTH)
+    rows = query_tile(q, 0, head, heads, group, t, d, HALF, KEY_WIDTH)
     for token in range(0, t):
         is_valid = token >= 0
         if new_valid is not None:
             is_valid = tl.load(new_valid + b * new_b + token) != 0
-        key = channels_of(k + b * k_b + token * k_t + n * k_n, d, k_d, is_valid, KEY_WIDTH)
-        value = channels_of(v + b * v_b + token * v_t + n * v_n, e, v_e, is_valid, WIDTH)
+        key = channels_of(k, b, token, n, d, is_valid, KEY_WIDTH)
+        value = channels_of(v, b, token, n, e, is_valid, WIDTH)
         score = new_scores(rows, key, scale, is_valid, token, row // group, window)
         higher = tl.maximum(largest, score)
         base = finite(higher)
@@ -162,10 +160,7 @@ def merged(
 @triton.jit(do_not_specialize=["splits"])
 def finish(
     q1, q2, k1, k2, v, lam, new_valid, is_token, maxima, sums, totals, out,
-    splits, heads, group, t, d, e, scale, window,
-    q1_b, q1_t, q1_h, q1_d, q2_b, q2_t, q2_h, q2_d,
-    k1_b, k1_t, k1_n, k1_d, k2_b, k2_t, k2_n, k2_d, v_b, v_t, v_n, v_e,
-    lam_b, lam_t, lam_h, new_b, token_b,
+    splits, heads, group, t, d, e, scale, window, lam_b, lam_t, lam_h, new_b, token_b,
     ROWS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write `out` (b, t, h, e) from the parts of a head and its new tokens."""
@@ -175,14 +170,12 @@ def finish(
     row, channel = tl.arange(0, HALF), tl.arange(0, WIDTH)
     first = merged(
         q1, k1, v, new_valid, is_token, maxima, sums, totals, 0,
-        splits, b, head, heads, group, t, d, e, scale, window,
-        q1_b, q1_t, q1_h, q1_d, k1_b, k1_t, k1_n, k1_d, v_b, v_t, v_n, v_e, new_b, token_b,
+        splits, b, head, heads, group, t, d, e, scale, window, new_b, token_b,
         ROWS, KEY_WIDTH, WIDTH,
     )  # fmt: skip
     second = merged(
         q2, k2, v, new_valid, is_token, maxima, sums, totals, HALF,
-        splits, b, head, heads, group, t, d, e, scale, window,
-        q2_b, q2_t, q2_h, q2_d, k2_b, k2_t, k2_n, k2_d, v_b, v_t, v_n, v_e, new_b, token_b,
+        splits, b, head, heads, group, t, d, e, scale, window, new_b, token_b,
         ROWS, KEY_WIDTH, WIDTH,
     )  # fmt: skip
     of_head = n * group + row % group
@@ -235,9 +228,8 @@ def differential_step(
     precision = product_precision(v.dtype)
     launch(
         read_past, (splits, b * n),
-        q1, q2, keys1, keys2, values, masks.past_valid, masks.lengths,
-        maxima, sums, totals, masks.slots, *sizes, per_split, *q1.stride(), *q2.stride(),
-        *keys1.stride(), *keys2.stride(), *values.stride(), past_b,
+        *map(heads, (q1, q2, keys1, keys2, values)), masks.past_valid, masks.lengths,
+        maxima, sums, totals, masks.slots, *sizes, per_split, past_b,
         **fixed, TOKENS=tuned.columns, PRECISION=precision,
         EXACT=exact() if is_half(v.dtype) else precision,
         num_warps=tuned.warps, num_stages=tuned.stages,
@@ -245,8 +237,7 @@ def differential_step(
     out = torch.empty((b, t, h, e), dtype=v.dtype, device=v.device)
     launch(
         finish, (b * n,),
-        q1, q2, k1, k2, v, lam, masks.new_valid, masks.is_token, maxima, sums, totals, out,
-        splits, *sizes, *q1.stride(), *q2.stride(), *k1.stride(), *k2.stride(), *v.stride(),
-        *lam.stride(), new_b, token_b, **fixed,
+        *map(heads, (q1, q2, k1, k2, v)), lam, masks.new_valid, masks.is_token,
+        maxima, sums, totals, out, splits, *sizes, *lam.stride(), new_b, token_b, **fixed,
     )  # fmt: skip
     return out, {name: Append(x[name]) for name in cached}

@@ -56,7 +56,7 @@ from precondattn_triton.softmax.step_rows import (
     step_scores,
     valid_slots,
 )
-from precondattn_triton.tiles import LOG2_E
+from precondattn_triton.tiles import LOG2_E, heads, start_of
 
 SUPPORTED = BIAS, SOFTCAP, SLOPES
 """The options of LASER's kernels, besides a window. It has no sink: its weights sum to one."""
@@ -76,9 +76,7 @@ def with_sums(exponent, total, more_exponent, more):
 @triton.jit(do_not_specialize=["count"])
 def read_past(
     q, keys, values, valid, lengths, maxima, sums, logs,
-    count, heads, group, t, d, e, scale,
-    options, per_split,
-    q_b, q_t, q_h, q_d, key_b, key_c, key_n, key_d, value_b, value_c, value_n, value_e, valid_b,
+    count, heads, group, t, d, e, scale, options, per_split, valid_b,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -86,13 +84,12 @@ def read_past(
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
     row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    rows = query_tile(q, 0, head, heads, group, t, d, q_b, q_t, q_h, q_d, ROWS, KEY_WIDTH)
+    rows = query_tile(q, 0, head, heads, group, t, d, ROWS, KEY_WIDTH)
     length, begin, end = cached_tokens(lengths, split, per_split, count, b, options.window, TOKENS)
     oldest = 0
     if options.window is not None:
         oldest = length + 1 - options.window
-    keys += b * key_b + n * key_n
-    values += b * value_b + n * value_n
+    key_start, value_start = start_of(keys, b, n), start_of(values, b, n)
 
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
@@ -101,7 +98,7 @@ def read_past(
     for low in range(begin, end, TOKENS):
         slot = low + tl.arange(0, TOKENS)
         is_read = valid_slots(valid, b, valid_b, slot, end, oldest)
-        key_tile = slots_of(keys, slot, is_read, d, key_c, key_d, KEY_WIDTH)
+        key_tile = slots_of(keys, key_start, slot, is_read, d, KEY_WIDTH)
         scores = step_scores(
             tl.dot(rows, tl.trans(key_tile), input_precision=PRECISION),
             (row // group)[:, None], slot[None, :], (row < group * t)[:, None] & is_read[None, :],
@@ -116,7 +113,7 @@ def read_past(
         p = tl.exp2(scores - finite(of_tile)[:, None])
         weight = weight * tl.exp2(moved) + tl.sum(p, 1) * tl.exp2(of_tile - base)
         exponent += moved[:, None]
-        tile = slots_of(values, slot, is_read, e, value_c, value_e, WIDTH)
+        tile = slots_of(values, value_start, slot, is_read, e, WIDTH)
         highest = tl.max(tl.where(is_read[:, None], tile, float("-inf")), 0)
         lowest = tl.min(tl.where(is_read[:, None], tile, float("inf")), 0)
         if tl.max(highest - lowest, 0) <= CLOSE:
@@ -131,7 +128,7 @@ def read_past(
                 score = tl.sum(tl.where(is_j[None, :], scores, 0.0), 1)
                 is_present = tl.max((is_j & is_read).to(tl.int32), 0, keep_dims=True) != 0
                 one = low + j + tl.arange(0, 1)
-                value = slots_of(values, one, is_present, e, value_c, value_e, WIDTH)
+                value = slots_of(values, value_start, one, is_present, e, WIDTH)
                 term = (score - base)[:, None] + value * LOG2_E
                 exponent, total = with_sums(exponent, total, term, 1.0)
         largest = higher
@@ -145,9 +142,7 @@ def read_past(
 @triton.jit(do_not_specialize=["splits", "count"])
 def finish(
     q, k, v, new_valid, is_token, lengths, maxima, sums, logs, out,
-    splits, count, heads, group, t, d, e, scale,
-    options,
-    q_b, q_t, q_h, q_d, k_b, k_t, k_n, k_d, v_b, v_t, v_n, v_e, new_b, token_b,
+    splits, count, heads, group, t, d, e, scale, options, new_b, token_b,
     ROWS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write `out` (b, t, h, e) from the parts of a head and its new tokens."""
@@ -170,14 +165,14 @@ def finish(
         exponent, total = with_sums(exponent + (largest - base)[:, None], total, log, 1.0)
         largest = higher
 
-    rows = query_tile(q, 0, head, heads, group, t, d, q_b, q_t, q_h, q_d, ROWS, KEY_WIDTH)
+    rows = query_tile(q, 0, head, heads, group, t, d, ROWS, KEY_WIDTH)
     length = cached_length(lengths, count, b)
     for token in range(0, t):
         is_valid = token >= 0
         if new_valid is not None:
             is_valid = tl.load(new_valid + b * new_b + token) != 0
-        key = channels_of(k + b * k_b + token * k_t + n * k_n, d, k_d, is_valid, KEY_WIDTH)
-        value = channels_of(v + b * v_b + token * v_t + n * v_n, e, v_e, is_valid, WIDTH) * LOG2_E
+        key = channels_of(k, b, token, n, d, is_valid, KEY_WIDTH)
+        value = channels_of(v, b, token, n, e, is_valid, WIDTH) * LOG2_E
         is_visible = sees_new(is_valid, token, row // group, options.window)
         score = step_scores(
             tl.sum(rows * key[None, :], 1), row // group, length + token + tl.arange(0, 1),
@@ -228,14 +223,13 @@ def laser_step(
     splits, per_split = splits_of(q, masks.slots, b * n, tuned.columns)
     logs = q.new_empty((b * n, splits, rows, width), dtype=torch.float32)
     maxima, sums = (logs.new_empty((b * n, splits, rows)) for _ in range(2))
-    options = options_of(leaf, x, b, h)
-    sizes = n, h // n, t, d, e, leaf.scale_for(d) * LOG2_E.value, options
+    sizes = n, h // n, t, d, e, leaf.scale_for(d) * LOG2_E.value, options_of(leaf, x, b, h)
     fixed = {"ROWS": rows, "KEY_WIDTH": key_width, "WIDTH": width}
     precision = product_precision(q.dtype)
     launch(
         read_past, (splits, b * n),
-        q, keys, values, masks.past_valid, masks.lengths, maxima, sums, logs,
-        masks.slots, *sizes, per_split, *q.stride(), *keys.stride(), *values.stride(), past_b,
+        heads(q), heads(keys), heads(values), masks.past_valid, masks.lengths, maxima, sums, logs,
+        masks.slots, *sizes, per_split, past_b,
         **fixed, TOKENS=tuned.columns, PRECISION=precision,
         EXACT=exact() if is_half(q.dtype) else precision,
         num_warps=tuned.warps, num_stages=tuned.stages,
@@ -243,8 +237,8 @@ def laser_step(
     out = torch.empty((b, t, h, e), dtype=v.dtype, device=v.device)
     launch(
         finish, (b * n,),
-        q, k, v, masks.new_valid, masks.is_token, masks.lengths, maxima, sums, logs, out,
-        splits, masks.slots, *sizes, *q.stride(), *k.stride(), *v.stride(), new_b, token_b,
+        heads(q), heads(k), heads(v), masks.new_valid, masks.is_token, masks.lengths,
+        maxima, sums, logs, out, splits, masks.slots, *sizes, new_b, token_b,
         **fixed,
     )  # fmt: skip
     return out, {"key": Append(k), "value": Append(v)}

@@ -20,7 +20,7 @@ from torch import Tensor
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
 from precondattn_triton.softmax.score_options import scores_and_slopes
-from precondattn_triton.tiles import LOG2_E
+from precondattn_triton.tiles import LOG2_E, start_of
 
 WIDEST = 256
 LARGEST_TILE = 8192
@@ -29,18 +29,17 @@ MOST_ROWS = 64
 
 
 @triton.jit
-def query_tile(
-    q, first, head, heads, group, t, width, q_b, q_t, q_h, q_d,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def query_tile(q, first, head, heads, group, t, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """The queries (d) of a head as rows `first` … of a tile, in float32; other rows are 0."""
     row, channel = tl.arange(0, ROWS) - first, tl.arange(0, WIDTH).to(tl.int64)
     is_row = (row >= 0) & (row < group * t)
     row = tl.where(is_row, row, 0)
-    of_head = (head % heads * group + row % group) * q_h
-    at = q + head // heads * q_b + (row // group).to(tl.int64) * q_t + of_head
+    of_head = (head % heads * group + row % group) * q.head
+    at = q.array + head // heads * q.batch + (row // group).to(tl.int64) * q.token + of_head
     inside = is_row[:, None] & (channel < width)[None, :]
-    return tl.load(at[:, None] + channel[None, :] * q_d, mask=inside, other=0.0).to(tl.float32)
+    return tl.load(at[:, None] + channel[None, :] * q.channel, mask=inside, other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
@@ -72,10 +71,10 @@ def valid_slots(valid, b, valid_b, slot, end, oldest):
 
 
 @triton.jit
-def slots_of(start, slot, is_read, width, slot_stride, channel_stride, WIDTH: tl.constexpr):
+def slots_of(x, start, slot, is_read, width, WIDTH: tl.constexpr):
     """A tile (slots, channels) of a head's cached keys or values, in float32; 0 if not read."""
     channel = tl.arange(0, WIDTH).to(tl.int64)
-    at = start + slot.to(tl.int64)[:, None] * slot_stride + channel[None, :] * channel_stride
+    at = start + slot.to(tl.int64)[:, None] * x.token + channel[None, :] * x.channel
     inside = is_read[:, None] & (channel < width)[None, :]
     return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
@@ -130,11 +129,12 @@ def step_scores(products, row_token, position, is_pair, b, head, length, scale, 
 
 
 @triton.jit
-def channels_of(start, width, stride, is_read, WIDTH: tl.constexpr):
-    """The channels of one token, in float32; 0 if it is not read."""
+def channels_of(x, batch, token, head, width, is_read, WIDTH: tl.constexpr):
+    """The channels of one token of `Heads`, in float32; 0 if it is not read."""
     channel = tl.arange(0, WIDTH)
     mask = (channel < width) & is_read
-    return tl.load(start + channel.to(tl.int64) * stride, mask=mask, other=0.0).to(tl.float32)
+    at = start_of(x, batch, head) + token * x.token + channel.to(tl.int64) * x.channel
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
