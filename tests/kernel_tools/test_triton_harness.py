@@ -227,6 +227,8 @@ def test_empty_tensors_and_tuples_of_tensors_are_accepted():
         kernels.copy[(1,)](nothing, nothing, 0, 0, 1, 16)
         kernels.first_of_each[(1,)]((x[0], x[1]), y, 16)
         assert torch.equal(y, x[0] + x[1])
+        kernels.shifted[(1,)](kernels.Strided(x, 2, 1.5), y, 16)
+        assert torch.equal(y, x.flatten()[::2] + 1.5)
         with pytest.raises(OutOfBoundsError, match="16 of 16"):
             kernels.read[(1,)](nothing, y, 0, 1, 16)
         with pytest.raises(OutOfBoundsError, match=r"4 of 16 .* shape .12,"):
@@ -343,7 +345,7 @@ def everything(tmp_path_factory):
 @pytest.mark.thorough
 def test_the_report_has_the_resources_of_a_kernel_that_compiles_and_fits(everything):
     done, variants = everything
-    for name, takes_shared in (("scale", False), ("product 32", True)):
+    for name, takes_shared in (("scale", False), ("shifted", False), ("product 32", True)):
         result = variants[name]
         assert result["target"] == "sm_80"
         assert result["failures"] == []

@@ -1,5 +1,7 @@
 """A kept kernel is the one that Triton would choose; no kernel is compiled here."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from triton.runtime import driver
@@ -57,6 +59,11 @@ def kernel(monkeypatch):
     return JITFunction(body)
 
 
+class Strided(NamedTuple):
+    array: object
+    step: object
+
+
 ARRAY = torch.zeros(64)
 UNALIGNED = ARRAY[1:]
 CALLS = [
@@ -65,6 +72,12 @@ CALLS = [
     ((UNALIGNED, ARRAY, 5, 1.0), {"WIDTH": 16}),
     ((ARRAY.half(), ARRAY, 5, 1.0), {"WIDTH": 16}),
     ((ARRAY, None, 5, 1.0), {"WIDTH": 16}),
+    ((ARRAY, (ARRAY, 5), 5, 1.0), {"WIDTH": 16}),
+    ((ARRAY, Strided(ARRAY, 5), 5, 1.0), {"WIDTH": 16}),
+    ((ARRAY, Strided(ARRAY, 16), 5, 1.0), {"WIDTH": 16}),
+    ((ARRAY, Strided(ARRAY, 1), 5, 1.0), {"WIDTH": 16}),
+    ((ARRAY, Strided(None, 5), 5, 1.0), {"WIDTH": 16}),
+    ((ARRAY, Strided(UNALIGNED, 5), 5, 1.0), {"WIDTH": 16}),
     ((ARRAY, ARRAY, 1, 1.0), {"WIDTH": 16}),
     ((ARRAY, ARRAY, 16, 1.0), {"WIDTH": 16}),
     ((ARRAY, ARRAY, 0, 1.0), {"WIDTH": 16}),

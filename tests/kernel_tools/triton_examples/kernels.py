@@ -1,5 +1,7 @@
 """Small correct and faulty kernels, for testing the kernel checks."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -10,6 +12,21 @@ from precondattn_kernel_tools.triton_compiler import Variant
 def scale(x, y, count, factor, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y + at, tl.load(x + at, mask=at < count) * factor, mask=at < count)
+
+
+class Strided(NamedTuple):
+    array: object
+    step: object
+    shift: object
+
+
+@triton.jit
+def shifted(x, y, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    result = tl.load(x.array + x.step * at)
+    if x.shift is not None:
+        result += x.shift
+    tl.store(y + at, result)
 
 
 @triton.jit
@@ -153,6 +170,16 @@ def variants(target):
     tensors = {"x": "*bf16", "y": "*bf16"}
     others = {"count": "i32", "factor": "fp32"}
     yield Variant("scale", scale, {**tensors, **others}, {"BLOCK": 256}, {"num_warps": 4})
+    entries = Strided("*fp32", "i32", "constexpr")
+    constants = {(0, 2): None, "BLOCK": 64}
+    yield Variant(
+        "shifted",
+        shifted,
+        {"x": entries, "y": "*fp32"},
+        constants,
+        {"num_warps": 1},
+        divisible=((0, 1),),
+    )
     for size in (32, 8):  # tl.dot refuses the second.
         constants = {"SIZE": size, "PRECISION": "ieee"}
         tensors = dict.fromkeys("abc", "*fp16")
