@@ -32,12 +32,14 @@ from precondattn_triton.softmax.differential_decode import (
     differential_step,
     refuses_differential_step,
 )
-from precondattn_triton.softmax.score_options import options_of
 from precondattn_triton.softmax.score_tiles import row_products
 from precondattn_triton.softmax.softmax_backward import attention_backward
-from precondattn_triton.softmax.softmax_forward import AttentionCall, attention_forward
+from precondattn_triton.softmax.softmax_forward import (
+    AttentionCall,
+    attention_call,
+    attention_forward,
+)
 from precondattn_triton.softmax.widths import refuses_widths
-from precondattn_triton.tiles import masks_of
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -140,16 +142,14 @@ class DifferentialKernels:
         weight, d_out = _weight(wires, x, frame), cotangent.to(v.dtype)
         full = float_outs[0] if float_outs else out.contiguous()
         of_out, of_second = (row_products(d_out, o, logs[0], q_valid) for o in (full, second))
+        d_sums = of_out + weight.transpose(1, 2) * of_second
         # The row sums of the second map have the rounding of its cotangent.
         d_second = (-weight[..., None] * d_out).to(v.dtype)
-        d_sums = of_out + weight.transpose(1, 2) * of_second
         sums_of_second = row_products(d_second, second, logs[1], q_valid)
-        d_maps = [
-            attention_backward(call, None, logs[i], d_sum, d_o, torch.float32)
-            for i, (call, d_sum, d_o) in enumerate(
-                zip(calls, (d_sums, sums_of_second), (d_out, d_second), strict=True)
-            )
-        ]
+        d_maps = (
+            attention_backward(calls[0], None, logs[0], d_sums, d_out, torch.float32),
+            attention_backward(calls[1], None, logs[1], sums_of_second, d_second, torch.float32),
+        )
         d_lam = -of_second.transpose(1, 2)
         d_lam = {"layer": d_lam.sum(), "head": d_lam.sum((0, 1)), "token": d_lam}[wires.per]
         gradients = {wires.lam: d_lam}
@@ -185,21 +185,15 @@ def _wiring(group: Piece) -> DifferentialWiring:
     return wires
 
 
-def _calls(wires: DifferentialWiring, x: Tensors, frame: Frame) -> list[AttentionCall]:
-    """The call of each map as its kernels read it, in the dtype of the values."""
-    v, softmax = x[wires.v], wires.softmax
-    b, _, h, d = x[wires.q1].shape
-    of_softmax = {name: x[name_in_group] for name, name_in_group in wires.options.items()}
-    sink = of_softmax["sink"].contiguous() if softmax.sink else None
-    masks, options = masks_of(frame, b), options_of(softmax, of_softmax, b, h)
-    scale, causal = softmax.scale_for(d), softmax.causal
-    return [
-        AttentionCall(
-            x[names["q"]].to(v.dtype), x[names["k"]].to(v.dtype), v,
-            masks, options, scale, causal, sink,
-        )
-        for names in wires.maps
-    ]  # fmt: skip
+def _calls(
+    wires: DifferentialWiring, x: Tensors, frame: Frame
+) -> tuple[AttentionCall, AttentionCall]:
+    """The call of each map as its kernels read it."""
+    names, of_second = wires.maps
+    inputs = {name: x[in_group] for name, in_group in {**names, **wires.options}.items()}
+    first = attention_call(wires.softmax, inputs, frame)
+    q, k = (x[of_second[name]].to(first.v.dtype) for name in ("q", "k"))
+    return first, first._replace(q=q, k=k)
 
 
 def _weight(wires: DifferentialWiring, x: Tensors, frame: Frame) -> torch.Tensor:

@@ -19,11 +19,13 @@ from precondattn.spec.softmax import Softmax
 from precondattn_triton.softmax.laser_decode import SUPPORTED, laser_step, refuses_laser_step
 from precondattn_triton.softmax.laser_exact import exact_backward, exact_forward
 from precondattn_triton.softmax.laser_values import ValueSpread, cotangents, spread, weights
-from precondattn_triton.softmax.score_options import options_of
 from precondattn_triton.softmax.softmax_backward import attention_backward
-from precondattn_triton.softmax.softmax_forward import AttentionCall, attention_forward
+from precondattn_triton.softmax.softmax_forward import (
+    AttentionCall,
+    attention_call,
+    attention_forward,
+)
 from precondattn_triton.softmax.widths import WIDEST_IN_PARTS
-from precondattn_triton.tiles import masks_of
 
 STEP = 4
 """Widths must be multiples of it, so that rows of 16-bit numbers begin at multiples of 8 bytes."""
@@ -60,7 +62,7 @@ class LaserKernels:
         self, leaf: Softmax, x: Tensors, frame: Frame
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The output (b, t, h, e) in the dtype of the values, and the residuals."""
-        call = _call(leaf, x, frame)
+        call = attention_call(leaf, x, frame)
         value_range = spread(call.v, call.masks)
         results = attention_forward(_of_close_heads(call, value_range))
         exact_forward(call, value_range.is_close, results)
@@ -79,7 +81,7 @@ class LaserKernels:
         cotangent: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
         """The gradients of all inputs, in their dtypes."""
-        call = _call(leaf, x, frame)
+        call = attention_call(leaf, x, frame)
         logs, shift, less, is_close, *float_outs = residuals
         full = float_outs[0] if float_outs else out.contiguous()
         value_range, d_out = ValueSpread(shift, less, is_close), cotangent.to(call.v.dtype)
@@ -110,15 +112,6 @@ class LaserKernels:
             ArraySpec((b, n), "int32"),
         )
         return always if dtype == "float32" else (*always, ArraySpec((b, t, h, e), "float32"))
-
-
-def _call(leaf: Softmax, x: Tensors, frame: Frame) -> AttentionCall:
-    """A call as its kernels read it, in the dtype of the values."""
-    v = x["v"]
-    q, k = x["q"].to(v.dtype), x["k"].to(v.dtype)
-    b, _, h, d = q.shape
-    masks, options = masks_of(frame, b), options_of(leaf, x, b, h)
-    return AttentionCall(q, k, v, masks, options, leaf.scale_for(d), leaf.causal)
 
 
 def _of_close_heads(call: AttentionCall, value_range: ValueSpread) -> AttentionCall:

@@ -23,12 +23,10 @@ from precondattn.kernel_backend.attention_options import (
 )
 from precondattn.spec.metric import DOT
 from precondattn.spec.softmax import Softmax
-from precondattn_triton.softmax.score_options import options_of
 from precondattn_triton.softmax.score_tiles import row_products
 from precondattn_triton.softmax.softmax_backward import attention_backward
-from precondattn_triton.softmax.softmax_forward import AttentionCall, attention_forward
+from precondattn_triton.softmax.softmax_forward import attention_call, attention_forward
 from precondattn_triton.softmax.widths import WIDEST_VALUE, refuses_widths
-from precondattn_triton.tiles import masks_of
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -66,7 +64,7 @@ class SoftmaxKernels:
         self, leaf: Softmax, x: Tensors, frame: Frame
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The output (b, t, h, e) in the dtype of the values, and the residuals."""
-        results = attention_forward(_call(leaf, x, frame))
+        results = attention_forward(attention_call(leaf, x, frame))
         logs, full = results.logs, results.full
         return results.out, (logs,) if full is results.out else (logs, full)
 
@@ -80,7 +78,7 @@ class SoftmaxKernels:
         cotangent: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
         """The gradients of all inputs, in their dtypes."""
-        call = _call(leaf, x, frame)
+        call = attention_call(leaf, x, frame)
         logs, *full = residuals
         d_out = cotangent.to(call.v.dtype)
         d_sums = row_products(
@@ -97,13 +95,3 @@ class SoftmaxKernels:
         (_, _, _, e), dtype = inputs["v"]
         logs = ArraySpec((b, h, t), "float32")
         return (logs,) if dtype == "float32" else (logs, ArraySpec((b, t, h, e), "float32"))
-
-
-def _call(leaf: Softmax, x: Tensors, frame: Frame) -> AttentionCall:
-    """A call as its kernels read it, in the dtype of the values."""
-    v = x["v"]
-    q, k = (x[name].to(v.dtype) for name in ("q", "k"))
-    b, _, h, d = q.shape
-    sink = x["sink"].contiguous() if leaf.sink else None
-    masks, options = masks_of(frame, b), options_of(leaf, x, b, h)
-    return AttentionCall(q, k, v, masks, options, leaf.scale_for(d), leaf.causal, sink)

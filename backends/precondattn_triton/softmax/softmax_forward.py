@@ -16,14 +16,17 @@ window of w tokens. A bias is read once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width
 from precondattn.kernel_backend.precise import is_precise
+from precondattn.spec.softmax import Softmax
 from precondattn_triton.configurations import configuration
 from precondattn_triton.launching import Constant, cdiv, launch
 from precondattn_triton.precision import product_precision, splits_weights
@@ -32,7 +35,7 @@ from precondattn_triton.softmax.laser_values import ValueSpread, log_mean_and_lo
 from precondattn_triton.softmax.online_softmax import mean_and_log_with_sink, with_scores
 from precondattn_triton.softmax.reach import is_within, keys_in_reach, keys_of
 from precondattn_triton.softmax.row_sums import no_sums, row_sums
-from precondattn_triton.softmax.score_options import ScoreOptions, scores_in_units
+from precondattn_triton.softmax.score_options import ScoreOptions, options_of, scores_in_units
 from precondattn_triton.softmax.tile_order import rows_of_program
 from precondattn_triton.softmax.visits import is_visited, tokens_again, visited, visits
 from precondattn_triton.softmax.widths import is_wide
@@ -42,6 +45,7 @@ from precondattn_triton.tiles import (
     heads,
     is_token,
     load_channels,
+    masks_of,
     start_of,
     store_channels,
 )
@@ -134,6 +138,16 @@ class AttentionCall(NamedTuple):
             "num_warps": tuned.warps,
             "num_stages": tuned.stages,
         }
+
+
+def attention_call(leaf: Softmax, x: Mapping[str, torch.Tensor], frame: Frame) -> AttentionCall:
+    """A call as its kernels read it, in the dtype of the values."""
+    v = x["v"]
+    q, k = (x[name].to(v.dtype) for name in ("q", "k"))
+    b, _, h, d = q.shape
+    sink = x["sink"].contiguous() if leaf.sink else None
+    masks, options = masks_of(frame, b), options_of(leaf, x, b, h)
+    return AttentionCall(q, k, v, masks, options, leaf.scale_for(d), leaf.causal, sink)
 
 
 class AttentionResults(NamedTuple):
