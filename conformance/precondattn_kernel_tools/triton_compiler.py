@@ -36,12 +36,6 @@ ArgumentType = str | tuple["ArgumentType", ...]
 """Triton's name of a type; a tuple of these for a tuple of arguments."""
 
 
-Place = tuple[int, ...]
-"""The place of an entry of a tuple: the number of the argument, and the entry's number in it."""
-ArgumentType = str | tuple["ArgumentType", ...]
-"""Triton's name of a type; a tuple of these for a tuple of arguments."""
-
-
 class Variant(NamedTuple):
     """One variant in which a kernel is shipped."""
 
