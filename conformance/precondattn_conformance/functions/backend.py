@@ -192,10 +192,8 @@ class FunctionBackend(pa.Backend):
         self.libraries = frozenset(
             {library} if library else self._libraries((device or "cpu").partition(":")[0])
         )
-        takes = self.libraries, self.dtypes
-        self.declines = tuple(
-            declined(mechanism, parameters, self._masks(), *takes, gradient=gradient)
-        )
+        takes = parameters, self._masks(), self.libraries, self.dtypes
+        self.declines = tuple(declined(mechanism, *takes, gradient=gradient))
 
     def _libraries(self, device: str) -> set[str]:
         """The libraries whose arrays the function takes and returns."""
