@@ -128,7 +128,7 @@ AT_SMOKE: dict[str, tuple[str, Data]] = {
     "stability": ("float64", tuple(e for e in SPECIAL["stability"] if e[0].s < 64)),
 }
 """The dtype and data of special checks at `smoke`; of others, the first entry in float64."""
-OF_HALF: Data = ((PLAIN, "long_keys"), (WRITTEN_FAR, "overwritten"))
+OF_HALF: Data = ((PLAIN, "long_keys"), (WRITTEN_FAR, EXTREMES[-1]))
 """Additional data in half precision, where values overflow or a state loses small values."""
 
 ONE_SIZE = (PLAIN, RAGGED, PACKED, MASKED)

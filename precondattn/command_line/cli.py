@@ -11,7 +11,8 @@ def main() -> None:
     if isinstance(sys.stdout, TextIOWrapper):  # A pipe or a terminal without UTF-8.
         sys.stdout.reconfigure(errors="replace")
     try:
-        from precondattn.command_line.commands import app
+        from precondattn.command_line import commands  # noqa: F401, it adds the commands.
+        from precondattn.command_line.application import app
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
