@@ -38,7 +38,8 @@ def with_writable_buffers(cache: C) -> C:
     framework, buffers = of(cache.length), cache.store
     if framework.all_writable(buffers.values()):
         return cache
-    return holding(cache, cache.length, {n: framework.writable(a) for n, a in buffers.items()})
+    # A buffer may be of another library: that is an error of the call.
+    return holding(cache, cache.length, {n: of(a).writable(a) for n, a in buffers.items()})
 
 
 def in_library_of(like: Array, cache: C) -> C:

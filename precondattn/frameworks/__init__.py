@@ -18,8 +18,8 @@ from precondattn.frameworks.plain import CuPy, NumPy
 from precondattn.frameworks.types import Array
 
 _MODULES = {
-    "torch": "precondattn.frameworks.torch",
-    "jax": "precondattn.frameworks.jax",
+    "of_torch": "precondattn.frameworks.torch.framework",
+    "of_jax": "precondattn.frameworks.jax.framework",
     "distributed": "precondattn.frameworks.torch.dtensor",
     "in_graph": "precondattn.frameworks.torch.compile",
     "under_autocast": "precondattn.frameworks.torch.autograd_autocast",
@@ -60,9 +60,9 @@ def _framework(array: Array) -> Framework:
         return _NO_ARRAY if hasattr(array, "mask") or isinstance(array, np.matrix) else _NUMPY
     found: Framework = _NO_ARRAY
     if array_api_compat.is_torch_array(array):
-        found = frameworks.torch.framework_of(array)
+        found = frameworks.of_torch.framework_of(array)
     elif array_api_compat.is_jax_array(array):
-        found = frameworks.jax.FRAMEWORK
+        found = frameworks.of_jax.FRAMEWORK
     elif array_api_compat.is_cupy_array(array):
         found = _CUPY
     elif hasattr(array, "__array_namespace__"):

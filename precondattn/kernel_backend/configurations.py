@@ -9,7 +9,9 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar, cast
+
+from precondattn.json_types import Json, JsonObject
 
 C = TypeVar("C")
 
@@ -83,7 +85,7 @@ class Configurations(Generic[C]):
             self._forced = before
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Json]]) -> JsonObject:
     """An object of the file, whose names differ."""
     names = [name for name, _ in pairs]
     if len({*names}) < len(names):

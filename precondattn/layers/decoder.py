@@ -64,7 +64,10 @@ def mlp_output(y: Array, *maps: LinearMap) -> Array:
 
 
 def states_after(
-    blocks: Iterable[Callable[..., Any]], x: Array, caches: tuple[Cache, ...] | None, **options: Any
+    blocks: Iterable[Callable[..., Any]],
+    x: Array,
+    caches: tuple[Cache, ...] | None,
+    **options: Given,
 ) -> tuple[Array, tuple[Cache, ...] | None]:
     """The hidden states x after all blocks, and the extended caches."""
     if caches is None:

@@ -10,6 +10,9 @@ from typing import Any
 from precondattn.algebra.mechanism import Mechanism, parse
 from precondattn.parallel.layouts import TokenOrder
 
+DividedCall = Any
+"""A call whose tokens or heads are divided, of PyTorch or of JAX."""
+
 
 class DividedMechanism:
     """A mechanism whose calls are divided among devices.
@@ -37,11 +40,11 @@ class DividedMechanism:
     def _name_of(self, way: ModuleType) -> str:
         return "heads" if way is self._heads else str(self.order)
 
-    def _refusal_by(self, way: ModuleType, call: Any) -> str | None:
+    def _refusal_by(self, way: ModuleType, call: DividedCall) -> str | None:
         reason = way.refusal(call)
         return None if reason is None else f"layout {self._name_of(way)!r} {reason}"
 
-    def _way_of(self, call: Any) -> tuple[ModuleType | None, str]:
+    def _way_of(self, call: DividedCall) -> tuple[ModuleType | None, str]:
         """The module that divides a call, or None and the reason why none can."""
         ways = [self._heads] * (self.layout in (None, "heads")) + [self._tokens] * bool(self.order)
         reasons = {way: self._refusal_by(way, call) for way in ways}
@@ -51,7 +54,7 @@ class DividedMechanism:
         others = {"heads": self._heads.refusal(call), "contiguous": self._refusal_in_order(call)}
         return None, "; ".join(map(str, reasons.values())) + advice(others)
 
-    def _refusal_in_order(self, call: Any) -> str | None:
+    def _refusal_in_order(self, call: DividedCall) -> str | None:
         """The refusal of `contiguous`, which divides whatever another order of tokens divides."""
         reason: str | None = self._tokens.refusal(call._replace(order=TokenOrder("contiguous")))
         return reason

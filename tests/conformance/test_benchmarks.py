@@ -626,17 +626,6 @@ def test_the_performance_page_is_generated_from_the_saved_files():
         assert measured in text
 
 
-def test_the_page_shows_ratios_without_and_with_a_neighbour(tmp_path):
-    maker = runpy.run_path(str(DOCS / "make_performance.py"))
-    alone, busy = (
-        BenchRecord("2026-01-01", {}, rows=[a_row(seconds, ratios={"sdpa": {"median": ratio}})])
-        for seconds, ratio in ((0.01, 2.5), (0.03, 29.7))
-    )
-    text = maker["with_a_neighbour"](alone, busy.rows)
-    assert "| sdpa | 10 ms | 2.50 | 30 ms | 29.70 |" in text
-    assert "2026-01-01" in text
-
-
 def test_curves_are_ratios_to_plain_attention_at_the_same_length(tmp_path):
     """Plain attention is timed in turns with a row if it is its peer, else in the same run."""
     ours = {"sdpa": {"median": 1.25, "seconds": 0.008}}

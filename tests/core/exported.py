@@ -22,7 +22,7 @@ SIZES_OF_MASKS = {
 }
 
 
-class Call(torch.nn.Module):
+class ExportedCall(torch.nn.Module):
     def __init__(self, m, **options):
         super().__init__()
         self.m, self.options = m, options
@@ -89,7 +89,9 @@ def exported_call(m, *masks, **options):
     given = tensors_of(m, 2, 6), masks_of(masks, 2, 6)
     sizes = {"x": any_size(m), "masks": {name: SIZES_OF_MASKS[name] for name in masks}}
     with pa.ordinary_operators():
-        return torch.export.export(Call(m, **options), given, dynamic_shapes=sizes, strict=False)
+        return torch.export.export(
+            ExportedCall(m, **options), given, dynamic_shapes=sizes, strict=False
+        )
 
 
 def exported_step(m, cache, x):

@@ -224,7 +224,8 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("expression", ["lucid", "gated_delta", "hedgehog"])
 def test_the_conformance_check_fails_where_autocast_is_ignored(expression, name, monkeypatch):
-    from precondattn.frameworks.torch import PyTorch, autograd_autocast
+    from precondattn.frameworks.torch import autograd_autocast
+    from precondattn.frameworks.torch.framework import PyTorch
 
     case = Case("autocast", expression, "torch", "bfloat16", PLAIN, "clustered")
     assert run_case(case, None).status == "passed"

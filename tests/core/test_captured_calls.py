@@ -13,7 +13,7 @@ import torch
 
 import precondattn as pa
 from precondattn.execution import preparation
-from precondattn.frameworks.torch import PyTorch
+from precondattn.frameworks.torch.framework import PyTorch
 from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
 
 LENGTH = 6

@@ -11,7 +11,7 @@ import torch
 import precondattn as pa
 from precondattn.cache import append, known_lengths
 from precondattn.cache.known_lengths import lengths_on_host, remembered
-from precondattn.frameworks.torch import PyTorch
+from precondattn.frameworks.torch.framework import PyTorch
 
 
 @pytest.fixture

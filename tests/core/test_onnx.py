@@ -19,7 +19,7 @@ from tests.core.exported import (
     CLOSE,
     EMPTY,
     TOKENS,
-    Call,
+    ExportedCall,
     InOnnxruntime,
     any_size,
     exported_call,
@@ -210,7 +210,7 @@ def test_onnxruntime_decodes_as_a_decoder_does(decoder):
 def test_a_recurrence_is_one_scan_whatever_the_number_of_tokens(t):
     m = pa.parse("gated_delta")
     with pa.ordinary_operators():
-        program = torch.export.export(Call(m), (tensors_of(m, 2, t), {}))
+        program = torch.export.export(ExportedCall(m), (tensors_of(m, 2, t), {}))
     nodes = [node.op_type for node in InOnnxruntime(program).model.graph.node]
     assert nodes.count("Scan") == 1
     assert not {"Loop", "If"} & {*nodes}
@@ -220,7 +220,7 @@ def test_onnxruntime_computes_in_half_precision_as_pytorch():
     m = pa.parse("gated_delta")
     x = {name: array.half() for name, array in tensors_of(m, 2, 9).items()}
     with pa.ordinary_operators():
-        program = torch.export.export(Call(m), (x, {}))
+        program = torch.export.export(ExportedCall(m), (x, {}))
     (out,) = InOnnxruntime(program)(*x.values())
     assert out.dtype == torch.float16
     torch.testing.assert_close(out, m(**x), rtol=1e-3, atol=1e-3)

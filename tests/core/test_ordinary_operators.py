@@ -16,7 +16,7 @@ from tests.core.exported import (
     CLOSE,
     EMPTY,
     SIZES_OF_MASKS,
-    Call,
+    ExportedCall,
     any_size,
     exported_call,
     exported_step,
@@ -68,7 +68,7 @@ def test_a_program_serves_no_sequences_and_no_tokens(expression, masks):
 def test_without_the_context_a_program_has_operators_of_this_package():
     m = pa.parse("lucid")
     sizes = {"x": any_size(m), "masks": {}}
-    program = torch.export.export(Call(m), (tensors_of(m, 2, 6), {}), dynamic_shapes=sizes)
+    program = torch.export.export(ExportedCall(m), (tensors_of(m, 2, 6), {}), dynamic_shapes=sizes)
     assert own_operators(program)
 
 

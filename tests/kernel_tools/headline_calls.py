@@ -14,7 +14,7 @@ import torch
 
 import precondattn as pa
 from precondattn.cache.known_lengths import remembered
-from precondattn.frameworks.torch import PyTorch
+from precondattn.frameworks.torch.framework import PyTorch
 from precondattn_kernel_tools.absent_device import NAME
 
 TARGET = "sm_90"

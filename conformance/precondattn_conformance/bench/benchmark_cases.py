@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from precondattn.arrays import Arrays
 from precondattn.backend import UnsupportedError
 from precondattn.dispatch.discovery import discover
+from precondattn.given import Arguments
 from precondattn.installed import is_installed
 from precondattn_conformance import libraries as array_libraries
 from precondattn_conformance.bench.cases import BenchCase, Columns, columns_of, device_on
@@ -111,7 +112,7 @@ def benchmark_cases(
         )
     import pytest
 
-    lists: dict[str, Any] = {"mechanisms": mechanisms, "libraries": libraries, "works": works}
+    lists: Arguments = {"mechanisms": mechanisms, "libraries": libraries, "works": works}
     lists |= {"backends": backends, "sizes": sizes} | ({} if peers is None else {"peers": peers})
     for argument, texts in lists.items():
         if isinstance(texts, str):

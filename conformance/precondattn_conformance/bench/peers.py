@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 import precondattn as pa
 from precondattn.arrays import Array, Arrays
+from precondattn.given import Given
 from precondattn_conformance import libraries
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import CacheDecoder, Computation, entry_for, ours
@@ -80,7 +81,7 @@ def _lacks_gpu_kernel(case: BenchCase, device: str) -> str:
 # Softmax attention by PyTorch and by JAX, from (batch, time, heads, …).
 
 
-def sdpa(**options: Any) -> Callable[..., Array]:
+def sdpa(**options: Given) -> Callable[..., Array]:
     """Softmax attention by `scaled_dot_product_attention`; causal without other options."""
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -107,7 +108,7 @@ def _sdpa_by(kernel: str, *, is_causal: bool) -> Callable[..., Array]:
     return attention
 
 
-def _jax_attention_by(implementation: Any, *, is_causal: bool) -> Callable[..., Array]:
+def _jax_attention_by(implementation: Given, *, is_causal: bool) -> Callable[..., Array]:
     from jax.nn import dot_product_attention
 
     return lambda q, k, v: dot_product_attention(

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
 
 import precondattn as pa
 from precondattn.execution.cache_checks import check_cacheable
+from precondattn.given import Arguments
 from precondattn_conformance import libraries as array_libraries
 from precondattn_conformance.bench.cases import (
     COMPARED,
@@ -70,7 +70,7 @@ class Selection:
                 replace(case, layout=_small(case.layout), calls=min(case.calls, 2))
                 for case in cases
             ]
-        changed: dict[str, Any] = {"dtype": self.dtype, "peers": self.peers}
+        changed: Arguments = {"dtype": self.dtype, "peers": self.peers}
         changed = {name: value for name, value in changed.items() if value is not None}
         cases = [replace(case, **changed) for case in cases]
         for case in cases:
@@ -123,7 +123,7 @@ def _check(what: str, names: Iterable[str], existing: tuple[str, ...]) -> None:
 
 def with_sizes(old: CallLayout, text: str) -> CallLayout:
     """The layout with the sizes of `"t=1024,h=4"` replaced."""
-    sizes: dict[str, Any] = {}
+    sizes: Arguments = {}
     for part in text.split(","):
         letter, _, size = (word.strip() for word in part.partition("="))
         if letter not in SIZES or not size.isdecimal() or int(size) < 1:

@@ -28,7 +28,7 @@ from precondattn_conformance.checks.refusals import Refusals
 from precondattn_conformance.checks.sharding import Sharding
 from precondattn_conformance.checks.stability import Stability
 from precondattn_conformance.checks.states import States
-from precondattn_conformance.checks.strides import Strides
+from precondattn_conformance.checks.strides import StridedInputs
 from precondattn_conformance.checks.threads import Threads
 from precondattn_conformance.checks.transforms import Transforms
 from precondattn_conformance.conventions import require_promised, unpromised_by
@@ -50,7 +50,7 @@ ALL: tuple[Check, ...] = (
     Determinism(),
     OrderOfCalls(),
     Purity(),
-    Strides(),
+    StridedInputs(),
     Refusals(),
     Transforms(),
     DynamicShapes(),

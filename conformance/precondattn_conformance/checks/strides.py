@@ -13,7 +13,7 @@ from precondattn_conformance.memory_order import VIEWS
 CHECK_OF_STEPS = Caching()
 
 
-class Strides(Check):
+class StridedInputs(Check):
     """Inputs and cotangents may be views: transposed, every other element, or a window.
 
     The output and the gradients equal those for contiguous inputs, and no memory around a view is

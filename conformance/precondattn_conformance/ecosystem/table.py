@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import precondattn
+from precondattn.json_types import Json
 from precondattn_conformance.ecosystem.cells import TableCell, cells_of
 from precondattn_conformance.ecosystem.contenders import Contender
 from precondattn_conformance.ecosystem.run import Ran
@@ -51,7 +52,7 @@ class TableRow:
         return {**entry, "limits": dict(self.limits), "checks": checks}
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> TableRow:
+    def from_dict(cls, content: Mapping[str, Json]) -> TableRow:
         checks = {name: TableCell.from_list(cell) for name, cell in content["checks"].items()}
         return cls(**{**content, "checks": checks, "findings": tuple(content["findings"])})
 

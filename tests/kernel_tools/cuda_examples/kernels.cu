@@ -161,7 +161,7 @@ __global__ void arithmetic(const T* x, const T* z, const float* wide, T* y, int 
 // What C++ means otherwise.
 extern "C" __global__ void functions(const float* wide, float* z) {
   const int i = threadIdx.x, count = blockDim.x;
-  z[i] = max(wide[i], 0);
+  z[i] = max(wide[i], 0.0f);
   z[count + i] = abs(wide[i]);
   z[2 * count + i] = isnan(wide[i]) ? 1.0f : exp(-wide[i] * wide[i]);
 }
