@@ -33,7 +33,7 @@ SHARED = {
         DotScores ForgetGate HeadAdditive KeyAdditive KeyDeltaRule LogMeanExpRead LucidSolveBlocks
         Mask MeanAndLogSumRead MeanRead OutlookRows QueryWeighted ReadRows Similarities
         SymmetricLucidSolveBlocks TransportedScores ValueAdditive WindowedBlocks""",
-    KERNELS: """ChunkCall Configuration KernelMasks LaserKernels LucidPlan LucidSolveKernels
+    KERNELS: """Configuration KernelMasks LaserKernels LucidPlan LucidSolveKernels
         RecurrenceKernels SoftmaxKernels UnitRowsKernels ValueSpread""",
     (*BLOCKS, *KERNELS): "Chunkwise LucidMatrix LucidStep SolvingChunkwise",
     # What a kernel may do wrong, and how it is shipped, in the languages of kernels.

@@ -59,7 +59,7 @@ def kernel(monkeypatch):
     return JITFunction(body)
 
 
-class Strided(NamedTuple):
+class StridedArray(NamedTuple):
     array: object
     step: object
 
@@ -73,11 +73,11 @@ CALLS = [
     ((ARRAY.half(), ARRAY, 5, 1.0), {"WIDTH": 16}),
     ((ARRAY, None, 5, 1.0), {"WIDTH": 16}),
     ((ARRAY, (ARRAY, 5), 5, 1.0), {"WIDTH": 16}),
-    ((ARRAY, Strided(ARRAY, 5), 5, 1.0), {"WIDTH": 16}),
-    ((ARRAY, Strided(ARRAY, 16), 5, 1.0), {"WIDTH": 16}),
-    ((ARRAY, Strided(ARRAY, 1), 5, 1.0), {"WIDTH": 16}),
-    ((ARRAY, Strided(None, 5), 5, 1.0), {"WIDTH": 16}),
-    ((ARRAY, Strided(UNALIGNED, 5), 5, 1.0), {"WIDTH": 16}),
+    ((ARRAY, StridedArray(ARRAY, 5), 5, 1.0), {"WIDTH": 16}),
+    ((ARRAY, StridedArray(ARRAY, 16), 5, 1.0), {"WIDTH": 16}),
+    ((ARRAY, StridedArray(ARRAY, 1), 5, 1.0), {"WIDTH": 16}),
+    ((ARRAY, StridedArray(None, 5), 5, 1.0), {"WIDTH": 16}),
+    ((ARRAY, StridedArray(UNALIGNED, 5), 5, 1.0), {"WIDTH": 16}),
     ((ARRAY, ARRAY, 1, 1.0), {"WIDTH": 16}),
     ((ARRAY, ARRAY, 16, 1.0), {"WIDTH": 16}),
     ((ARRAY, ARRAY, 0, 1.0), {"WIDTH": 16}),
