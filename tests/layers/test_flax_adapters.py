@@ -12,7 +12,7 @@ from flax import nnx
 
 from precondattn.layers.flax import Attention, Decoder
 
-TOKENS = jnp.arange(4 * 12).reshape(4, 12) * 7 % 31
+TOKENS = jnp.asarray(np.arange(4 * 12).reshape(4, 12) * 7 % 31)
 
 
 def decoder():
