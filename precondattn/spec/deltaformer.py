@@ -49,11 +49,10 @@ from precondattn.spec.array_functions import (
     swap_time_and_heads,
     transpose,
 )
-from precondattn.spec.scale import ScaledScores
 
 
 @dataclass(frozen=True)
-class DeltaFormer(ScaledScores, Leaf):
+class DeltaFormer(Leaf):
     """DeltaFormer: o = A u, with (I + diag(β) P) u = v.
 
     A is the causal softmax of s q kᵀ, and P the same over the keys before the query's own. There is

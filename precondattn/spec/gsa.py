@@ -31,12 +31,11 @@ from precondattn.spec.linear_family import (
     rows_of_states,
 )
 from precondattn.spec.recurrence import RECURRENT, Form, Stream
-from precondattn.spec.scale import ScaledScores
 from precondattn.spec.stateful import Stateful
 
 
 @dataclass(frozen=True)
-class GSA(ScaledScores, Stateful):
+class GSA(Stateful):
     """Gated slot attention: p_t = softmax(s K_tᵀ q_t), o_t = V_tᵀ p_t over m slots.
 
     `s` (b, s, n, m) is the weight with which a token is written to each slot, and `g` (b, s, n, m)

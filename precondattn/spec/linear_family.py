@@ -30,7 +30,6 @@ from precondattn.spec.array_functions import (
     where_valid,
 )
 from precondattn.spec.recurrence import RECURRENT, Form, Stream
-from precondattn.spec.scale import ScaledScores
 from precondattn.spec.several_steps import at_last, of_last
 from precondattn.spec.stateful import Stateful
 
@@ -88,7 +87,7 @@ def where_same_segment(x: Array, frame: Frame) -> Array:
 
 
 @dataclass(frozen=True)
-class LinearFamily(ScaledScores, Stateful):
+class LinearFamily(Stateful):
     """A leaf that is one recurrence on a state (d, e) for each head.
 
     Subclasses declare it, as in `declares = Recurrence("delta", gate="head", strength="scalar")`.

@@ -65,7 +65,6 @@ from precondattn.spec.array_functions import (
 )
 from precondattn.spec.metric import DOT, Metric, cached_keys
 from precondattn.spec.rms_norm import rms, rms_norm_vjp
-from precondattn.spec.scale import ScaledScores
 from precondattn.spec.transported import metric_option
 
 
@@ -89,7 +88,7 @@ class TriangularSystem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LucidSolve(ScaledScores, Leaf):
+class LucidSolve(Leaf):
     """y with (I + diag(β) stril(Φ)) y = diag(β) v, Φ = exp(s ⟨RN(k), RN(k)⟩ − s d).
 
     Parameters

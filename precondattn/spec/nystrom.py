@@ -43,7 +43,6 @@ from precondattn.spec.array_functions import (
     transpose,
 )
 from precondattn.spec.iterated_inverse import iterated_inverse, iterated_inverse_vjp
-from precondattn.spec.scale import ScaledScores
 from precondattn.spec.segment_means import Means, segment_means
 from precondattn.spec.whole_sequence import WholeSequence
 
@@ -62,7 +61,7 @@ class LandmarkKernels(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Nystrom(ScaledScores, WholeSequence):
+class Nystrom(WholeSequence):
     """Softmax attention through m landmarks: o = softmax(s q k̃ᵀ) A⁺ softmax(s q̃ kᵀ) v.
 
     With fewer key/value heads than query heads (n < h), query head i reads key/value head

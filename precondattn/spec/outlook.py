@@ -47,12 +47,11 @@ from precondattn.spec.array_functions import (
 )
 from precondattn.spec.grid_neighbours import GridNeighbours, Offset, offsets
 from precondattn.spec.grid_windows import check_axes, check_tokens, each_axis, shortest
-from precondattn.spec.scale import ScaledScores
 from precondattn.spec.whole_sequence import check_same_tokens
 
 
 @dataclass(frozen=True)
-class Outlook(ScaledScores, Leaf):
+class Outlook(Leaf):
     """Outlook attention (VOLO): softmax attention among the tokens of a window around each token.
 
     The input `logits` has a row of w for each of the w slots of the window of each token; there are

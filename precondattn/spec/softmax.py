@@ -60,12 +60,11 @@ from precondattn.spec.distance import (
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.metric import DOT, Metric, cached_keys
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM, Read
-from precondattn.spec.scale import ScaledScores
 from precondattn.spec.sink import column, sink_vjp
 
 
 @dataclass(frozen=True)
-class SoftmaxAttention(ScaledScores, Leaf):
+class SoftmaxAttention(Leaf):
     """Softmax over the scores of a metric: the base class of `Softmax` and `Path`."""
 
     metric: ClassVar[Metric]

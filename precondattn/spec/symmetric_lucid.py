@@ -41,14 +41,13 @@ from precondattn.spec.array_functions import (
 )
 from precondattn.spec.positive_definite import solve_positive
 from precondattn.spec.rms_norm import rms, rms_norm_vjp
-from precondattn.spec.scale import ScaledScores
 
 ITERATIONS = 10
 """Products with Φ that are counted as the cost of a solve."""
 
 
 @dataclass(frozen=True)
-class SymmetricLucidSolve(ScaledScores, Leaf):
+class SymmetricLucidSolve(Leaf):
     """y with (Φ + ρ I) y = v, Φ = exp(s ⟨RN(k), RN(k)⟩ − s d), over all tokens of a sequence.
 
     It is not causal and has no cache. The definition factorizes the matrix; blocked backends solve

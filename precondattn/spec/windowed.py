@@ -48,11 +48,10 @@ from precondattn.spec.grid_windows import (
 )
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN, Read
-from precondattn.spec.scale import ScaledScores
 
 
 @dataclass(frozen=True)
-class Windowed(ScaledScores, Leaf):
+class Windowed(Leaf):
     """Softmax attention within windows of a grid of tokens (Swin): not causal, no cache.
 
     Tokens are in the order of the grid's rows. Fewer queries than keys are the last tokens.
