@@ -141,7 +141,10 @@ def states_before(
     devices: int,
     steps: Sequence[StateMap],
     passed: Callable[[Tree, int], Tree],
-    is_open_before: Callable[[int], Array | None],
+    borders: SegmentBorders | None,
+    device: Device,
+    *,
+    is_reversed: bool,
 ) -> list[Array] | None:
     """S_begin of this device, for each of its states, in log₂ P rounds.
 
@@ -151,8 +154,8 @@ def states_before(
     there.
 
     `passed(arrays, distance)` gives the arrays of the device `distance` places before this one, or
-    None if there is none; where one program runs on all devices, 0 in place of None.
-    `is_open_before(distance)` is `StateMap.is_open` of what is received.
+    None if there is none; where one program runs on all devices, 0 in place of None. `is_reversed`:
+    devices after this one take the place of those before it.
     """
     distance = 1
     while distance < devices:
@@ -160,7 +163,9 @@ def states_before(
         sent = [(None if is_last else step.transition, step.state) for step in steps]
         received = passed(sent, distance)
         if received is not None:
-            is_open = is_open_before(distance)
+            is_open = None
+            if borders is not None:
+                is_open = borders.is_open_before(device, distance, is_reversed=is_reversed)
             steps = [
                 step.after(StateMap(transition, state, step.is_scaled, is_open))
                 for step, (transition, state) in zip(steps, received, strict=True)

@@ -71,12 +71,7 @@ class _Scan:
                 pairs = [(to, source) for source, to in pairs]
             return lax.ppermute(arrays, axis, pairs)
 
-        def is_open_before(distance: int) -> Array | None:
-            if borders is None:
-                return None
-            return borders.is_open_before(rank, distance, is_reversed=is_reversed)
-
-        return states_before(devices, steps, passed, is_open_before) or []
+        return states_before(devices, steps, passed, borders, rank, is_reversed=is_reversed) or []
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

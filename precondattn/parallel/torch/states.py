@@ -111,12 +111,7 @@ class _Scan:
             each = iter(received)
             return [tuple(None if x is None else next(each) for x in pair) for pair in arrays]
 
-        def is_open_before(distance: int) -> Tensor | None:
-            if borders is None:
-                return None
-            return borders.is_open_before(rank, distance, is_reversed=is_reversed)
-
-        return states_before(devices, steps, from_before, is_open_before)
+        return states_before(devices, steps, from_before, borders, rank, is_reversed=is_reversed)
 
     def of_segment(self, state: Tensor) -> Tensor:
         """A state before this process's tokens, or its gradient; 0 if a segment begins there."""
