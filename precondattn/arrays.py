@@ -1,7 +1,7 @@
 """Functions of arrays of any library, and names for types.
 
 A function without a docstring calls the method of the same name of the array's framework, which
-`frameworks/plain.py` documents.
+`frameworks/framework.py` documents.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ def _method(name: str) -> Callable[..., Tree]:
     return call
 
 
-# The methods are documented in `frameworks/framework.py`.
 device_of: Callable[[Array], str] = _method("device_of")
 exact_device: Callable[[Array], Device] = _method("exact_device")
 placement: Callable[[Array], dict[str, Device]] = _method("placement")

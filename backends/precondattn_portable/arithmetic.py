@@ -298,12 +298,12 @@ class OfNumPy(InPlace):
 
 STANDARD = Arithmetic()
 IN_PLACE = InPlace()
-NUMPY = OfNumPy()
+BY_LIBRARY: dict[str | None, Arithmetic] = {"numpy": OfNumPy(), "cupy": IN_PLACE}
 
 
 def arithmetic_of(library: str | None) -> Arithmetic:
     """The arithmetic of the arrays of a library."""
-    return {"numpy": NUMPY, "cupy": IN_PLACE}.get(str(library), STANDARD)
+    return BY_LIBRARY.get(library, STANDARD)
 
 
 def product_at(ops: Arithmetic, array: Array, where: Index, a: Array, b: Array) -> Array:

@@ -106,10 +106,10 @@ class DeltaRule(ChunkGroup):
         states = ops.empty((x.k.shape[0] + 1, *state.shape), state)
         states[0, ...] = state
         for chunk in range(x.k.shape[0]):
-            before, after = (chunk, ...), (chunk + 1, ...)
-            ops.add_product_at(right, before, self.reading_k[before], states[before], -1.0)
-            u = product_at(ops, self.u, before, self.inverse[before], right[before])
-            product_at(ops, states, after, transpose(self.writing_k[before]), u)
+            at, after = (chunk, ...), (chunk + 1, ...)
+            ops.add_product_at(right, at, self.reading_k[at], states[at], -1.0)
+            u = product_at(ops, self.u, at, self.inverse[at], right[at])
+            product_at(ops, states, after, transpose(self.writing_k[at]), u)
             self._pass_on(states, chunk, chunk, chunk + 1)
         return states
 
@@ -120,13 +120,11 @@ class DeltaRule(ChunkGroup):
         self.d_right = ops.empty(d_u.shape, d_u)
         d_states = self._added_by_reads(decayed(q, decay.reading), d_o, d_state)
         for chunk in range(self.x.k.shape[0] - 1, -1, -1):
-            before, after = (chunk, ...), (chunk + 1, ...)
-            ops.add_product_at(d_u, before, self.writing_k[before], d_states[after])
-            right = product_at(
-                ops, self.d_right, before, transpose(self.inverse[before]), d_u[before]
-            )
+            at, after = (chunk, ...), (chunk + 1, ...)
+            ops.add_product_at(d_u, at, self.writing_k[at], d_states[after])
+            right = product_at(ops, self.d_right, at, transpose(self.inverse[at]), d_u[at])
             self._pass_on(d_states, chunk, chunk + 1, chunk)
-            ops.add_product_at(d_states, before, transpose(self.reading_k[before]), right, -1.0)
+            ops.add_product_at(d_states, at, transpose(self.reading_k[at]), right, -1.0)
         return d_states
 
     def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> Gradients:

@@ -18,9 +18,9 @@ import numpy as np
 from precondattn.frameworks.types import (
     Array,
     Arrays,
-    Call,
     Device,
     DType,
+    FromAbove,
     Namespace,
     Step,
     Token,
@@ -340,7 +340,7 @@ class Framework:
     # ------------------------------------------------------------------------------- autocast
 
     def cast_inputs(
-        self, declared: Call, inputs: Arrays
+        self, declared: FromAbove, inputs: Arrays
     ) -> tuple[Arrays, Mapping[str, DType] | None]:
         """The inputs as autocast casts them, and their dtypes before; None if autocast is off."""
         return inputs, None
@@ -351,17 +351,17 @@ class Framework:
 
     # ----------------------------------------------------------------------------------- calls
 
-    def bridge(self, planned: Call, call: Call) -> Callable[..., Array] | None:
+    def bridge(self, planned: FromAbove, call: FromAbove) -> Callable[..., Array] | None:
         """The function that runs a call and registers its gradient; None if none is needed."""
         return None
 
     def bridge_of_step(
-        self, call: Call, length: Array, planned: Call, *arrays: Array
+        self, call: FromAbove, length: Array, planned: FromAbove, *arrays: Array
     ) -> Step | None:
         """Like `bridge`, for a step with these buffers and inputs."""
         return None
 
-    def mapped_operators(self, planned: Call, gradient: str, *arrays: Array) -> Tree:
+    def mapped_operators(self, planned: FromAbove, gradient: str, *arrays: Array) -> Tree:
         """The functions that `torch.vmap` maps; None outside it."""
         return None
 
@@ -369,14 +369,14 @@ class Framework:
         """Rows moved by an operator with a gradient of its own; None if none is needed."""
         return None
 
-    def recordable_cache(self, cache: Call) -> Call:
+    def recordable_cache(self, cache: FromAbove) -> FromAbove:
         """The cache, copied if it was made in PyTorch's inference mode.
 
         Outside this mode PyTorch neither writes to such tensors nor records them.
         """
         return cache
 
-    def adopted_cache(self, cache: Call, like: Array) -> Call:
+    def adopted_cache(self, cache: FromAbove, like: Array) -> FromAbove:
         """The cache in the library of the inputs `like`, where that is possible."""
         return cache
 

@@ -40,5 +40,5 @@ Token = tuple[Array, ...]
 Step = Callable[..., Tree]
 """A function of arrays or of pytrees."""
 
-Call = Any
-"""A call, planned, prepared or bound. Its own types are above this folder."""
+FromAbove = Any
+"""A value whose type is above this folder: a planned or a bound call, a cache, declared inputs."""

@@ -111,8 +111,8 @@ def _peaks(
 _MEMORY = ("softmax", "lucid", "laser", "path", "gated_delta", "ccq(gated_delta)", "row_normalized")
 _PREFIXES = {"torch": "", "numpy": "numpy_", "jax": "jax_"}
 
-# These have one length. Distances and masks of pairs are beside plain softmax; an attn_mask is an
-# input of a byte a pair.
+# Peaks of one length. Calls with distances and with masks of pairs are beside plain softmax; an
+# attn_mask is an input of a byte for each pair.
 _LONG = (
     *(_peaks(f"long_{name}", name, layout(t=65536, h=2)) for name in _MEMORY),
     *(

@@ -36,7 +36,7 @@ DRAWN = 48
 WIDEST = 256
 """The width of keys at which a d × d matrix for each token takes seconds."""
 PARTS = 12
-"""Of as many cases of options and compositions, `full` runs one."""
+"""The number of cases of options and compositions of which `full` runs one."""
 
 
 def require_possible(level: str, *filters: tuple[Sequence[str], Sequence[str], str]) -> None:
