@@ -10,6 +10,7 @@ from precondattn_conformance.conventions import MEANING
 from precondattn_conformance.ecosystem.cells import (
     CONVENTION,
     NOT_COMPARED,
+    NOT_FINITE,
     RED,
     RIGHT,
     TableCell,
@@ -36,6 +37,8 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "dtypes": ("dtypes", "autocast"),
 }
 """The checks in each column; the last column has all others."""
+SHORT = {NOT_FINITE: "infinite", CONVENTION: "convention", NOT_COMPARED: "–"}
+"""The words of a record that the page shortens."""
 
 HEAD = """\
 # The ecosystem under test
@@ -62,13 +65,12 @@ HOW_TO_READ = """\
 
 | cell | meaning |
 |---|---|
-| right | every compared case agrees with the definition; in "5 of 9", 4 cases were declined |
-| wrong | some compared cases disagree; in "2 of 5", 3 agree |
-| not finite | every wrong result is NaN or infinite where the definition is finite |
-| convention differs | all failed cases need a convention, listed below, that is not kept |
+| right | every compared case agrees with the definition; in "5/9", 4 cases were declined |
+| wrong | some compared cases disagree; in "2/5", 3 agree |
+| infinite | every wrong result is NaN or infinite where the definition is finite |
+| convention | all failed cases need a convention, listed below, that is not kept |
 | declined | the function has no parameter for it, or raises an error |
-| not compared | the project is not installed or can not run here; reasons are at the end |
-| – | the mechanism has no such case |
+| – | the mechanism has no such case, or the project can not run here; reasons are at the end |
 
 A cell in bold was examined and judged to be a *limit* (which the project documents), a
 *convention* (one of two in use), or a *defect* (a contradiction to the project's own description).
@@ -168,7 +170,7 @@ def _text(row: TableRow, checks: Sequence[str], numbers: Mapping[Judgement, str]
     """A cell of the page: the status, how much was compared, and the judgement."""
     cell = together(row.checks[check] for check in checks)
     if cell is None:
-        return NOT_COMPARED if row.missing else "–"
+        return "–"
     notes = [
         f"[{name}](#{_anchor(name)})"
         for judgement, name in numbers.items()
@@ -180,12 +182,13 @@ def _text(row: TableRow, checks: Sequence[str], numbers: Mapping[Judgement, str]
 
 
 def _word(cell: TableCell) -> str:
+    word = SHORT.get(cell.word, cell.word)
     if cell.word in (*RED, CONVENTION):
-        text = f"{cell.word}, {cell.failed} of {cell.compared}"
+        text = f"{word} {cell.failed}/{cell.compared}"
         return f"**{text}**" if cell.word in RED else text
     if cell.word == RIGHT and cell.compared < cell.cases:
-        return f"{cell.word}, {cell.compared} of {cell.cases}"
-    return cell.word
+        return f"{word} {cell.compared}/{cell.cases}"
+    return word
 
 
 def _is_judged(row: TableRow, check: str, numbers: Iterable[Judgement]) -> bool:
@@ -211,9 +214,10 @@ def _note(table: Table, judgement: Judgement, name: str, reports: Mapping[Judgem
     checks = ", ".join(judgement.checks)
     text = f"**{name.capitalize()}**, {where} ({checks}). {judgement.sentence}"
     if judgement in reports:
-        text += f" [Report {reports[judgement]}](ecosystem/reports/{reports[judgement]}.md)."
+        number = reports[judgement]
+        text += f" [Report {number}](ecosystem/reports/{number}.md) has the code."
     parts = [f"({_anchor(name)})=", "", wrapped(text), ""]
-    if judgement.code:
+    if judgement.code and judgement not in reports:
         parts += [code_of(judgement, table)]
     return "\n".join(parts)
 
