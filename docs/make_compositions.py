@@ -66,7 +66,7 @@ def page() -> str:
     bases = {n: c for n, c in classes.items() if c.role == "base"}
     columns = [*bases, *other_bases(bases), *rows]
     reasons: dict[str, int] = {}
-    refused: dict[str, list[str]] = {}
+    refused: dict[str, dict[str, None]] = {}
     lines = [f"| | {' | '.join(f'`{c}`' for c in columns)} |", "|---" * (len(columns) + 1) + "|"]
     for name, outer in rows.items():
         cells = []
@@ -76,7 +76,7 @@ def page() -> str:
                 cells.append("✓")
                 continue
             number = reasons.setdefault(reason, len(reasons) + 1)
-            refused.setdefault(reason, []).append(f"`{name}({inner})`")
+            refused.setdefault(reason, {})[f"`{name}`"] = None
             cells.append(str(number))
         lines.append(f"| **`{name}`** | {' | '.join(cells)} |")
     lines += ["", "## Refusals", "", REFUSALS, ""]
