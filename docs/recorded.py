@@ -33,8 +33,8 @@ def with_measured(path: Path, measured: str) -> str:
 
 
 def captioned(path: str, finding: str) -> str:
-    """A figure, as Markdown, whose caption says what was found."""
-    return f":::{{figure}} {path}\n:alt: plot\n\n{finding}\n:::"
+    """A figure, as Markdown, whose caption and alternative text say what was found."""
+    return f":::{{figure}} {path}\n:alt: {finding}\n\n{finding}\n:::"
 
 
 def falls(losses: dict[str, list[float]]) -> str:
