@@ -29,6 +29,15 @@ MASKS = {
     "attn_mask": torch.ones(1, 1, T, T).tril(-1).bool(),
 }
 QUICK = "softmax[window=3]", "laser"
+SYMBOLIC = (
+    "path",
+    "nystrom[landmarks=5,skip=true]",
+    "gla",
+    "gdn2",
+    "mlstm",
+    "lucid[beta=true]",
+    "ccq",
+)
 TOKENS, VALID = torch.arange(T)[None], torch.arange(T)[None] > 0
 LAYER = Attention(8, heads=2, mechanism="softmax", dtype=X.dtype)
 MODEL = Decoder(T, 8, heads=2, layers=["softmax", "differential"], dtype=X.dtype)
@@ -102,10 +111,14 @@ def shapes_of(m, x):
 
 
 def each_kind(expression):
-    """A mechanism with meta tensors, fake tensors and symbolic sizes; few in the first tier."""
-    for kind in ("meta", "fake", "symbolic"):
-        is_quick = kind == "meta" or expression in QUICK
-        yield pytest.param(expression, kind, marks=[] if is_quick else pytest.mark.thorough)
+    """A mechanism with meta tensors, fake tensors and symbolic sizes, which take seconds."""
+    tier = {"meta": [], "fake": pytest.mark.thorough, "symbolic": pytest.mark.slow}
+    if expression in QUICK:
+        tier |= {"fake": [], "symbolic": []}
+    if expression in SYMBOLIC:
+        tier["symbolic"] = pytest.mark.thorough
+    for kind, marks in tier.items():
+        yield pytest.param(expression, kind, marks=marks)
 
 
 @pytest.mark.parametrize(
