@@ -14,14 +14,21 @@ from tests.backends.mechanism_groups import (
     slow_unless,
     thorough,
 )
+from tests.representatives import REPRESENTATIVES
 
 CACHES = {"caching": SMOKE[1:2], "states": SMOKE[1:2]}
 OF_JAX = {"caching": SMOKE[1:2], "gradients": SMOKE[:1]}
 """JAX compiles every operation for every shape and dtype, which takes a second a case."""
 MORE_OF_JAX = {"outputs": SMOKE[:3], "states": SMOKE[1:2]}
 
-# Slow: options and compositions in PyTorch and JAX. The reference is the same code in every
-# library: NumPy runs all of it, and each mechanism runs in PyTorch and JAX without options.
+
+def is_in_jax(expression):
+    return is_plain(expression) and expression in REPRESENTATIVES
+
+
+# Slow: options and compositions in PyTorch, and most mechanisms in JAX. The reference is the same
+# code in every library: NumPy runs all of it, each mechanism runs in PyTorch without options, and
+# the mechanisms that stand for others run in JAX.
 # Slow are also more layouts and checks in JAX, and compositions in NumPy: they connect pieces that
 # run alone here, and `test_blocked_conformance.py` connects faster pieces in the same way.
 #
@@ -42,9 +49,9 @@ MORE_OF_JAX = {"outputs": SMOKE[:3], "states": SMOKE[1:2]}
             ),
             *groups("smoke", "array_api_strict", ("float64",)),
             *groups_of("array_api_strict", "float32", CACHES),
-            *thorough(slow_unless(is_plain, groups_of("jax", "float64", OF_JAX))),
+            *thorough(slow_unless(is_in_jax, groups_of("jax", "float64", OF_JAX))),
             *slow_unless(is_never, groups_of("jax", "float64", MORE_OF_JAX)),
-            *thorough(slow_unless(is_plain, groups_of("jax", "bfloat16", {"outputs": SMOKE[:1]}))),
+            *thorough(slow_unless(is_in_jax, groups_of("jax", "bfloat16", {"outputs": SMOKE[:1]}))),
         ]
     ),
 )
