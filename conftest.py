@@ -51,7 +51,9 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 def pytest_addoption(parser):
     text = "write the processor seconds of each test file to this file"
-    parser.addoption("--processor-seconds", metavar="FILE", help=text)
+    # A variable serves a command that is read from a page; processes of tests do not get it.
+    file = os.environ.pop("PROCESSOR_SECONDS", None)
+    parser.addoption("--processor-seconds", metavar="FILE", default=file, help=text)
 
 
 def pytest_configure(config):

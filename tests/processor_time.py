@@ -1,7 +1,8 @@
 """Processor seconds of the tests by file, and the budget that holds them.
 
-`python -m pytest --processor-seconds FILE` writes the seconds of each test file, with those of the
-processes that its tests start, and the seconds of a fixed loop that runs before each file.
+`python -m pytest --processor-seconds FILE`, or the variable `PROCESSOR_SECONDS`, writes the seconds
+of each test file, with those of the processes that its tests start, and the seconds of a fixed loop
+that runs before each file.
 
     python -m tests.processor_time TIER FILE            fails above 110 % of the budget
     python -m tests.processor_time TIER FILE --save     writes the budget
