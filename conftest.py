@@ -49,19 +49,14 @@ os.environ.setdefault(FLAGS, quick_flags())
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 
-def pytest_addoption(parser):
-    text = "write the processor seconds of each test file to this file"
-    # A variable serves a command that is read from a page; processes of tests do not get it.
-    file = os.environ.pop("PROCESSOR_SECONDS", None)
-    parser.addoption("--processor-seconds", metavar="FILE", default=file, help=text)
-
-
 def pytest_configure(config):
     """The second tier draws more examples, and a run may measure itself."""
     named = config.getoption("--hypothesis-profile", default=None)
     if named is None and "thorough" in config.getoption("markexpr").replace("not thorough", ""):
         settings.load_profile("second")
-    if config.getoption("processor_seconds"):
+    # Processes of tests do not get the variable.
+    file = os.environ.pop("PROCESSOR_SECONDS", None)
+    if file or "processor_seconds" in getattr(config, "workerinput", ()):
         from tests.processor_time import ProcessorTime
 
-        config.pluginmanager.register(ProcessorTime(config))
+        config.pluginmanager.register(ProcessorTime(config, file))

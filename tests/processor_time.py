@@ -1,8 +1,7 @@
 """Processor seconds of the tests by file, and the budget that holds them.
 
-`python -m pytest --processor-seconds FILE`, or the variable `PROCESSOR_SECONDS`, writes the seconds
-of each test file, with those of the processes that its tests start, and the seconds of a fixed loop
-that runs before each file.
+A run with the variable `PROCESSOR_SECONDS=FILE` writes the seconds of each test file, with those of
+the processes that its tests start, and the seconds of a fixed loop that runs before each file.
 
     python -m tests.processor_time TIER FILE            fails above 110 % of the budget
     python -m tests.processor_time TIER FILE --save     writes the budget
@@ -53,9 +52,8 @@ def seconds_of_loop() -> float:
 class ProcessorTime:
     """The pytest plugin. Workers of xdist measure; the main process adds up and writes."""
 
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
-        self.is_worker = hasattr(config, "workerinput")
+    def __init__(self, config: pytest.Config, path: str | None) -> None:
+        self.config, self.path = config, path
         self.files: Counter[str] = Counter()
         self.total = 0.0
         self.loops: list[float] = []
@@ -85,21 +83,25 @@ class ProcessorTime:
         self.files[file] += sum(s for name, s in report.user_properties if name == PROPERTY)
 
     @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Let a worker measure, too."""
+        node.workerinput["processor_seconds"] = True
+
+    @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """Add what a worker sent at its end."""
         self.total += node.workeroutput["seconds"]
         self.loops += node.workeroutput["loops"]
 
     def pytest_sessionfinish(self) -> None:
-        if self.is_worker:
+        if self.path is None:
             output = self.config.workeroutput  # type: ignore[attr-defined]
             output.update(seconds=seconds_so_far(), loops=self.loops)
             return
         total = self.total or seconds_so_far()
         self.files[COLLECTION] = total - sum(self.files.values())
         run = {LOOP: median(self.loops), **self.files}
-        path = Path(self.config.getoption("processor_seconds"))
-        path.write_text(json.dumps(run, indent=0), encoding="utf-8")
+        Path(self.path).write_text(json.dumps(run, indent=0), encoding="utf-8")
 
 
 def scaled(run: dict[str, float], loop: float) -> Counter[str]:
