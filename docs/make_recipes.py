@@ -16,33 +16,48 @@ HEAD = """\
 # Recipes
 
 A recipe is the equation by which an [attention layer](layers.md) computes an input of its mechanism
-from the hidden states x, with weights W. There is a table for each piece of a mechanism that reads
-inputs. The tables apply to all compositions: an input has the recipe of the piece that reads it,
-under the name that it has there. For example, k of `ccq(gated_delta)` has the same recipe as k of
-`gated_delta`, because the piece `gated_delta` reads it as k in both mechanisms.
+from the hidden states x, with weights W. `docs/make_recipes.py` generates this page from the
+declarations of the recipes.
 
-In the equations, σ is the sigmoid, SiLU(x) = x σ(x), L2(x) divides a row by its length, conv is a
-causal convolution of each channel, and γ is a gain. A and B are low-rank factors. The row `out` is
-the recipe for the output o of the mechanism, which is applied before the last projection; without
-this row, o is not changed. Some rows are not inputs but intermediate results that other recipes
+## Inputs
+
+There is a row for each piece of a mechanism that reads inputs. The rows apply to all compositions:
+an input has the recipe of the piece that reads it, under the name that it has there. For example, k
+of `ccq(gated_delta)` has the same recipe as k of `gated_delta`, because the piece `gated_delta`
+reads it as k in both mechanisms.
+
+`out` is the recipe for the output o of the mechanism, which is applied before the last projection;
+without it, o is not changed. Some names are not inputs but intermediate results that other recipes
 read, such as `x` and `dt` of `ssd`.
 
-`docs/make_recipes.py` generates this page from the declarations of the recipes.
+"""
+
+EQUATIONS = """
+## Equations
+
+σ is the sigmoid, SiLU(x) = x σ(x), L2(x) divides a row by its length, conv is a causal convolution
+of each channel, and γ is a gain. A and B are low-rank factors.
+
 """
 
 
 def page() -> str:
     """The page, as Markdown."""
-    parts = [HEAD]
-    for leaf, recipes in PUBLISHED.items():
-        lines = [f"## `{leaf}`", "", "| input | recipe | equation | source |", "|---|---|---|---|"]
-        for name, recipe in recipes.items():
-            own, _, like = name.partition("/")
-            shown = f"`{own}`" + (f", shaped as `{like}`" if like else "")
-            cells = (shown, f"`{recipe!r}`", _in_table(recipe.equation), _source(recipe))
-            lines.append(f"| {' | '.join(cells)} |")
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
+    inputs = ["| mechanism | recipes of its inputs |", "|---|---|"]
+    recipes: dict[str, Recipe] = {}
+    for leaf, of_leaf in PUBLISHED.items():
+        names: dict[str, list[str]] = {}
+        for name, recipe in of_leaf.items():
+            alone, _, like = name.partition("/")
+            shown = f"`{alone}`" + (f" (shaped as `{like}`)" if like else "")
+            names.setdefault(repr(recipe), []).append(shown)
+            recipes[repr(recipe)] = recipe
+        texts = [f"{', '.join(shown)}: `{text}`" for text, shown in names.items()]
+        inputs.append(f"| `{leaf}` | {'; '.join(texts)} |")
+    equations = ["| recipe | equation | source |", "|---|---|---|"]
+    for text, recipe in sorted(recipes.items()):
+        equations.append(f"| `{text}` | {_in_table(recipe.equation)} | {_source(recipe)} |")
+    return HEAD + "\n".join(inputs) + "\n" + EQUATIONS + "\n".join(equations) + "\n"
 
 
 def _source(recipe: Recipe) -> str:
