@@ -26,9 +26,9 @@ known about their speed. [Checking kernels](kernels.md) describes how kernels ar
 GPU, and `docs/make_ledger.py` generates this page.
 
 A kernel is compiled in several variants: for dtypes, widths, options and compute capabilities. Each
-cell has the largest number of a kernel's variants for one target: registers of a thread, bytes that
-it spills to memory, and shared memory of a block. The reports in `docs/measurements/kernels` have
-the numbers of each variant.
+cell has the largest numbers of a kernel's variants for one target: registers of a thread, bytes that
+it spills to memory, and KiB of shared memory of a block. The reports in `docs/measurements/kernels`
+have the numbers of each variant.
 """
 
 Variant = dict[str, Any]
@@ -84,7 +84,7 @@ def _largest(variants: list[Variant]) -> str:
     registers, spilt, shared = (
         max(v[name] for v in variants) for name in ("registers", "spilt_bytes", "shared_bytes")
     )
-    return f"{registers} / {spilt} / {shared / 1024:.0f} KiB"
+    return f"{registers}/{spilt}/{shared / 1024:.0f}"
 
 
 def _differences(other: dict[str, Any], ours: Sequence[dict[str, Any]]) -> str:
