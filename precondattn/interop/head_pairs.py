@@ -24,6 +24,7 @@ def split_heads(x: Array, layout: str) -> tuple[Array, Array]:
     Parameters
     ----------
     x : array (b, t, 2h, d)
+        The heads of all pairs.
     layout : {"adjacent", "halves"}
         "adjacent" pairs heads 2i and 2i + 1 (microsoft/unilm), "halves" i and i + h (diffllama).
 

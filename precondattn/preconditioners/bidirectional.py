@@ -34,8 +34,10 @@ class Bidirectional(Preconditioner):
     combine : {"sum", "concat"}
         Whether → and ← − own are added, or concatenated to twice the channels of v.
 
-    Source ------ For delta rules this is the library's own definition. For a fixed decay it is a
-    decay by distance, γ^|i−j|, which RMT (arXiv 2309.11523) has in two dimensions.
+    Source
+    ------
+    For delta rules this is the library's own definition. For a fixed decay it is a decay by
+    distance, γ^|i−j|, which RMT (arXiv 2309.11523) has in two dimensions.
 
     Examples
     --------

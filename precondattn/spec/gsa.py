@@ -46,7 +46,7 @@ class GSA(Stateful):
     Parameters
     ----------
     scale : float, optional
-        The scale s; d^{-1/2} by default. (The public layer passes 1.)
+        The scale s; d^{-1/2} by default. The public layer passes 1.
 
     Source
     ------

@@ -57,7 +57,7 @@ class RWKV6(LinearFamily):
     Parameters
     ----------
     scale : float, optional
-        The scale s; d^{-1/2} by default. (The published layer has 1.)
+        The scale s; d^{-1/2} by default. The published layer has 1.
 
     Source
     ------
