@@ -159,7 +159,7 @@ class KernelCall:
         return piece if is_direct and self.backend == BACKENDS else None
 
     def bounds(self) -> tuple[float, float, float]:
-        """The largest errors of output and gradients, and the size below which they are absolute."""
+        """The largest errors of output and gradients; the size below which they are absolute."""
         leaves = self.mechanism.program.leaves
         if any(isinstance(leaf, pa.LucidSolve) for leaf in leaves):
             bound, factor, smallest = OF_SOLVES[self.dtype], 4, 0.1

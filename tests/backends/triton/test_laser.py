@@ -82,13 +82,9 @@ def masking_bias(x, d_out):
     x["bias"][..., 17, :] = -torch.inf
 
 
-def of_segments(apart):
+def segments_apart(x, d_out):
     """Padded queries have an output of 0, far from values that differ between segments."""
-
-    def change(x, d_out):
-        x["v"] += (100 + apart * (torch.arange(12) // 4 % 2))[:, None, None]
-
-    return change
+    x["v"] += (100 + 100 * (torch.arange(12) // 4 % 2))[:, None, None]
 
 
 @rows(
@@ -96,16 +92,13 @@ def of_segments(apart):
     row("15 tokens, to both sides", BOTH_SIDES, 15, h=2, d=12, then=CLOSE),
     row("bfloat16", laser(), 16, h=4, n=2, e=40, dtype="bfloat16", then=is_close([True, True])),
     row("wide keys", laser(), 17, d=40, e=12, then=CLOSE),
-    row("float16", laser(), 33, h=2, n=2, e=16, dtype="float16", then=is_close([True, True])),
+    row(
+        "float16", laser(), 33, h=2, n=2, e=16, dtype="float16", then=is_close([True, True]),
+        marks=thorough,
+    ),
     row("bfloat16, to both sides", BOTH_SIDES, 33, h=2, d=8, dtype="bfloat16", then=CLOSE),
-    row("whole tiles", laser(), 48, then=CLOSE),
-    row("clustered keys", laser(), 33, h=2, keys="clustered"),
-    row("duplicate keys", BOTH_SIDES, 33, keys="duplicate", change=FAR),
     row("broad and high tiles", laser(), 70, tiles=tiles(BROAD, HIGH, BROAD)),
-    row("high and broad tiles", laser(), 70, tiles=tiles(HIGH, BROAD, HIGH)),
-    row("last query", laser(), 1, s=40, b=2, h=2),
     row("last queries", laser(), 17, s=40),
-    row("last queries, to both sides", BOTH_SIDES, 17, s=40),
     row("more queries than keys", BOTH_SIDES, 40, s=17),
     row(
         "padding", laser(), 33, b=3, dtype="bfloat16", lengths=(0, 20, 33),
@@ -113,10 +106,8 @@ def of_segments(apart):
     ),
     row("padding, to both sides", BOTH_SIDES, 33, b=3, lengths=(0, 20, 33)),
     row("segments", laser(), 35, b=2, segments=((10, 8, 17), (35,))),
-    row("segments, to both sides", BOTH_SIDES, 35, b=2, segments=((10, 8, 17), (35,))),
     row("segments of last queries", laser(), 20, s=35, b=2, segments=((12, 12, 11), (17, 17, 1))),
     # The inner tiles of the second segment have a border on both sides, and no mask.
-    row("a long segment", laser(), 70, segments=((20, 47, 3),)),
     row("a long segment, to both sides", BOTH_SIDES, 70, segments=((20, 47, 3),)),
     row("masked keys", laser(), 33, b=2, hides_keys=True, then=second_is_zero),
     row(
@@ -126,12 +117,14 @@ def of_segments(apart):
     row("small logits", laser(), 33, change=scaled(q=1e-4)),
     # Float32 rounds logits of that size to 1e-3, and so their exponentials; the gradient of q comes
     # from the few rows in which two logits are nearly equal.
-    row("large logits", laser(), 33, b=2, h=2, change=scaled(q=1e4), bound=5e-4, gradient_bound=1e-2),
+    row(
+        "large logits", laser(), 33, b=2, h=2, change=scaled(q=1e4),
+        bound=5e-4, gradient_bound=1e-2,
+    ),
     # Values that differ much dominate attention: terms of the gradient cancel.
     row("nearly apart", laser(), 33, change=near_the_limit, gradient_bound=2e-4, then=CLOSE),
     # e^v is close to 1, where the spacing of these numbers is as large as the values.
     row("small values in bfloat16", laser(), 33, change=scaled(v=1e-2), dtype="bfloat16"),
-    row("small values in float16", laser(), 33, change=scaled(v=1e-2), dtype="float16"),
     row("shipped tiles", laser(EVERYTHING), 33, h=2, change=GENTLE, shared="h", tiles=None),
     row("shipped tiles in half", laser(), 33, dtype="bfloat16", tiles=None),
     row(
@@ -145,21 +138,18 @@ def test_close_values(call, then):
 
 @rows(
     row("float32", laser(), 17, h=2, e=12, change=FAR, then=APART),
-    row("float16", laser(), 17, e=12, change=FAR, dtype="float16", then=APART),
+    row("float16", laser(), 17, e=12, change=FAR, dtype="float16", then=APART, marks=thorough),
     row("bfloat16", BOTH_SIDES, 17, h=2, e=12, change=FAR, dtype="bfloat16", then=APART),
     row(
-        "several groups of channels", laser(), 17, s=20, e=36, change=FAR,
+        "several groups of channels", laser(), 17, s=20, e=20, change=FAR,
         patches={"precondattn_triton.softmax.laser_exact.EXACT_CHANNELS": 16},
     ),
-    *(
-        row(
-            f"masks, {base}", base, 17, b=2, change=FAR, lengths=(16, 5),
-            segments=((4, 13), (17,)), then=is_close([False], [False]),
-        )
-        for base in (laser(), BOTH_SIDES)
+    row(
+        "masks", BOTH_SIDES, 17, b=2, change=FAR, lengths=(16, 5), segments=((4, 13), (17,)),
+        then=is_close([False], [False]),
     ),
     row(
-        "close and far heads", laser(), 17, b=2, h=4, n=2, change=close_in_the_second,
+        "close and far heads", laser(), 17, b=2, h=2, n=2, change=close_in_the_second,
         then=is_close([True, False], [True, True]),
     ),
     *(
@@ -167,16 +157,13 @@ def test_close_values(call, then):
             f"{apart} against the scores, {base}", base, 17, change=opposing(apart),
             gradient_bound=1e-3, then=is_close([apart < 60]),
         )
-        for apart in (50.0, 130.0) for base in (laser(), BOTH_SIDES)
+        for apart, base in ((50.0, laser()), (130.0, BOTH_SIDES))
     ),
     # Float32 rounds sums s + v of that size to 1e-3, and so their exponentials.
     row("very large", laser(), 17, change=very_large, bound=1e-6, gradient_bound=2e-3),
-    *(
-        row(
-            f"segments {apart} apart", laser(), 12, b=2, change=of_segments(apart),
-            lengths=(12, 5), segments=((4, 4, 4), (4, 4, 4)), gradient_bound=1e-4,
-        )
-        for apart in (0.0, 100.0)
+    row(
+        "segments apart", laser(), 12, b=2, change=segments_apart, lengths=(12, 5),
+        segments=((4, 4, 4), (4, 4, 4)), gradient_bound=1e-4,
     ),
 )  # fmt: skip
 def test_values_far_apart(call, then):
@@ -189,28 +176,26 @@ def windowed(window, causal):
 
 
 @rows(
-    row("window", laser("window=3"), 35, h=2, then=CLOSE),
     row("window to both sides", laser("causal=false,window=17"), 18, change=FAR, then=APART),
     row(
         "slopes and window to both sides", laser("causal=false,window=9,distance=slopes"), 35, h=2,
         change=GENTLE, then=CLOSE,
     ),
-    row("bias", laser("bias=true"), 18, h=2, change=FAR, then=APART),
-    row("soft cap", laser("softcap=2"), 35, then=CLOSE),
+    row("bias", laser("bias=true"), 18, change=FAR, then=APART),
     row("all", laser(EVERYTHING), 35, h=2, change=GENTLE, then=CLOSE),
     row("all, far apart", laser(EVERYTHING), 18, h=2, change=scaled(v=100, slopes=0.1), then=APART),
     row("all, last query", laser(EVERYTHING), 1, s=40, h=2, d=12, e=16, change=GENTLE),
     row("all, bfloat16", laser(EVERYTHING), 15, h=2, n=2, e=20, dtype="bfloat16", change=GENTLE),
     row(
         "all, float16", laser(EVERYTHING), 17, s=33, h=4, n=2, d=20, e=12, dtype="float16",
-        change=GENTLE,
+        change=GENTLE, marks=thorough,
     ),
     *(
         row(
             f"bias shared by {shared or 'none'}", laser("causal=false,bias=true"), 9, s=17, b=2,
             h=2, n=2, shared=shared, change=scaled(v=BY_HEAD), then=is_close(*2 * [[True, False]]),
         )
-        for shared in ("h", "bh", "")
+        for shared in ("bh", "")
     ),
     row("masking bias", laser("bias=true"), 20, change=masking_bias, then=has_no_row_17),
     row(
@@ -221,8 +206,7 @@ def windowed(window, causal):
         "large bias", laser("bias=true"), 35, bound=1e-4,
         change=lambda x, d_out: x["bias"].add_(200),
     ),
-    *(windowed(*each) for each in ((1, "true"), (2, "false"), (16, "true"), (33, "false"))),
-    *(windowed(*each) for each in ((100, "true"), (2**31, "false"), (16, "false"), (33, "true"))),
+    *(windowed(*each) for each in ((1, "true"), (2, "false"), (33, "true"), (2**31, "false"))),
     row("window of unequal tiles", laser("window=50"), 90, tiles=tiles(BROAD, HIGH, HIGH)),
     row(
         "window of unequal tiles, to both sides", laser("window=50,causal=false"), 90,
@@ -231,9 +215,9 @@ def windowed(window, causal):
     *(
         row(
             f"masks, {spread}", laser(EVERYTHING), 21, b=2, change=scaled(v=spread, slopes=0.1),
-            lengths=(18, 5), segments=((9, 12), (21,)),
+            lengths=(18, 5), segments=((9, 12), (21,)), marks=marks,
         )
-        for spread in (1.0, 100.0)
+        for spread, marks in ((1.0, ()), (100.0, thorough))
     ),
     row("low soft cap", laser("softcap=0.01"), 20, change=scaled(q=3)),
     row("high soft cap", laser("softcap=3000"), 20, change=scaled(q=3)),
@@ -256,15 +240,9 @@ NARROW = {
 @rows(
     row("wide keys", laser(), 17, s=20, h=2, d=36, patches=NARROW, then=CLOSE),
     row("wide values", laser(), 16, h=2, n=2, d=8, e=72, dtype="bfloat16", patches=NARROW),
-    row("both in float16", laser(), 17, h=2, d=40, e=36, dtype="float16", patches=NARROW),
-    row("to both sides", BOTH_SIDES, 18, s=17, h=2, n=2, d=20, e=20, patches=NARROW),
     row(
         "masks", laser(), 20, b=2, d=20, e=40, lengths=(18, 20),
         segments=((7, 7, 6), (11, 9)), patches=NARROW,
-    ),
-    row(
-        "all options", laser(EVERYTHING), 17, s=33, b=2, h=2, d=20, e=24, change=GENTLE,
-        patches=NARROW,
     ),
     row(
         "all options to both sides", laser(f"causal=false,{EVERYTHING}"), 17, s=33, b=2, h=2,
@@ -281,7 +259,7 @@ def test_keys_and_values_in_parts(call, then):
 
 @pytest.mark.parametrize(
     ("height", "dtype"),
-    [(0.0, "float32"), (-3.0, "float16"), (1e4, "bfloat16"), (-3.0, "bfloat16"), (1e4, "float32")],
+    [(0.0, "float32"), (-3.0, "float16"), (1e4, "bfloat16")],
 )
 def test_constant_values_give_that_constant(height, dtype):
     call = KernelCall("laser", 33, h=2, dtype=dtype)

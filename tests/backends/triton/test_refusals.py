@@ -15,6 +15,7 @@ from precondattn_triton.target import compiling_for
 SIZES = {"b": 2, "t": 8, "s": 8, "h": 2, "n": 1, "u": 2, "d": 64, "e": 64, "m": 5}
 ALL = "window=21,softcap=2,sink=true,distance=slopes"
 SOFTMAX, DIFFERENTIAL = f"softmax[bias=true,{ALL}]", f"differential[per=token](softmax[{ALL}])"
+STEP = {"verb": "extend", "t": 1, "s": 1}
 SOLVE_IN_PATH = "lucid_solve[metric=transported/7,beta=true]"
 
 
@@ -57,20 +58,17 @@ def test_supported_calls_are_accepted(expression, size):
         ("lucid_solve[metric=transported]", {"verb": "extend", "s": 1, "d": 128}),
         ("lucid(path[flush=2])", {"verb": "extend", "t": 2, "s": 2, "d": 128}),
         ("lucid_solve", {"dtype": "float32"}),
-        ("lucid", {"verb": "extend", "t": 1, "s": 1, "h": 63, "d": 128, "e": 128}),
-        ("lucid", {"verb": "extend", "t": 1, "s": 1, "h": 31, "d": 256, "e": 256}),
-        ("lucid", {"verb": "extend", "t": 1, "s": 1, "h": 31, "d": 256, "e": 256, "dtype": "float32"}),
+        ("lucid", {**STEP, "h": 63, "d": 128, "e": 128}),
+        ("lucid", {**STEP, "h": 31, "d": 256, "e": 256}),
+        ("lucid", {**STEP, "h": 31, "d": 256, "e": 256, "dtype": "float32"}),
         ("lucid", {"verb": "extend", "t": 15, "s": 15, "h": 3, "d": 128, "e": 128}),
         ("lucid", {"verb": "extend", "t": 8, "s": 8, "h": 3, "d": 256, "e": 256}),
-        ("lucid", {"verb": "extend", "t": 15, "s": 15, "h": 1, "d": 128, "e": 128, "dtype": "float32"}),
-        ("lucid", {"verb": "extend", "t": 16, "s": 16, "h": 4, "d": 256, "e": 256, "dtype": "float32"}),
+        ("lucid", {"verb": "extend", "t": 15, "s": 15, "h": 1, "d": 128, "dtype": "float32"}),
+        ("lucid", {"verb": "extend", "t": 16, "s": 16, "h": 4, "d": 256, "dtype": "float32"}),
     ],
 )  # fmt: skip
 def test_the_largest_supported_calls_are_accepted(expression, sizes):
     assert refusal(expression, **sizes) is None
-
-
-STEP = {"verb": "extend", "t": 1, "s": 1}
 
 
 @pytest.mark.parametrize(
@@ -135,7 +133,7 @@ STEP = {"verb": "extend", "t": 1, "s": 1}
         ("lucid", {**STEP, "h": 1, "d": 264}, "d=264"),
         ("lucid", {**STEP, "h": 32, "d": 8, "dtype": "float32"}, "d=8"),
         ("lucid", {"verb": "extend", "t": 15, "s": 15, "h": 4, "d": 128}, "fit a tile"),
-        ("lucid", {"verb": "extend", "t": 15, "s": 15, "h": 1, "d": 256, "dtype": "float32"}, "fit a tile"),
+        ("lucid", {"verb": "extend", "t": 15, "s": 15, "d": 256, "dtype": "float32"}, "fit a tile"),
         ("gla", {"d": 264, "dtype": "float32"}, "d <= 256 and e <= 512; found d=264"),
         ("gla", {"d": 520}, "d <= 512"),
         ("gated_delta", {"d": 264}, "d=264"),
