@@ -154,6 +154,8 @@ def test_a_gate_for_each_channel(call, then):
 
 @rows(
     recurrent("segments", "gated_delta", 20, b=2, segments=((3, 12, 5), (20,))),
+    # Borders of segments need a gate, which this rule does not have.
+    recurrent("segments without a gate", "delta", 20, segments=((3, 12, 5),)),
     recurrent("padding", "gated_delta", 20, b=2, lengths=(20, 3)),
     recurrent("masked keys", "gated_delta", 20, b=2, hides_keys=True),
 )
