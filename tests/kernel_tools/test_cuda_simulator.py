@@ -21,44 +21,31 @@ def tiles(count):
     return -(-count // 8)
 
 
-@pytest.mark.thorough(but=("17-15-__nv_bfloat16-0", "7-9-float-0"))
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 3), (7, 9), (8, 8), (17, 15)])
-def test_a_transpose_by_tiles_is_exact(name, rows, columns, order):
-    x, y = normal(rows, columns, dtype=TYPES[name]), unwritten(columns, rows, dtype=TYPES[name])
+@pytest.mark.parametrize(("name", "order"), [*zip(TYPES, ORDERS, strict=True)])
+def test_transposes_products_and_sums_by_tiles(name, order):
+    """Sizes around a tile of 8 and around a warp, in each type and in an order of threads."""
+    dtype, int32 = TYPES[name], np.int32
+    rounding = {"__half": 2e-3, "__nv_bfloat16": 2e-2}.get(name, 1e-5)
     with checked(order):
-        kernels().get_function(f"transpose<{name}, 8>")(
-            (tiles(columns), tiles(rows)), (8, 8), (x, y, np.int32(rows), np.int32(columns))
-        )
-    assert (y == x.T).all()
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize(("rows", "inner", "columns"), [(3, 5, 2), (8, 8, 8), (9, 17, 7)])
-def test_a_product_by_tiles_is_correct(name, rows, inner, columns, order):
-    a, b = normal(rows, inner, dtype=TYPES[name]), normal(inner, columns, dtype=TYPES[name], seed=1)
-    c = unwritten(rows, columns, dtype=TYPES[name])
-    with checked(order):
-        kernels().get_function(f"product<{name}, 8>")(
-            (tiles(columns), tiles(rows)), (8, 8), (a, b, c, *map(np.int32, (rows, inner, columns)))
-        )
-    exact = a.astype(np.float64) @ b.astype(np.float64)
-    one_rounding = {"__half": 2e-3, "__nv_bfloat16": 2e-2}.get(name, 1e-5)
-    np.testing.assert_allclose(c.astype(np.float64), exact, rtol=one_rounding, atol=1e-5)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("count", [0, 1, 127, 128, 129])
-def test_a_sum_by_shuffles_and_dynamic_shared_memory_is_correct(name, count, order):
-    x, y = normal(count, dtype=TYPES[name]), unwritten(1)
-    with checked(order):
-        kernels().get_function(f"total<{name}>")(
-            (1,), (128,), (x, y, np.int32(count)), shared_mem=16
-        )
-    np.testing.assert_allclose(y[0], x.astype(np.float64).sum(), rtol=1e-4, atol=1e-5)
+        for rows, columns in ((1, 1), (5, 3), (7, 9), (8, 8), (17, 15)):
+            x, y = normal(rows, columns, dtype=dtype), unwritten(columns, rows, dtype=dtype)
+            grid = (tiles(columns), tiles(rows))
+            kernels().get_function(f"transpose<{name}, 8>")(
+                grid, (8, 8), (x, y, int32(rows), int32(columns))
+            )
+            assert (y == x.T).all()
+        for rows, inner, columns in ((3, 5, 2), (8, 8, 8), (9, 17, 7)):
+            a, b = normal(rows, inner, dtype=dtype), normal(inner, columns, dtype=dtype, seed=1)
+            c = unwritten(rows, columns, dtype=dtype)
+            grid, sizes = (tiles(columns), tiles(rows)), map(int32, (rows, inner, columns))
+            kernels().get_function(f"product<{name}, 8>")(grid, (8, 8), (a, b, c, *sizes))
+            exact = a.astype(np.float64) @ b.astype(np.float64)
+            np.testing.assert_allclose(c.astype(np.float64), exact, rtol=rounding, atol=1e-5)
+        for count in (0, 1, 127, 128, 129):
+            x, y = normal(count, dtype=dtype), unwritten(1)
+            arguments = (x, y, int32(count))
+            kernels().get_function(f"total<{name}>")((1,), (128,), arguments, shared_mem=16)
+            np.testing.assert_allclose(y[0], x.astype(np.float64).sum(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -1,25 +1,21 @@
 """Compiling Pallas kernels without a device: reports and failures."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("jax")
 pytest.importorskip("triton")
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from precondattn_kernel_tools import pallas_compiler
+from precondattn_kernel_tools.pallas_compiler import kernels_of
 from precondattn_kernel_tools.resources import SHARED_LIMITS
 from precondattn_pallas import configurations, variants
+from tests.kernel_tools.test_compilers import fits, report_of
 
-EXAMPLES = """
+OF_PALLAS = """
 import jax, jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -51,37 +47,18 @@ def variants(target):
 """
 
 
-def compiler(*arguments, path="."):
-    without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-m", "precondattn_kernel_tools.pallas_compiler", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=path,
-        env=without,
-    )
-
-
 @pytest.mark.thorough
-def test_a_kernel_that_fits_has_its_resources_and_one_that_does_not_is_a_failure(tmp_path):
-    (tmp_path / "examples.py").write_text(EXAMPLES)
-    done = compiler(
-        "examples",
-        "--target=sm_80",
-        "--target=tpu",
-        "--jobs=1",
-        "--save=report.json",
-        path=tmp_path,
+def test_pallas_kernels_have_their_resources_or_are_failures(tmp_path):
+    (tmp_path / "examples.py").write_text(OF_PALLAS)
+    targets = ("--target=sm_80", "--target=tpu", "--jobs=1")
+    done, result, rest = report_of(
+        "pallas", tmp_path / "r.json", "examples", *targets, path=tmp_path
     )
     assert done.returncode == 1, done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert set(report) == {"jax", "triton", "python", "variants"}
-    result = {(v["name"], v["target"]): v for v in report["variants"]}
-    fits = result["fits square", "sm_80"]
-    assert fits["failures"] == []
-    assert 0 < fits["registers"] <= 255
-    assert fits["shared_bytes"] > 0
+    assert rest.keys() == {"jax", "triton", "python"}
+    square = result["fits square", "sm_80"]
+    fits(done, square, square["shared_bytes"])
+    assert square["shared_bytes"] > 0
     assert result["fits square", "tpu"]["failures"] == []
     assert "bytes (at most 0)" in result["spills square", "sm_80"]["failures"][0]
     for target in ("sm_80", "tpu"):
@@ -89,42 +66,24 @@ def test_a_kernel_that_fits_has_its_resources_and_one_that_does_not_is_a_failure
         assert result["has no kernel", target]["failures"] == ["no kernel in it"]
 
 
-def _double(x, out):
-    out[...] = 2 * x[...]
+def test_jax_lowers_for_every_target_without_a_device():
+    def double(x, out):
+        out[...] = 2 * x[...]
 
-
-@pytest.mark.parametrize("target", pallas_compiler.TARGETS)
-def test_jax_lowers_for_every_target_without_a_device(target):
-    shape = jax.ShapeDtypeStruct((8, 128), jnp.float32)
-    options = {"compiler_params": plgpu.CompilerParams()} if target != "tpu" else {}
-    run = pl.pallas_call(_double, out_shape=shape, **options)
-    (kernel,) = pallas_compiler.kernels_of(pallas_compiler.Variant("twice", run, (shape,)), target)
-    assert kernel.name == "twice _double"
-    assert ("tt.func" in kernel.code) == (target != "tpu")
-
-
-def test_every_nvidia_target_has_a_device():
     nvidia = {target for target in SHARED_LIMITS if target.startswith("sm_")}
     assert {*pallas_compiler.TARGETS} == {*nvidia, "tpu"}
+    shape = jax.ShapeDtypeStruct((8, 128), jax.numpy.float32)
+    for target in pallas_compiler.TARGETS:
+        options = {"compiler_params": plgpu.CompilerParams()} if target != "tpu" else {}
+        run = pl.pallas_call(double, out_shape=shape, **options)
+        variant = pallas_compiler.Variant("twice", run, (shape,))
+        (kernel,) = pallas_compiler.kernels_of(variant, target)
+        assert kernel.name == "twice double"
+        assert ("tt.func" in kernel.code) == (target != "tpu")
 
 
 @pytest.mark.thorough
-def test_some_variants_of_the_shipped_kernels_compile():
-    """The command compiles all of them, which takes minutes."""
-    chosen = "softmax float32 64"
-    done = compiler(
-        "precondattn_pallas.variants", "--target=sm_90", f"--match={chosen}", "--jobs=1"
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.partition(chosen)[2].strip() for line in done.stdout.splitlines()] == [
-        "forward",
-        "backward key_gradient",
-        "backward query_gradient",
-    ]
-
-
-@pytest.mark.thorough
-def test_every_configuration_is_compiled_ahead_of_time(monkeypatch):
+def test_every_configuration_of_pallas_is_compiled_ahead_of_time(monkeypatch):
     compiled, look_up = set(), configurations.configuration
 
     def noted(kernel, width, half):
@@ -139,5 +98,8 @@ def test_every_configuration_is_compiled_ahead_of_time(monkeypatch):
     assert len({variant.name for variant in result}) == len(result)
     for variant in result:
         jax.eval_shape(variant.function, *variant.arguments)
+    # To lower all of them takes minutes, as the command does.
+    chosen = [variant for variant in result if "softmax float32 64" in variant.name]
+    assert [len(kernels_of(variant, "sm_90")) > 0 for variant in chosen] == 2 * [True]
     shipped = {(key.kernel, key.half, cut) for key, cut in configurations.REGISTRY.untuned.items()}
     assert shipped == compiled

@@ -50,24 +50,27 @@ def warned(monkeypatch):
     assembler._warn.cache_clear()
 
 
-@pytest.mark.parametrize("version", ["12.8", "13.1"])
-def test_an_old_assembler_on_hopper_is_warned_of_once_and_the_warning_says_what_to_set(
-    warned, version
+@pytest.mark.parametrize(
+    ("capability", "version", "is_warned", "asked"),
+    [
+        ((9, 0), "12.8", True, 1),
+        ((9, 0), "13.1", True, 1),
+        ((9, 0), "13.3", False, 1),
+        ((9, 0), "13.10", False, 1),
+        ((9, 0), "14.0", False, 1),
+        ((8, 0), "12.8", False, 0),
+        ((10, 0), "12.8", False, 0),
+    ],
+)
+def test_an_old_assembler_on_hopper_is_warned_of_once(
+    warned, capability, version, is_warned, asked
 ):
-    (message,), asked = warned((9, 0), version)
-    assert f"ptxas {version} (/triton/ptxas)" in message
-    assert "set TRITON_PTXAS_PATH to the ptxas of CUDA 13.3 or newer" in message
-    assert asked == 1
-
-
-@pytest.mark.parametrize("version", ["13.3", "13.10", "14.0"])
-def test_a_mended_assembler_is_not_warned_of(warned, version):
-    assert warned((9, 0), version) == ([], 1)
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
-def test_on_other_gpus_the_assembler_is_not_asked_for_its_version(warned, capability):
-    assert warned(capability, "12.8") == ([], 0)
+    """The warning says what to set. On other GPUs the assembler is not asked for its version."""
+    messages, times = warned(capability, version)
+    assert (len(messages), times) == (int(is_warned), asked)
+    for message in messages:
+        assert f"ptxas {version} (/triton/ptxas)" in message
+        assert "set TRITON_PTXAS_PATH to the ptxas of CUDA 13.3 or newer" in message
 
 
 def test_tritons_own_assembler_tells_its_version():

@@ -1,20 +1,17 @@
 """Checks of Triton kernels without a GPU detect planted faults, and correct kernels pass.
 
-`conftest.py` switches the interpreter on for this process. The compiler runs in other processes.
+`conftest.py` switches the interpreter on for this process.
 """
 
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from precondattn_kernel_tools.triton_compiler import Variant, compile_variant
 from precondattn_kernel_tools.triton_interpreter import (
     OutOfBoundsError,
     RaceError,
@@ -23,10 +20,7 @@ from precondattn_kernel_tools.triton_interpreter import (
 )
 from tests.kernel_tools.triton_examples import kernels
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = "tests.kernel_tools.triton_examples.kernels"
-
-interpreted = pytest.mark.skipif(not is_interpreting(), reason="kernels run on a GPU")
+pytestmark = pytest.mark.skipif(not is_interpreting(), reason="kernels run on a GPU")
 
 
 SPECIAL = [float("inf"), -float("inf"), float("nan")]
@@ -36,10 +30,6 @@ def normal(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-# Arithmetic.
-
-
-@interpreted
 def test_bfloat16_arithmetic_equals_pytorchs():
     x, y = normal(64, dtype=torch.bfloat16), normal(64, dtype=torch.bfloat16, seed=1)
     out = torch.zeros(4, 64, dtype=torch.bfloat16)
@@ -49,7 +39,6 @@ def test_bfloat16_arithmetic_equals_pytorchs():
     assert torch.equal(out, torch.stack(expected))
 
 
-@interpreted
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
 def test_casts_round_to_the_nearest_and_ties_to_even(to):
     step = torch.finfo(to).eps
@@ -62,7 +51,6 @@ def test_casts_round_to_the_nearest_and_ties_to_even(to):
     assert torch.equal(result.nan_to_num(7), x.to(to).nan_to_num(7))
 
 
-@interpreted
 def test_a_cast_towards_zero_truncates():
     x = normal(128)
     result = torch.zeros(128, dtype=torch.bfloat16)
@@ -73,7 +61,6 @@ def test_a_cast_towards_zero_truncates():
     assert not torch.equal(result, x.bfloat16())
 
 
-@interpreted
 @pytest.mark.parametrize("precision", ["tf32", "tf32x3", "ieee"])
 def test_only_a_tf32_product_rounds_its_factors_to_ten_bits(precision):
     a, b = normal(32, 32), normal(32, 32, seed=1)
@@ -87,7 +74,6 @@ def test_only_a_tf32_product_rounds_its_factors_to_ten_bits(precision):
     assert ((result - exact).abs().max() > 1e-3) == (precision == "tf32")
 
 
-@interpreted
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_product_of_16_bits_is_summed_in_32(dtype):
     a = torch.ones(32, 32, dtype=dtype)
@@ -98,7 +84,6 @@ def test_a_product_of_16_bits_is_summed_in_32(dtype):
     assert (result == 2048 + 31).all()
 
 
-@interpreted
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int32])
 def test_atomic_additions_of_lanes_and_programs_add_up(dtype):
     x, y, old = torch.arange(8).to(dtype), torch.zeros(4, dtype=dtype), torch.zeros(24, dtype=dtype)
@@ -109,7 +94,6 @@ def test_atomic_additions_of_lanes_and_programs_add_up(dtype):
     assert torch.equal(old[20:] + x[4:], y)
 
 
-@interpreted
 def test_other_atomic_operations_are_correct():
     x = torch.tensor([3.0, -1, 5, 2, 4, 0, -2, 9])
     y, old = torch.zeros(8), torch.zeros(8)
@@ -125,7 +109,6 @@ def test_other_atomic_operations_are_correct():
     assert (y.tolist(), old.tolist()) == ([1, 5, 3, 5], [0, 5, 2, 5])
 
 
-@interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masked_lanes_without_other_are_undefined(dtype):
     x, y = torch.arange(1, 9).to(dtype), torch.zeros(1, dtype=dtype)
@@ -136,7 +119,6 @@ def test_masked_lanes_without_other_are_undefined(dtype):
     assert y.isnan().all()
 
 
-@interpreted
 def test_infinities_and_nans_raise_no_warning():
     x, out = torch.tensor([*SPECIAL, 0.0]), torch.zeros(16)
     with checked():
@@ -144,7 +126,6 @@ def test_infinities_and_nans_raise_no_warning():
     assert out[4:8].isnan().all()
 
 
-@interpreted
 def test_autotuning_uses_the_first_configuration():
     x, y = normal(100), torch.zeros(100)
     with checked(seed=0):
@@ -153,10 +134,6 @@ def test_autotuning_uses_the_first_configuration():
     assert kernels.tuned_scale.best_config.kwargs == {"BLOCK": 16}
 
 
-# Memory.
-
-
-@interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
 def test_accesses_within_bounds_pass(dtype):
     x = normal(100).gt(0).to(dtype)
@@ -170,7 +147,6 @@ def test_accesses_within_bounds_pass(dtype):
     assert not y[1, 1::2].any()
 
 
-@interpreted
 def test_an_expanded_tensor_has_one_element_in_memory():
     x, y = torch.tensor([3.0]).expand(16), torch.zeros(16)
     with checked():
@@ -180,7 +156,6 @@ def test_an_expanded_tensor_has_one_element_in_memory():
             kernels.read[(1,)](x, y, 0, 1, 16)
 
 
-@interpreted
 @pytest.mark.parametrize(
     ("first", "offsets"), [(30, "32 to 45"), (-3, "-3 to -1"), (1000, "1000 to")]
 )
@@ -193,7 +168,6 @@ def test_a_planted_read_out_of_bounds_is_reported(first, offsets):
         kernels.read[(1,)](normal(32), torch.zeros(16), first, 1, 16)
 
 
-@interpreted
 @pytest.mark.parametrize(("is_atomic", "verb"), [(False, "written"), (True, "updated")])
 def test_a_planted_write_out_of_bounds_is_reported_and_not_executed(is_atomic, verb):
     whole = torch.zeros(64)
@@ -202,7 +176,6 @@ def test_a_planted_write_out_of_bounds_is_reported_and_not_executed(is_atomic, v
     assert not whole.any()
 
 
-@interpreted
 def test_a_mask_that_is_too_wide_is_detected_although_the_storage_is_larger():
     x, y = normal(64), torch.zeros(64)
     with checked():
@@ -213,14 +186,12 @@ def test_a_mask_that_is_too_wide_is_detected_although_the_storage_is_larger():
     assert not y[40:].any()
 
 
-@interpreted
 def test_a_read_out_of_bounds_is_detected_although_it_is_inside_another_tensor():
     whole = normal(64)
     with checked(), pytest.raises(OutOfBoundsError, match="16 of 16"):
         kernels.read[(1,)](whole[:32], whole[32:], 32, 1, 16)
 
 
-@interpreted
 def test_empty_tensors_and_tuples_of_tensors_are_accepted():
     nothing, x, y = torch.zeros(0), normal(2, 16), torch.zeros(16)
     with checked(seed=0):
@@ -235,9 +206,6 @@ def test_empty_tensors_and_tuples_of_tensors_are_accepted():
             kernels.first_of_each[(1,)]((x[0], x[1, :12]), y, 16)
 
 
-# Programs.
-
-
 def running_sum(seed):
     y = torch.zeros(64)
     with checked(seed):
@@ -245,7 +213,6 @@ def running_sum(seed):
     return y
 
 
-@interpreted
 def test_a_planted_race_gives_different_outputs_in_different_orders():
     in_order = torch.arange(1.0, 65)
     assert torch.equal(running_sum(None), in_order)
@@ -255,7 +222,6 @@ def test_a_planted_race_gives_different_outputs_in_different_orders():
     assert torch.equal(outputs[2], running_sum(2))
 
 
-@interpreted
 def test_a_planted_lost_update_is_detected_in_any_order():
     x, y = torch.ones(64), torch.zeros(1)
     for seed in (None, 0, 1):
@@ -267,7 +233,6 @@ def test_a_planted_lost_update_is_detected_in_any_order():
             assert y == 64
 
 
-@interpreted
 def test_every_program_of_a_grid_runs_once_whatever_the_order():
     for seed in (None, 0, 1):
         y = torch.full((24,), -1, dtype=torch.int32)
@@ -276,7 +241,6 @@ def test_every_program_of_a_grid_runs_once_whatever_the_order():
         assert y.tolist() == list(range(24))
 
 
-@interpreted
 def test_after_checked_kernels_run_unchecked_again():
     x, y = normal(64), torch.zeros(16)
 
@@ -297,27 +261,6 @@ def test_after_checked_kernels_run_unchecked_again():
     assert torch.equal(inner, torch.arange(1.0, 65))
 
 
-# Separate processes.
-
-
-def python(*arguments, path=ROOT, **environment):
-    """Run a process without the interpreter, with a folder on its path."""
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    places = os.pathsep.join([str(path), inherited.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**inherited, "PYTHONPATH": places, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
-def compiler(*arguments, **options):
-    return python("-m", "precondattn_kernel_tools.triton_compiler", *arguments, **options)
-
-
 @pytest.mark.parametrize(
     ("before", "says"),
     [
@@ -327,119 +270,10 @@ def compiler(*arguments, **options):
 )
 def test_checked_names_what_is_missing(before, says):
     program = f"{before}\nfrom precondattn_kernel_tools.triton_interpreter import checked"
-    done = python("-c", f"{program}\nwith checked(): pass")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}\nwith checked(): pass"], env=environment,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode
     assert says in done.stderr
-
-
-@pytest.fixture(scope="module")
-def everything(tmp_path_factory):
-    """The finished process that compiled every example, and its report by name."""
-    path = tmp_path_factory.mktemp("triton") / "report.json"
-    done = compiler(EXAMPLES, "--target=sm_80", "--jobs=2", f"--save={path}")
-    report = json.loads(path.read_text())
-    assert set(report) == {"triton", "python", "variants"}
-    return done, {variant["name"]: variant for variant in report["variants"]}
-
-
-@pytest.mark.thorough
-def test_the_report_has_the_resources_of_a_kernel_that_compiles_and_fits(everything):
-    done, variants = everything
-    for name, takes_shared in (("scale", False), ("shifted", False), ("product 32", True)):
-        result = variants[name]
-        assert result["target"] == "sm_80"
-        assert result["failures"] == []
-        assert 0 < result["registers"] <= 255
-        assert result["seconds"] > 0
-        assert result["spilt_bytes"] == 0
-        assert (result["shared_bytes"] > 0) == takes_shared
-        assert name in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("name", "failure"),
-    [
-        ("product 8", "CompilationError"),
-        ("spills", "bytes (at most 0)"),
-        ("needs too much shared memory", "bytes of shared memory, of 166912"),
-    ],
-)
-def test_a_kernel_that_does_not_compile_or_fit_is_a_failure(everything, name, failure):
-    done, variants = everything
-    assert done.returncode == 1
-    (message,) = variants[name]["failures"]
-    assert failure in message
-    assert failure in done.stdout
-
-
-def test_two_targets_of_two_vendors_compile_together(tmp_path):
-    path = tmp_path / "report.json"
-    targets = ("--target=sm_90", "--target=gfx942")
-    done = compiler(EXAMPLES, *targets, "--match=product 32", f"--save={path}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    variants = json.loads(path.read_text())["variants"]
-    assert [v["target"] for v in variants] == ["sm_90", "gfx942"]
-    assert all(v["registers"] > 0 and v["shared_bytes"] > 0 for v in variants)
-
-
-def test_names_are_listed_without_compiling():
-    done = compiler(EXAMPLES, "--list", "--target=sm_90", "--match=product")
-    assert (done.returncode, done.stdout) == (0, "product 32\nproduct 8\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "says"),
-    [
-        (["--target=sm_80"], {"TRITON_INTERPRET": "1"}, "TRITON_INTERPRET is set"),
-        (["--target=sm_80", "--match=absent"], {}, "no variant with 'absent' in its name"),
-        (["--target=sm_1"], {}, "invalid choice: 'sm_1'"),
-        (["--target=sm_80", "--jobs=0"], {}, "--jobs has to be at least 1, not 0"),
-        ([], {}, "--target is needed"),
-    ],
-)
-def test_invalid_arguments_of_the_compiler_are_refused(arguments, environment, says):
-    done = compiler(EXAMPLES, *arguments, **environment)
-    assert done.returncode == 2
-    assert says in done.stderr
-
-
-def test_an_unknown_target_is_refused_by_name():
-    variant = Variant("scale", kernels.scale, {}, {}, {})
-    with pytest.raises(ValueError, match=r"target has to be one of sm_80, .* not 'sm_1'"):
-        compile_variant(variant, "sm_1")
-
-
-BAD = """
-import os
-from types import SimpleNamespace as Function
-from precondattn_kernel_tools.triton_compiler import Variant
-
-class Dies:
-    @property
-    def arg_names(self):
-        os._exit(3)
-
-def variants(target):
-    yield Variant("lacks", Function(arg_names=["x", "y"]), {"x": "*fp32"}, {}, {})
-    yield Variant("unknown", Function(arg_names=["x"]), {"x": "*fp32"}, {"SIZE": 8}, {})
-    yield Variant("dies", Dies(), {}, {}, {})
-    yield Variant("lacks too", Function(arg_names=["z"]), {}, {}, {})
-    if os.environ.get("TWICE"):
-        yield Variant("dies", Dies(), {}, {}, {})
-"""
-
-
-def test_invalid_variants_are_failures_and_do_not_stop_others(tmp_path):
-    (tmp_path / "bad.py").write_text(BAD)
-    done = compiler("bad", "--target=sm_80", "--jobs=2", path=tmp_path)
-    assert done.returncode == 1, done.stderr
-    for failure in (
-        "neither a type nor a value is given for y",
-        "the kernel has no argument SIZE",
-        "the compiler's process died",
-        "neither a type nor a value is given for z",
-    ):
-        assert done.stdout.count(failure) == 1
-    done = compiler("bad", "--list", "--target=sm_80", path=tmp_path, TWICE="1")
-    assert done.returncode == 2
-    assert "bad has more than one variant of the name dies" in done.stderr

@@ -1,0 +1,270 @@
+"""Softmax with options, differential attention and PaTH by Triton's kernels, interpreted."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+import precondattn as pa
+from precondattn_triton.configurations import Configuration
+from precondattn_triton.path.groups import Level, groups
+from tests.backends.triton.calls import KernelCall, error, hold, row, rows, scaled, thorough
+from tests.backends.triton.tiles import SMALL
+
+EVERYTHING = "softmax[window=21,bias=true,softcap=2,sink=true,distance=slopes]"
+DIFFERENTIAL = "differential[per=token](softmax[window=21,softcap=2,sink=true,distance=slopes])"
+GENTLE = scaled(slopes=0.1)
+HIGH, BROAD = Configuration(32, 16), Configuration(16, 32)
+UNEQUAL = {
+    "softmax_forward": BROAD,
+    "softmax_query_gradient": HIGH,
+    "softmax_key_gradient": HIGH,
+    "softmax_bias_gradient": BROAD,
+}
+
+
+def path_tiles(rows, chunk):
+    tiles = dict.fromkeys((name for name in SMALL if "path" in name), Configuration(rows, 16))
+    return {**tiles, "path_chunks": Configuration(chunk, 16)}
+
+
+def masking_bias(x, d_out):
+    """Pairs that a bias masks, and a query without any key."""
+    x["bias"][..., 3:9] = -torch.inf
+    x["bias"][..., 17, :] = -torch.inf
+
+
+def has_no_row_17(out, gradients, _):
+    assert (out[:, 17] == 0).all()
+    assert (gradients["q"][:, 17] == 0).all()
+
+
+def second_is_zero(out, gradients, _):
+    """The second sequence has no visible key."""
+    assert (out[1] == 0).all()
+    assert (gradients["q"][1] == 0).all()
+
+
+def coinciding(x, d_out):
+    x["k"][:, 5:25] = x["k"][:, 5:6]
+    x["k"][:, 28:] = 0
+    if "k2" in x:
+        x["k2"][:, 8:] = 0
+
+
+def sinks(x, d_out):
+    """One sink takes hardly any of the weight, the other nearly all of it."""
+    x["sink"].copy_(torch.tensor([-200.0, 20.0]))
+
+
+def nearly_one_key(x, d_out):
+    x["k"].mul_(0.02).add_(1)
+
+
+def windowed(window, causal, t=50, s=70):
+    expression = f"softmax[window={window},causal={causal}]"
+    return row(f"window {window} causal={causal}", expression, t, s=s)
+
+
+@rows(
+    row("bias", "softmax[bias=true]", 33, h=2),
+    row("slopes", "softmax[distance=slopes]", 33, h=2, change=GENTLE),
+    row("slopes to both sides", "softmax[causal=false,distance=slopes]", 33, change=GENTLE),
+    row("all, last query", EVERYTHING, 1, s=40, h=2, d=12, e=16),
+    row("all, float16", EVERYTHING, 17, s=33, h=4, n=2, d=20, e=12, dtype="float16", shared="h"),
+    row("all, duplicate and zero keys", EVERYTHING, 33, change=coinciding, shared="b"),
+    row("all, tiles of unequal sizes", EVERYTHING, 70, b=2, shared="b", tiles=UNEQUAL),
+    row("all, shipped tiles", EVERYTHING, 33, tiles=None),
+    row("all, shipped tiles in half", EVERYTHING, 33, dtype="bfloat16", tiles=None),
+    row(
+        "shared by all",
+        "softmax[bias=true,causal=false]", 20, s=33, b=2, h=4, n=2, shared="bh",
+    ),
+    row("shared by none", "softmax[bias=true,causal=false]", 20, s=33, b=2, h=4, n=2),
+    row(
+        "masking bias", "softmax[bias=true,sink=true]", 20, change=masking_bias, then=has_no_row_17
+    ),
+    *(windowed(*each) for each in ((2, "true"), (5, "false"), (33, "true"), (2**31, "false"))),
+    row(
+        "more queries than keys", "softmax[window=20,causal=false,distance=slopes]", 40, s=17,
+        change=GENTLE,
+    ),
+    row(
+        "window of unequal tiles", "softmax[window=50,causal=false,bias=true]", 90,
+        tiles=UNEQUAL, marks=thorough,
+    ),
+    row(
+        "padding", "softmax[window=12,bias=true,softcap=3,sink=true]", 33, b=2,
+        dtype="bfloat16", lengths=(0, 20),
+    ),
+    row(
+        "padding to both sides", "softmax[causal=false,window=12,bias=true,softcap=3,sink=true]",
+        33, b=2, dtype="bfloat16", lengths=(0, 20),
+    ),
+    row(
+        "masked keys", "softmax[window=9,sink=true]", 33, b=2, hides_keys=True, then=second_is_zero
+    ),
+    row("segments in a window", "softmax[window=9]", 50, s=80, b=2, segments=((37, 8, 35), (80,))),
+    row(
+        "segments to both sides", "softmax[causal=false,softcap=3]", 80, b=2,
+        segments=((37, 8, 35), (80,)),
+    ),
+    row("segments and a sink", "softmax[sink=true]", 50, s=80, b=2, segments=((37, 8, 35), (80,))),
+    row("low soft cap", "softmax[softcap=0.01]", 20, change=scaled(q=3)),
+    row("high soft cap", "softmax[softcap=3000]", 20, change=scaled(q=3)),
+    row("extreme sinks", "softmax[sink=true]", 20, h=2, change=sinks),
+    row(
+        # Only the sums of the rows of dS remain in the gradient of a query.
+        "precise, equal keys", "softmax[softcap=20]", 33, dtype="bfloat16",
+        change=nearly_one_key, is_precise=True, bound=2e-3,
+    ),
+)  # fmt: skip
+def test_softmax_with_options(call, then):
+    hold(call, then)
+
+
+@pytest.mark.parametrize("causal", ["true", "false"])
+def test_a_window_of_one_key_has_no_gradient_of_scores(causal):
+    call = KernelCall(f"softmax[window=1,causal={causal}]", 33, 50)
+    x, d_out = call.arrays()
+    out, gradients, _ = call.run(x, d_out)
+    torch.testing.assert_close(out, x["v"][:, 17:])
+    assert max(gradients[name].abs().max() for name in "qk") < 1e-6
+    torch.testing.assert_close(gradients["v"][:, 17:], d_out)
+    assert (gradients["v"][:, :17] == 0).all()
+
+
+@rows(
+    row("two tokens", "differential", 2, d=8, e=16),
+    row("scale, float16", "differential(softmax[scale=0.3])", 33, e=16, dtype="float16"),
+    row(
+        "bfloat16, to both sides", "differential(softmax[causal=false])", 48, d=8, dtype="bfloat16"
+    ),
+    row("one query side", "differential[paired=q]", 17, h=2),
+    row(
+        "tiles of unequal sizes", "differential", 70,
+        tiles={"wide_forward": BROAD, "wide_query_gradient": HIGH, "wide_key_gradient": HIGH},
+    ),
+    row("last queries, to both sides", "differential(softmax[causal=false])", 17, s=40),
+    row(
+        "padding", "differential[per=token]", 33, b=2, dtype="bfloat16", lengths=(0, 20)
+    ),
+    row(
+        "padding to both sides", "differential[per=token](softmax[causal=false])", 33, b=2,
+        dtype="bfloat16", lengths=(0, 20),
+    ),
+    row("masked keys", "differential", 33, b=2, hides_keys=True, then=second_is_zero),
+    row("segments", "differential", 35, segments=((10, 8, 17),)),
+    row("slopes in half", "differential(softmax[distance=slopes])", 33, h=2, dtype="bfloat16"),
+    row("sink and soft cap", "differential[paired=q](softmax[sink=true,softcap=2])", 20, b=2, h=2),
+    row("all options", DIFFERENTIAL, 33, s=40, h=2, change=GENTLE),
+    row("all options, float16", DIFFERENTIAL, 49, h=2, dtype="float16", change=GENTLE),
+    *(
+        row(
+            f"{e} values, {dtype}", "differential[per=token](softmax[distance=slopes,softcap=2])",
+            20, h=2, e=e, dtype=dtype, change=GENTLE,
+        )
+        for e, dtype in ((136, "float32"), (300, "bfloat16"))
+    ),
+    row("duplicate and zero keys", "differential", 33, change=coinciding),
+    row("shipped tiles in half", "differential", 33, dtype="bfloat16", tiles=None),
+)  # fmt: skip
+def test_differential_attention(call, then):
+    hold(call, then)
+
+
+def test_equal_maps_give_one_map_times_one_minus_lambda():
+    call = KernelCall("differential", 20)
+    x, d_out = call.arrays()
+    x |= {"q2": x["q"], "k2": x["k"], "lam": torch.tensor(1.0)}
+    assert (call.run(x, d_out)[0] == 0).all()
+    x["lam"] = torch.tensor(0.25)
+    softmax = pa.softmax(*(x[name].double() for name in "qkv"), backend="reference")
+    out = call.run(x, d_out)[0]
+    assert error(out.double().numpy(), 0.75 * softmax.numpy()) < 1e-6
+
+
+def extreme(beta):
+    """Strengths of `beta`: none, projections, reflections. Equal and zero directions and keys."""
+
+    def change(x, d_out):
+        w = x["w"]
+        x["beta"].fill_(beta)
+        w[:, 10:20] = w[:, 10:11]
+        w[:, 25:] = torch.nn.functional.normalize(w[:, 25:] * 0.1 + w[:, 9:10], dim=-1)
+        w[:, 20:25] = 0
+        x["k"][:, 5:30] = x["k"][:, 5:6]
+
+    return change
+
+
+def correlated(x, d_out):
+    """Directions for which the Neumann series by repeated doubling would lose digits."""
+    w = 0.1 * x["w"] * x["w"].shape[-1] ** 0.5 + x["w"][:, :1] * x["w"].shape[-1] ** 0.5
+    x["w"].copy_(torch.nn.functional.normalize(w, dim=-1))
+    x["beta"].fill_(1)
+
+
+WIDEST, BUDGET = (f"precondattn_triton.path.{name}" for name in ("blocks.WIDEST", "groups.BUDGET"))
+
+
+@rows(
+    row("one token", "path", 1, d=8, e=16, smallest=1e-3),
+    row("15 tokens", "path", 15, d=12),
+    row("bfloat16", "path", 16, h=2, n=2, e=20, dtype="bfloat16"),
+    row("float16", "path", 20, e=16, dtype="float16"),
+    row("two blocks in bfloat16", "path", 33, d=8, dtype="bfloat16"),
+    row("two blocks, two queries of a key", "path", 50, h=2),
+    row("queries that begin within a chunk", "path", 24, s=35),
+    row("one block at a time", "path", 40, s=72, patches={BUDGET: 1}, marks=thorough),
+    row("one chunk at a time", "path", 40, s=72, patches={BUDGET: 1, WIDEST: 8}),
+    row("tiles larger than chunks", "path", 37, s=40, tiles=path_tiles(32, 16)),
+    row("tiles smaller than chunks", "path", 37, s=40, tiles=path_tiles(16, 32)),
+    row("small window", "path[window=2]", 33, s=40),
+    row("window", "path[window=20]", 33, s=40, marks=thorough),
+    row("padding", "path", 33, b=2, lengths=(0, 20)),
+    row("padding in bfloat16", "path", 33, b=2, lengths=(0, 20), dtype="bfloat16"),
+    row("masked keys", "path", 33, b=2, hides_keys=True, then=second_is_zero),
+    row("segments", "path", 50, segments=((10, 8, 32),)),
+    *(row(f"extreme directions, {beta}", "path", 40, change=extreme(beta)) for beta in (1, 2)),
+    # Float32 rounds logits of that size to 1e-5, and so their exponentials.
+    row("large logits", "path", 33, change=scaled(q=30), bound=2e-4),
+    row(
+        "correlated directions", "path", 32, d=32, change=correlated,
+        tiles={"path_chunks": Configuration(32, 16)},
+    ),
+    row("shipped tiles", "path", 35, tiles=None),
+    row("shipped tiles in half", "path", 35, dtype="bfloat16", tiles=None),
+)  # fmt: skip
+def test_path(call, then):
+    hold(call, then)
+
+
+def test_in_a_precise_kernel_equal_keys_give_queries_of_path_a_gradient_of_zero():
+    """Without reflections, dq = Σ dS k of one k, and the rows of dS sum to 0."""
+    call = KernelCall("path", 40, e=16, dtype="bfloat16", is_precise=True)
+    x, d_out = call.arrays()
+    x |= {"k": 16 * x["k"][:, :1].expand_as(x["k"]), "beta": torch.zeros_like(x["beta"])}
+    assert call.run(x, d_out)[1]["q"].abs().max() < 1e-4 * x["k"].abs().max()
+
+
+@pytest.mark.parametrize(
+    ("level", "past", "tokens"),
+    [
+        (Level(16, 4), 0, 1), (Level(16, 4), 1, 31), (Level(16, 4), 40, 640),
+        (Level(64, 100), 0, 640), (Level(64, 100), 40, 33), (Level(64, 100), 1, 32),
+    ],
+)  # fmt: skip
+def test_groups_of_queries_have_every_query_once_and_fit_the_budget(
+    monkeypatch, level, past, tokens
+):
+    monkeypatch.setattr(BUDGET, 3 * 2**16)
+    found = groups(level, past, past + tokens, row_bytes=64)
+    ends = [group.end for group in found]
+    assert [group.start for group in found[1:]] == ends[:-1]
+    assert found[0].start <= past < found[0].end
+    assert ends[-1] == past + tokens
+    for group in found:
+        is_smallest = group.end - group.start <= level.length * min(level.per_parent, 4)
+        assert 64 * group.stored <= 3 * 2**16 or is_smallest
