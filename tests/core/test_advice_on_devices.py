@@ -52,6 +52,7 @@ def require_right_advice(refusal_in):
     return len(advised)
 
 
+@pytest.mark.thorough
 def test_the_layouts_that_jax_advises_divide_the_call():
     jax = pytest.importorskip("jax")
     from precondattn.parallel.jax import context_parallel
