@@ -336,6 +336,10 @@ def test_wide_buffers_stay_in_float32():
     }
     new = {n: a.bfloat16() for n, a in slice_tokens(m, x, 6, 7).items()}
     m.extend(half, **new)
+    made = m.init_cache(**new, capacity=CAPACITY)
+    assert {n: a.dtype for n, a in made.store.items()} == {
+        n: a.dtype for n, a in half.store.items()
+    }
     assert {a.dtype for a in half.to(dtype="float64").store.values()} == {torch.float64}
     assert half.to(device="meta").length.is_meta
 

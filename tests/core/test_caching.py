@@ -133,18 +133,6 @@ def test_a_cache_consists_of_plain_arrays_and_can_be_pickled():
     np.testing.assert_array_equal(result, expected)
 
 
-def test_half_precision_caches_keep_norms_in_float32():
-    torch = pytest.importorskip("torch")
-    m = pa.Lucid()
-    x = {n: torch.tensor(a).bfloat16() for n, a in inputs_of(m).items()}
-    cache = m.init_cache(**x, capacity=LENGTH)
-    assert {key: buffer.dtype for key, buffer in cache.store.items()} == {
-        "k": torch.bfloat16,
-        "y": torch.bfloat16,
-        "rms(k)": torch.float32,
-    }
-
-
 @pytest.mark.parametrize(("b", "held", "t"), [(1, 0, 1), (3, 5, 2), (2, 8, 0)])
 def test_the_frame_of_caches_of_equal_length_equals_the_general_frame(b, held, t):
     length = np.full((b,), held, dtype=np.int32)
