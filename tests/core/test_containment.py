@@ -115,6 +115,23 @@ def test_the_gradient_by_autograd_of_other_segments_is_that_without_the_bad_one(
         np.testing.assert_allclose(found[other], expected[name][other], rtol=1e-9, atol=1e-12)
 
 
+def test_under_jit_the_gradient_of_other_segments_is_that_without_the_bad_one():
+    jax = pytest.importorskip("jax")
+    m = pa.parse("lucid")
+    other = SEGMENTS[:, BAD : BAD + 1] != SEGMENTS
+
+    @jax.jit
+    @jax.grad
+    def gradient(x):
+        out = m(**x, segment_ids=jax.numpy.asarray(SEGMENTS))
+        return (jax.numpy.where(other[:, :, None, None], out, 0.0) ** 2).sum()
+
+    with jax.enable_x64():
+        expected = gradient(inputs_of(m))
+        for name, found in gradient(inputs_of(m, v=np.nan)).items():
+            np.testing.assert_allclose(found[other], expected[name][other], rtol=1e-9, atol=1e-12)
+
+
 @in_libraries("gated_delta", of_jax=[])
 def test_a_gate_of_minus_infinity_is_not_bad(library, expression):
     m = pa.parse(expression)

@@ -48,6 +48,10 @@ def test_a_described_plan_has_a_backend_whose_code_can_not_be_imported_with_the_
         pa.unregister_backend("importing")
 
 
+def test_without_entry_points_only_the_reference_is_available(only_the_reference):
+    assert [backend.name for backend in discover().backends] == ["reference"]
+
+
 def test_the_backends_of_this_repository_are_discovered_by_entry_points():
     names = [backend.name for backend in discover().backends]
     assert names == ["cupy", "pallas", "triton", "jax", "portable", "torch", "reference"]

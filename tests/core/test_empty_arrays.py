@@ -179,6 +179,13 @@ def test_jax_compiles_and_differentiates_empty_calls(text):
     assert_equal(arrays_in(after), on_host(arrays_in(cache)))
 
 
+def test_torch_compile_takes_empty_calls():
+    torch = pytest.importorskip("torch")
+    inputs = arrays_of("torch", make_inputs(pa.Lucid(), t=0, s=0))
+    compiled = torch.compile(lambda x: pa.Lucid()(**x), fullgraph=True, backend="aot_eager")
+    assert tuple(compiled(inputs).shape) == (2, 0, 4, 6)
+
+
 def test_autocast_and_flop_counters_take_empty_calls():
     torch = pytest.importorskip("torch")
     from torch.utils.flop_counter import FlopCounterMode
@@ -214,6 +221,14 @@ def test_without_keys_the_log_sum_exp_is_that_of_the_sink_or_of_nothing(sink, li
     if sink:
         np.testing.assert_array_equal(gradients.pop("sink"), np.full(4, 10.0))
     assert_zeros(gradients, arrays)
+
+
+def test_part_of_no_keys_leaves_a_merge_as_it_is():
+    q, k, v = make_inputs(pa.Softmax(causal=False)).values()
+    whole = pa.with_lse(pa.Softmax(causal=False), q, k, v)
+    nothing = pa.with_lse(pa.Softmax(causal=False), q, k[:, :0], v[:, :0])
+    for found, expected in zip(pa.merge(*zip(whole, nothing, strict=True)), whole, strict=True):
+        np.testing.assert_allclose(found, expected)
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
