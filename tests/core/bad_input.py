@@ -1,4 +1,4 @@
-"""Cases of bad input, and the calls that refuse them."""
+"""Inputs of calls that are refused, the verbs that refuse them, and how an error is compared."""
 
 import re
 
@@ -8,21 +8,11 @@ import pytest
 import precondattn as pa
 
 SOFTMAX, LUCID, BIASED = pa.Softmax(), pa.Lucid(), pa.Softmax(bias=True)
-
-
 FREE = pa.Softmax(causal=False)
-
-
 Q, K, V = np.random.default_rng(0).normal(size=(3, 2, 4, 2, 3))
-
-
 for _array in (Q, K, V):
     _array.flags.writeable = False
-
-
 ARRAY = "must be an array of NumPy, PyTorch, JAX, CuPy or another array-API library; found"
-
-
 ONE_DTYPE = (
     "softmax: inputs of one dtype expected (beside half-precision queries, keys and "
     "values, gates and the like may be float32); found "
@@ -48,26 +38,12 @@ def cache_for(mechanism=SOFTMAX, capacity=8, **named):
     return mechanism.init_cache(Q, K, V, capacity=capacity, **named)
 
 
-def by_call(mechanism, *arrays, **named):
-    return mechanism(*arrays, **named)
-
-
-def by_vjp(mechanism, *arrays, **named):
-    return mechanism.vjp(*arrays, **named)
-
-
-def by_explain(mechanism, *arrays, **named):
-    return mechanism.explain(*arrays, **named)
-
-
-def by_extend(mechanism, *arrays, **named):
-    return mechanism.extend(cache_for(mechanism), *arrays, **named)
-
-
-def by_explain_extend(mechanism, *arrays, **named):
-    return mechanism.explain(*arrays, cache=cache_for(mechanism), **named)
-
-
-every_verb = pytest.mark.parametrize(
-    "verb", [by_call, by_vjp, by_explain, by_extend, by_explain_extend]
+FULL = (
+    lambda m, *arrays, **named: m(*arrays, **named),
+    lambda m, *arrays, **named: m.vjp(*arrays, **named),
+    lambda m, *arrays, **named: m.explain(*arrays, **named),
+)
+EXTENDING = (
+    lambda m, *arrays, **named: m.extend(cache_for(m), *arrays, **named),
+    lambda m, *arrays, **named: m.explain(*arrays, cache=cache_for(m), **named),
 )

@@ -1,54 +1,30 @@
-"""Two processes hold DTensors together. `tests/ranks.py` starts them; each calls `main`.
+"""Two processes hold DTensors together, sharded over batch and heads, and nothing is sent.
 
-A process writes `result_RANK.json`: the names of its cases, and the error of each that failed.
+A row is a mechanism, the axis that is sharded, and what is special. Output, gradients, `vjp`,
+`extend` and its cache equal those of whole tensors.
 """
-
-import json
-import traceback
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import context_parallel
 
 import precondattn as pa
 from precondattn_conformance.inputs import CallLayout, make_inputs
+from tests.core.parallel_worker import named
 
 WORLD = 2
 PLAIN = CallLayout("test", t=5, s=5)
-MECHANISMS = {
-    "softmax": PLAIN,
-    "softmax[bias=true]": PLAIN._replace(broadcast="bh"),
-    "lucid": PLAIN,
-    "laser": PLAIN,
-    "path": PLAIN,
-    "lucid(path)": PLAIN,
-    "linear": PLAIN,
-    "gla": PLAIN,
-    "gsa": PLAIN,
-    "ssd": PLAIN,
-    "delta": PLAIN,
-    "gated_delta": PLAIN,
-    "retention": PLAIN,
-    "differential": PLAIN,
-    "row_normalized": PLAIN,
-    "temperature": PLAIN,
-    "temperature[per=head](linear)": PLAIN,
-    "hedgehog": PLAIN,
-    "elu1": PLAIN,
-    "qk_norm": PLAIN,
-    "per_dim_scale": PLAIN,
-    "ccq(gla)": PLAIN,
-    "ccq(lucid)": PLAIN,
-}
-ONE_KEY_HEAD = ("lucid", "gla", "path", "ccq(gla)")
+MECHANISMS = (
+    *("softmax[bias=true]", "lucid(path)", "gsa", "ssd", "gated_delta", "retention"),
+    *("differential", "row_normalized", "temperature[per=head](linear)", "hedgehog", "qk_norm"),
+    *("elu1", "laser", "per_dim_scale", "ccq(gla)", "ccq(lucid)"),
+)
+"""Each kind of inputs, states and stored tokens"""
 
 
 def axis_of(pattern, shape, what):
@@ -68,8 +44,8 @@ def require_equal(found, expected, mesh, what):
     torch.testing.assert_close(found.full_tensor(), expected, msg=lambda m: f"{what}: {m}")
 
 
-def check(expression, what, layout, mesh, mask=None):
-    m = pa.parse(expression)
+def check(expression, what, mesh, mask=None, **changed):
+    m, layout = pa.parse(expression), PLAIN._replace(**changed)
     x = {n: torch.tensor(a) for n, a in make_inputs(m, layout, "clustered").items()}
     masks = {n: torch.as_tensor(a) for n, a in layout._replace(mask=mask).masks().items()}
     axes = {n: axis_of(m.inputs[n], a.shape, what) for n, a in x.items()}
@@ -153,53 +129,30 @@ def refusals(mesh):
         "k": sharded((2, 6, 2, 8), 1),
         "v": sharded((2, 6, 2, 6), 1),
     }
-    return {
-        "time": lambda: require_refused(("q", "axis 1 (t)", "query time"), mesh, **time),
-        "channels": lambda: require_refused(
-            ("k", "axis 3 (d)", "key width"), mesh, k=sharded(keys, 3)
-        ),
-        "a plain tensor": lambda: require_refused(("k must be a DTensor",), mesh, k=tensor(*keys)),
-        "replicated beside sharded": lambda: require_refused(
+
+    def uneven(shape):
+        local, of_all = tensor(*shape)[: 2 - mesh.get_rank()], tensor(3, *shape[1:])
+        placed = {"shape": of_all.shape, "stride": of_all.stride()}
+        return DTensor.from_local(local, mesh, [Shard(0)], **placed)
+
+    of_heads = {"q": sharded(queries, 2), "k": sharded(keys, 2)}
+    of_heads["v"] = sharded((x.b, x.s, x.n, x.e), 2)
+    partial_sums = DTensor.from_local(tensor(*keys), mesh, [Partial()])
+    for words, changed in (
+        (("q", "axis 1 (t)", "query time"), time),
+        (("k", "axis 3 (d)", "key width"), {"k": sharded(keys, 3)}),
+        (("k must be a DTensor",), {"k": tensor(*keys)}),
+        (
             ("k must have the placements", "Shard(dim=0)", "Replicate()"),
-            mesh,
-            k=sharded(keys, None),
+            {"k": sharded(keys, None)},
         ),
-        "heads beside batch": lambda: require_refused(
-            ("divides the batch of q and the heads of k",), mesh, k=sharded(keys, 2)
-        ),
-        "partial sums": lambda: require_refused(
-            ("k is P", "Shard or Replicate expected"),
-            mesh,
-            k=DTensor.from_local(tensor(*keys), mesh, [Partial()]),
-        ),
-        "an odd batch": lambda: require_refused(
-            ("a multiple of 2 expected",),
-            mesh,
-            q=DTensor.from_local(
-                tensor(*queries)[: 2 - mesh.get_rank()],
-                mesh,
-                [Shard(0)],
-                shape=(3, *queries[1:]),
-                stride=tensor(3, *queries[1:]).stride(),
-            ),
-            k=DTensor.from_local(
-                tensor(*keys)[: 2 - mesh.get_rank()],
-                mesh,
-                [Shard(0)],
-                shape=(3, *keys[1:]),
-                stride=tensor(3, *keys[1:]).stride(),
-            ),
-        ),
-        "heads of retention": lambda: require_refused(
-            ("retention: heads can not be sharded",),
-            mesh,
-            "retention",
-            q=sharded(queries, 2),
-            k=sharded(keys, 2),
-            v=sharded((x.b, x.s, x.n, x.e), 2),
-        ),
-        "a plain mask": lambda: require_refused_mask(mesh),
-    }
+        (("divides the batch of q and the heads of k",), {"k": sharded(keys, 2)}),
+        (("k is P", "Shard or Replicate expected"), {"k": partial_sums}),
+        (("a multiple of 2 expected",), {"q": uneven(queries), "k": uneven(keys)}),
+    ):
+        require_refused(words, mesh, **changed)
+    require_refused(("retention: heads can not be sharded",), mesh, "retention", **of_heads)
+    require_refused_mask(mesh)
 
 
 def require_refused_mask(mesh):
@@ -251,41 +204,37 @@ def inside_context_parallel(mesh):
     assert m(q, k, v).shape == v.shape
 
 
-def cases(mesh):
-    for what in ("batch", "heads"):
-        for expression, layout in MECHANISMS.items():
-            if expression == "retention" and what == "heads":
-                continue
-            yield (
-                f"{expression}, {what}",
-                lambda e=expression, w=what, y=layout: check(e, w, y, mesh),
-            )
-    for expression in ONE_KEY_HEAD:
-        layout = PLAIN._replace(n=1)
-        yield (
-            f"{expression}, one key head",
-            lambda e=expression, y=layout: check(e, "heads", y, mesh),
+def rows():
+    for i, text in enumerate(MECHANISMS):
+        whats = (
+            ("batch", "heads")
+            if "norm" in text or "ccq" in text
+            else ("heads", "batch")[i % 2 :][:1]
         )
-    for mask in ("lengths", "key_mask", "segment_ids"):
-        for what in ("batch", "heads"):
-            yield f"{mask}, {what}", lambda k=mask, w=what: check("lucid", w, PLAIN, mesh, k)
-    yield "cu_seqlens, heads", lambda: with_cu_seqlens(mesh)
-    yield "compiled", lambda: compiled_under_autocast(mesh)
-    yield "context parallel", lambda: inside_context_parallel(mesh)
-    yield from ((f"refused: {name}", case) for name, case in refusals(mesh).items())
+        for what in whats:
+            broadcast = {"broadcast": "bh"} if "bias" in text else {}
+            yield text, "batch" if text == "retention" else what, broadcast
+    for text in ("lucid", "gla", "path"):
+        yield text, "heads", {"n": 1}
+    for i, mask in enumerate(("lengths", "key_mask", "segment_ids")):
+        yield "lucid", ("batch", "heads")[i % 2], {"mask": mask}
+    yield "lucid", "heads", {"mask": "lengths"}
 
 
-def main(rank, world, folder):
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("devices",))
-    results = {}
-    for name, case in cases(mesh):
-        try:
-            case()
-            results[name] = ""
-        except Exception:
-            results[name] = traceback.format_exc(limit=-4)
-    Path(folder, f"result_{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+FEW = (
+    *(("lucid(path)", "heads", {}), ("ccq(gla)", "batch", {})),
+    *(("softmax[bias=true]", "heads", {"broadcast": "bh"}), ("lucid", "heads", {"n": 1})),
+    *(("lucid", "batch", {"mask": "segment_ids"}), ("row_normalized", "heads", {})),
+)
+
+
+def cases(world):
+    yield from named(rows(), check)
+    yield "cu_seqlens, heads", with_cu_seqlens
+    yield "compiled", compiled_under_autocast
+    yield "refusals", refusals
+
+
+def few(world):
+    yield from named(FEW, check)
+    yield "context parallel", inside_context_parallel

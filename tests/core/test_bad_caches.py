@@ -5,14 +5,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-
-import torch
-
 import precondattn as pa
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from tests.core.bad_input import (
     ARRAY,
     BIASED,
+    EXTENDING,
     FREE,
     LUCID,
     ONE_DTYPE,
@@ -20,44 +18,25 @@ from tests.core.bad_input import (
     K,
     Q,
     V,
-    by_explain_extend,
-    by_extend,
     cache_for,
     case,
     f32,
     refuses,
 )
-from tests.core.bad_tensors import TK, TQ, TV
 
-
-def filled(lengths=None, mechanism=SOFTMAX, capacity=8):
-    return mechanism.extend(cache_for(mechanism, capacity), Q, K, V, lengths=lengths)[1]
-
-
-every_extension = pytest.mark.parametrize("verb", [by_extend, by_explain_extend])
+OUTPUT = "the cotangent must have the output's shape (2, 4, 2, 3) and dtype float64; found "
 
 
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        pytest.param(
-            lambda o: o[:1],
-            ValueError,
-            "the cotangent must have the output's shape (2, 4, 2, 3) and dtype float64; found "
-            "(1, 4, 2, 3) and float64",
-            id="shape",
-        ),
-        pytest.param(f32, ValueError, "found (2, 4, 2, 3) and float32", id="dtype"),
-        pytest.param(
-            torch.asarray,
-            TypeError,
-            "the cotangent must be an array of numpy, as the output; found Tensor",
-            id="library",
-        ),
-        pytest.param(np.ndarray.tolist, TypeError, "as the output; found list", id="list"),
-        pytest.param(lambda _: None, TypeError, "as the output; found NoneType", id="none"),
-        pytest.param(lambda _: 1.0, TypeError, "as the output; found float", id="number"),
+        (lambda o: o[:1], ValueError, f"{OUTPUT}(1, 4, 2, 3) and float64"),
+        (f32, ValueError, f"{OUTPUT}(2, 4, 2, 3) and float32"),
+        (np.ndarray.tolist, TypeError, "must be an array of numpy, as the output; found list"),
+        (lambda _: None, TypeError, "as the output; found NoneType"),
+        (lambda _: 1.0, TypeError, "as the output; found float"),
     ],
+    ids=["shape", "dtype", "list", "none", "number"],
 )
 def test_a_cotangent_unlike_the_output_is_refused(change, error, text):
     out, pullback = LUCID.vjp(Q, K, V)
@@ -70,189 +49,116 @@ def spent(mechanism=SOFTMAX):
     return cache
 
 
-def as_torch(cache):
-    return {name: torch.asarray(buffer) for name, buffer in cache.store.items()}
+def filled(lengths, capacity):
+    return SOFTMAX.extend(cache_for(capacity=capacity), Q, K, V, lengths=lengths)[1]
+
+
+def narrow():
+    return SOFTMAX.init_cache(f32(Q), f32(K), f32(V), capacity=8)
+
+
+QKV, SHAPE = (Q, K, V), pa.ShapeError
+FIRST = "softmax: the first argument of extend must be a Cache from init_cache; found"
+OTHER = "the cache is of another mechanism: it has the buffers"
+DONATED = "this cache was donated by extend(..., donate=True) and can not be used again"
+FULL = "softmax: capacity exceeded: the cache holds at most {} tokens, and the new ones do not fit "
+NEED = "softmax: the cache's '{}' has shape (2, 8, 2, 3); these inputs need {}"
+CACHES = {
+    "a dict": (SOFTMAX, dict, QKV, TypeError, f"{FIRST} dict"),
+    "a tuple": (SOFTMAX, lambda: tuple(cache_for()), QKV, TypeError, f"{FIRST} tuple"),
+    "forgotten": (SOFTMAX, lambda: Q, (K, V), TypeError, f"{FIRST} ndarray"),
+    "of softmax": (
+        *(LUCID, cache_for, QKV, ValueError),
+        f"lucid: {OTHER} ['k', 'v'], and ['k', 'rms(k)', 'y'] are needed",
+    ),
+    "of lucid": (
+        *(SOFTMAX, lambda: cache_for(LUCID), QKV, ValueError),
+        f"softmax: {OTHER} ['k', 'rms(k)', 'y'], and ['k', 'v'] are needed",
+    ),
+    "spent": (SOFTMAX, spent, QKV, ValueError, f"softmax: {DONATED}"),
+    "spent by lucid": (LUCID, lambda: spent(LUCID), QKV, ValueError, f"lucid: {DONATED}"),
+    "full at once": (
+        *(SOFTMAX, lambda: cache_for(capacity=3), QKV, ValueError),
+        f"{FULL.format(3)}(sequence 0 of the batch)",
+    ),
+    "full in one sequence": (
+        *(SOFTMAX, lambda: filled([1, 4], 6), QKV, ValueError),
+        f"{FULL.format(6)}(sequence 1 of the batch)",
+    ),
+    "other batch": (
+        *(SOFTMAX, cache_for, (Q[:1], K[:1], V[:1]), SHAPE),
+        "softmax: q is declared (b t h d), found shape (1, 4, 2, 3): axis 0 (b) is 1, but 2 in the "
+        "cache",
+    ),
+    "other key width": (
+        *(SOFTMAX, cache_for, (Q[..., :2], K[..., :2], V), SHAPE),
+        NEED.format("k", "(2, 8, 2, 2)"),
+    ),
+    "other value width": (
+        *(SOFTMAX, cache_for, (Q, K, V[..., :2]), SHAPE),
+        NEED.format("v", "(2, 8, 2, 2)"),
+    ),
+    "other heads": (
+        *(SOFTMAX, cache_for, (Q, K[:, :, :1], V[:, :, :1]), SHAPE),
+        NEED.format("k", "(2, 8, 1, 3)"),
+    ),
+    "fewer new keys than queries": (
+        *(SOFTMAX, cache_for, (Q, K[:, :2], V[:, :2]), SHAPE),
+        "softmax: k is declared (b t n d), found shape (2, 2, 2, 3): axis 1 (t) is 2, but 4 in q",
+    ),
+    "narrower dtype": (
+        *(SOFTMAX, narrow, QKV, TypeError),
+        "softmax: the cache's 'k' has dtype float32; these inputs need float64",
+    ),
+    "wider dtype": (
+        *(SOFTMAX, cache_for, (f32(Q), f32(K), f32(V)), TypeError),
+        "softmax: the cache's 'k' has dtype float64; these inputs need float32",
+    ),
+    "not causal": (
+        *(FREE, cache_for, QKV, ValueError),
+        "softmax[causal=false]: is not causal, so it can not have a cache",
+    ),
+}
 
 
 @pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
 @pytest.mark.parametrize(
-    ("mechanism", "make", "arrays", "error", "text"),
-    [
-        pytest.param(
-            SOFTMAX,
-            dict,
-            (Q, K, V),
-            TypeError,
-            "softmax: the first argument of extend must be a Cache from init_cache; found dict",
-            id="a-dict",
-        ),
-        pytest.param(
-            SOFTMAX,
-            lambda: tuple(cache_for()),
-            (Q, K, V),
-            TypeError,
-            "softmax: the first argument of extend must be a Cache from init_cache; found tuple",
-            id="a-tuple",
-        ),
-        pytest.param(
-            SOFTMAX,
-            lambda: Q,
-            (K, V),
-            TypeError,
-            "softmax: the first argument of extend must be a Cache from init_cache; found ndarray",
-            id="forgotten",
-        ),
-        pytest.param(
-            LUCID,
-            cache_for,
-            (Q, K, V),
-            ValueError,
-            "lucid: the cache is of another mechanism: it has the buffers ['k', 'v'], and "
-            "['k', 'rms(k)', 'y'] are needed",
-            id="of-softmax",
-        ),
-        pytest.param(
-            SOFTMAX,
-            lambda: cache_for(LUCID),
-            (Q, K, V),
-            ValueError,
-            "softmax: the cache is of another mechanism: it has the buffers ['k', 'rms(k)', 'y'], "
-            "and ['k', 'v'] are needed",
-            id="of-lucid",
-        ),
-        pytest.param(
-            SOFTMAX,
-            spent,
-            (Q, K, V),
-            ValueError,
-            "softmax: this cache was donated by extend(..., donate=True) and can not be used again",
-            id="spent",
-        ),
-        pytest.param(
-            LUCID,
-            lambda: spent(LUCID),
-            (Q, K, V),
-            ValueError,
-            "lucid: this cache was donated by extend(..., donate=True) and can not be used again",
-            id="spent-by-lucid",
-        ),
-        pytest.param(
-            SOFTMAX,
-            lambda: cache_for(capacity=3),
-            (Q, K, V),
-            ValueError,
-            "softmax: capacity exceeded: the cache holds at most 3 tokens, and the new ones "
-            "do not fit "
-            "(sequence 0 of the batch)",
-            id="full-at-once",
-        ),
-        pytest.param(
-            SOFTMAX,
-            lambda: filled([1, 4], capacity=6),
-            (Q, K, V),
-            ValueError,
-            "softmax: capacity exceeded: the cache holds at most 6 tokens, and the new ones "
-            "do not fit "
-            "(sequence 1 of the batch)",
-            id="full-in-one-sequence",
-        ),
-        pytest.param(
-            SOFTMAX,
-            cache_for,
-            (Q[:1], K[:1], V[:1]),
-            pa.ShapeError,
-            "softmax: q is declared (b t h d), found shape (1, 4, 2, 3): axis 0 (b) is 1, but 2 in "
-            "the cache",
-            id="other-batch",
-        ),
-        pytest.param(
-            SOFTMAX,
-            cache_for,
-            (Q[..., :2], K[..., :2], V),
-            pa.ShapeError,
-            "softmax: the cache's 'k' has shape (2, 8, 2, 3); these inputs need (2, 8, 2, 2)",
-            id="other-key-width",
-        ),
-        pytest.param(
-            SOFTMAX,
-            cache_for,
-            (Q, K, V[..., :2]),
-            pa.ShapeError,
-            "softmax: the cache's 'v' has shape (2, 8, 2, 3); these inputs need (2, 8, 2, 2)",
-            id="other-value-width",
-        ),
-        pytest.param(
-            SOFTMAX,
-            cache_for,
-            (Q, K[:, :, :1], V[:, :, :1]),
-            pa.ShapeError,
-            "softmax: the cache's 'k' has shape (2, 8, 2, 3); these inputs need (2, 8, 1, 3)",
-            id="other-heads",
-        ),
-        pytest.param(
-            SOFTMAX,
-            cache_for,
-            (Q, K[:, :2], V[:, :2]),
-            pa.ShapeError,
-            "softmax: k is declared (b t n d), found shape (2, 2, 2, 3): axis 1 (t) is 2, but 4 in "
-            "q",
-            id="fewer-new-keys-than-queries",
-        ),
-        pytest.param(
-            SOFTMAX,
-            cache_for,
-            (TQ, TK, TV),
-            TypeError,
-            "softmax: the cache's 'length' is an array of numpy; the inputs are of torch",
-            id="other-library",
-        ),
-        pytest.param(
-            SOFTMAX,
-            lambda: pa.Cache(cache_for().length, as_torch(cache_for())),
-            (Q, K, V),
-            TypeError,
-            "softmax: the cache's 'k' is an array of torch; the inputs are of numpy",
-            id="buffers-of-another-library",
-        ),
-        pytest.param(
-            SOFTMAX,
-            lambda: SOFTMAX.init_cache(f32(Q), f32(K), f32(V), capacity=8),
-            (Q, K, V),
-            TypeError,
-            "softmax: the cache's 'k' has dtype float32; these inputs need float64",
-            id="narrower-dtype",
-        ),
-        pytest.param(
-            SOFTMAX,
-            cache_for,
-            (f32(Q), f32(K), f32(V)),
-            TypeError,
-            "softmax: the cache's 'k' has dtype float64; these inputs need float32",
-            id="wider-dtype",
-        ),
-        pytest.param(
-            SOFTMAX,
-            lambda: SOFTMAX.init_cache(*(a.to("meta") for a in (TQ, TK, TV)), capacity=8),
-            (TQ, TK, TV),
-            ValueError,
-            "softmax: the cache's 'length' is on meta; the inputs are on cpu",
-            id="other-device",
-        ),
-        pytest.param(
-            FREE,
-            cache_for,
-            (Q, K, V),
-            ValueError,
-            "softmax[causal=false]: is not causal, so it can not have a cache",
-            id="not-causal",
-        ),
-    ],
+    ("mechanism", "make", "arrays", "error", "text"), CACHES.values(), ids=CACHES
 )
 def test_extend_refuses_a_cache_that_does_not_match_the_call(
     mechanism, make, arrays, error, text, donate
 ):
     cache = make()
     refuses(lambda: mechanism.extend(cache, *arrays, donate=donate), error, text)
+
+
+def test_a_cache_of_another_library_or_device_is_refused():
+    torch = pytest.importorskip("torch")
+    tensors = [torch.tensor(a) for a in QKV]
+    mixed = pa.Cache(
+        cache_for().length, {n: torch.asarray(a) for n, a in cache_for().store.items()}
+    )
+    elsewhere = SOFTMAX.init_cache(*(a.to("meta") for a in tensors), capacity=8)
+    out, pullback = LUCID.vjp(*QKV)
+    for run, error, text in (
+        (
+            *(lambda: SOFTMAX.extend(cache_for(), *tensors), TypeError),
+            "softmax: the cache's 'length' is an array of numpy; the inputs are of torch",
+        ),
+        (
+            *(lambda: SOFTMAX.extend(mixed, *QKV), TypeError),
+            "softmax: the cache's 'k' is an array of torch; the inputs are of numpy",
+        ),
+        (
+            *(lambda: SOFTMAX.extend(elsewhere, *tensors), ValueError),
+            "softmax: the cache's 'length' is on meta; the inputs are on cpu",
+        ),
+        (
+            *(lambda: pullback(torch.asarray(out)), TypeError),
+            "the cotangent must be an array of numpy, as the output; found Tensor",
+        ),
+    ):
+        refuses(run, error, text)
 
 
 @pytest.mark.parametrize(
@@ -332,46 +238,43 @@ def test_init_cache_does_not_suggest_the_keyword_it_has_just_refused():
     assert "did you mean 'lengths'" not in str(caught.value)
 
 
-@every_extension
-def test_an_extension_refuses_a_key_mask_that_its_cache_does_not_keep(verb):
+def test_an_extension_refuses_masks_and_pairs_that_do_not_fit_its_cache():
     text = "softmax: this cache stores no key_mask; create it with init_cache(..., key_mask=True)"
-    refuses(lambda: verb(SOFTMAX, Q, K, V, key_mask=np.ones((2, 4), bool)), ValueError, text)
-
-
-def test_an_extension_refuses_a_key_mask_of_the_capacity():
+    few = np.ones((2, 4), bool)
+    for verb in EXTENDING:
+        refuses(lambda verb=verb: verb(SOFTMAX, Q, K, V, key_mask=few), ValueError, text)
     text = "softmax: key_mask is declared (b t), that is (2, 4); found (2, 8)"
     cache, mask = cache_for(key_mask=True), np.ones((2, 8), bool)
-    refuses(lambda: SOFTMAX.extend(cache, Q, K, V, key_mask=mask), pa.ShapeError, text)
-
-
-def test_an_extension_refuses_a_bias_that_does_not_span_the_capacity():
+    refuses(lambda: SOFTMAX.extend(cache, Q, K, V, key_mask=mask), SHAPE, text)
     text = (
         "softmax[bias=true]: bias is declared (1|b 1|h t c), found shape (1, 1, 4, 4): "
         "axis 3 (c) is 4, but 8 in the cache"
     )
     bias = np.zeros((1, 1, 4, 4))
-    refuses(lambda: by_extend(BIASED, Q, K, V, bias=bias), pa.ShapeError, text)
+    refuses(lambda: EXTENDING[0](BIASED, Q, K, V, bias=bias), SHAPE, text)
 
 
-DONATED = (
-    "softmax: donate=True writes in place, so the call can not be differentiated; call it under "
-    "torch.no_grad(), or without donate"
-)
+def test_a_gradient_through_a_cache_of_tokens_is_refused():
+    text = "softmax: extend_vjp needs a cache of states, and this cache stores tokens; use vjp of a"
+    for verb in (SOFTMAX.extend_vjp, lambda *x: SOFTMAX.explain(*x[1:], cache=x[0], verb="vjp")):
+        refuses(lambda verb=verb: verb(cache_for(), Q, K, V), TypeError, text)
 
 
-def test_donating_under_autograd_is_refused():
-    q, k, v = (a.clone().requires_grad_() for a in (TQ, TK, TV))
-    cache = SOFTMAX.init_cache(q, k, v, capacity=8)
-    refuses(lambda: SOFTMAX.extend(cache, q, k, v, donate=True), ValueError, DONATED)
+def test_donating_what_autograd_needs_is_refused():
+    torch = pytest.importorskip("torch")
+    text = (
+        "softmax: donate=True writes in place, so the call can not be differentiated; call it "
+        "under torch.no_grad(), or without donate"
+    )
+    tensors = [torch.tensor(a) for a in QKV]
+    x = [a.clone().requires_grad_() for a in tensors]
+    cache = SOFTMAX.init_cache(*x, capacity=8)
+    refuses(lambda: SOFTMAX.extend(cache, *x, donate=True), ValueError, text)
     assert set(cache.store) == {"k", "v"}
+    _, after = SOFTMAX.extend(cache, *x)
+    refuses(lambda: SOFTMAX.extend(after, *tensors, donate=True), ValueError, text)
     with torch.no_grad():
-        SOFTMAX.extend(cache, q, k, v, donate=True)
-
-
-def test_donating_a_cache_that_autograd_needs_is_refused():
-    past = [a.clone().requires_grad_() for a in (TQ, TK, TV)]
-    _, cache = SOFTMAX.extend(SOFTMAX.init_cache(*past, capacity=8), *past)
-    refuses(lambda: SOFTMAX.extend(cache, TQ, TK, TV, donate=True), ValueError, DONATED)
+        SOFTMAX.extend(cache, *x, donate=True)
 
 
 @pytest.mark.parametrize(
@@ -383,13 +286,37 @@ def test_donating_a_cache_that_autograd_needs_is_refused():
     ],
 )
 def test_a_cache_with_invalid_lengths_is_refused(length, error, text):
-    m, q = pa.Softmax(), np.ones((2, 1, 2, 4))
-    cache = m.init_cache(q, q, q, capacity=4)._replace(length=length)
     with pytest.raises(error, match=text):
-        m.extend(cache, q, q, q)
+        SOFTMAX.extend(cache_for()._replace(length=length), Q, K, V)
 
 
 def test_donate_must_be_true_or_false():
-    m, q = pa.Softmax(), np.ones((2, 1, 2, 4))
-    with pytest.raises(TypeError, match="donate must be true or false; found 'no'"):
-        m.extend(m.init_cache(q, q, q, capacity=4), q, q, q, donate="no")
+    text = "donate must be true or false; found 'no'"
+    refuses(lambda: SOFTMAX.extend(cache_for(), Q, K, V, donate="no"), TypeError, text)
+
+
+def test_a_cache_with_another_flush_interval_is_refused():
+    eager, lazy, lazier = pa.Path(), pa.Path(flush=2), pa.Path(flush=3)
+    x = make_inputs(eager, CallLayout("test", t=4, s=4, h=4, n=2, d=3, e=2), "random")
+    with pytest.raises(ValueError, match="the cache is of another mechanism"):
+        lazy.extend(eager.init_cache(**x, capacity=8), **x)
+    with pytest.raises(SHAPE, match=r"pending\(w\)' has shape \(2, 3, 2, 3\)"):
+        lazy.extend(lazier.init_cache(**x, capacity=8), **x)
+    assert lazy.init_cache(**x, capacity=8).store["pending(w)"].shape == (2, 2, 2, 3)
+
+
+def test_init_cache_names_the_inputs_from_which_a_size_follows():
+    m = pa.Softmax(forget="unscaled")
+    with pytest.raises(SHAPE, match=r"can not infer the size of h .* pass q, g too"):
+        m.init_cache(k=K, v=V, capacity=4)
+
+
+def test_arguments_are_checked_again_when_their_type_changes():
+    cache = cache_for(LUCID)
+    LUCID.extend(cache, Q, K, V)
+    for arrays, kept, error, text in (
+        ((f32(Q), K, V), cache, TypeError, "one dtype"),
+        ((Q, K.tolist(), V), cache, TypeError, "k must be an array"),
+        (QKV, cache._replace(store={}), ValueError, "can not be used again"),
+    ):
+        refuses(lambda a=arrays, c=kept: LUCID.extend(c, *a), error, text)

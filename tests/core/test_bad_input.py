@@ -1,451 +1,326 @@
-"""Inputs, lengths and masks that contradict their declarations are refused before any work.
+"""Inputs, lengths, masks and backends that contradict a call are refused by every verb.
 
 The error names the argument, what was expected and what was found.
 """
 
 import re
-from functools import partial
 
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-
-import torch
-
 import precondattn as pa
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from tests.core.bad_input import (
     ARRAY,
     BIASED,
+    EXTENDING,
     FREE,
+    FULL,
     LUCID,
     ONE_DTYPE,
     SOFTMAX,
     K,
     Q,
     V,
-    by_call,
-    by_explain,
-    by_explain_extend,
-    by_extend,
-    by_vjp,
-    every_verb,
+    cache_for,
     f32,
     refuses,
 )
-from tests.core.bad_tensors import TK, TQ, TV
 
 REAL = "must be of dtype float16, bfloat16, float32 or float64; found"
+SHAPE, NO_KEYWORD = pa.ShapeError, "softmax: unknown keyword"
+TOO_MANY = "softmax takes q, k, v: at most 3 by position, the others by name; found 4 by position"
+WIDE = Q.astype(np.float16), f32(K), V.astype(np.float16)
+NAMES = "backend must be a name or a tuple of names; found "
+OF_BATCH = "lengths is declared (b), that is (2,); found"
+HEADS = "query heads (h = {}) must be a multiple of key/value heads (n = 2)"
+AS_INPUTS = "must be an array of numpy, as the inputs; found"
+BETA = pa.Lucid(beta=True)
 
 
-every_full_call = pytest.mark.parametrize("verb", [by_call, by_vjp, by_explain])
+def of_torch(array):
+    return pytest.importorskip("torch").tensor(array)
 
 
-def inputs_case(name, text, arrays, error, mechanism=SOFTMAX, **named):
-    return pytest.param(mechanism, arrays, named, error, text, id=name.replace(" ", "-"))
+def on_meta(array):
+    return of_torch(array).to("meta")
 
 
-@every_verb
-@pytest.mark.parametrize(
-    ("mechanism", "arrays", "named", "error", "text"),
-    [
-        inputs_case(
-            "near keyword",
-            "softmax: unknown keyword 'length' (did you mean 'lengths'?); softmax takes q, k, v",
-            (Q, K, V),
-            TypeError,
-            length=[1, 2],
-        ),
-        inputs_case(
-            "near input",
-            "softmax[bias=true]: unknown keyword 'biass' (did you mean 'bias'?); "
-            "softmax[bias=true] takes q, k, v, bias",
-            (Q, K, V),
-            TypeError,
-            BIASED,
-            biass=Q,
-        ),
-        inputs_case(
-            "keyword without a similar name",
-            "softmax: unknown keyword 'xyz'; softmax takes q, k, v",
-            (Q, K, V),
-            TypeError,
-            xyz=1,
-        ),
-        inputs_case(
-            "dropout",
-            "softmax: unknown keyword 'dropout_p' (no mechanism drops weights",
-            (Q, K, V),
-            TypeError,
-            dropout_p=0.0,
-        ),
-        inputs_case(
-            "input of an option that is off",
-            "lucid: unknown keyword 'lucid_beta'; lucid takes q, k, v",
-            (Q, K, V),
-            TypeError,
-            LUCID,
-            lucid_beta=Q[..., 0],
-        ),
-        inputs_case("two missing", "softmax: missing k, v; softmax takes q, k, v", (Q,), TypeError),
-        inputs_case(
-            "optional input missing",
-            "lucid[beta=true]: missing lucid_beta; lucid[beta=true] takes q, k, v, lucid_beta",
-            (Q, K, V),
-            TypeError,
-            pa.Lucid(beta=True),
-        ),
-        inputs_case(
-            "given twice",
-            "softmax: v is given by position and by name",
-            (Q, K, V),
-            TypeError,
-            v=V,
-        ),
-        inputs_case(
-            "too many by position",
-            "softmax takes q, k, v: at most 3 by position, the others by name; found 4 by position",
-            (Q, K, V, Q),
-            TypeError,
-        ),
-        inputs_case(
-            "fourth by position",
-            "the others by name, as in (q, k, v, bias=bias); found 4 by position",
-            (Q, K, V, Q),
-            TypeError,
-            BIASED,
-        ),
-        inputs_case("list", f"softmax: q {ARRAY} list", (Q.tolist(), K, V), TypeError),
-        inputs_case("none", f"softmax: v {ARRAY} NoneType", (Q, K, None), TypeError),
-        inputs_case(
-            "dtypes",
-            ONE_DTYPE + "{'q': 'float32', 'k': 'float64', 'v': 'float64'}",
-            (f32(Q), K, V),
-            TypeError,
-        ),
-        inputs_case(
-            "float32 keys beside half precision",
-            ONE_DTYPE + "{'q': 'float16', 'k': 'float32', 'v': 'float16'}",
-            (Q.astype(np.float16), f32(K), V.astype(np.float16)),
-            TypeError,
-        ),
-        inputs_case("integers", f"softmax: q {REAL} int64", (Q.astype(int), K, V), TypeError),
-        inputs_case("booleans", f"softmax: q {REAL} bool", (Q > 0, K, V), TypeError),
-        inputs_case("complex", f"softmax: k {REAL} complex128", (Q, K * 1j, V), TypeError),
-        inputs_case("objects", f"softmax: v {REAL} object", (Q, K, V.astype(object)), TypeError),
-        inputs_case(
-            "too few axes",
-            "softmax: q is declared (b t h d), found shape (4, 2, 3): 4 axes expected, not 3",
-            (Q[0], K, V),
-            pa.ShapeError,
-        ),
-        inputs_case(
-            "too many axes",
-            "found shape (1, 2, 4, 2, 3): 4 axes expected, not 5",
-            (Q, K, V[None]),
-            pa.ShapeError,
-        ),
-        inputs_case(
-            "scalar",
-            "found shape (): 4 axes expected, not 0",
-            (np.float64(1), K, V),
-            pa.ShapeError,
-        ),
-        inputs_case(
-            "empty width",
-            "softmax: q is declared (b t h d), found shape (2, 4, 2, 0): axis 3 (d) is empty",
-            (Q[..., :0], K[..., :0], V),
-            pa.ShapeError,
-        ),
-        inputs_case(
-            "heads not divisible",
-            "softmax: query heads (h = 3) must be a multiple of key/value heads (n = 2); found "
-            "shapes {'q': (2, 4, 3, 3), 'k': (2, 4, 2, 3), 'v': (2, 4, 2, 3)}",
-            (np.zeros((2, 4, 3, 3)), K, V),
-            pa.ShapeError,
-        ),
-        inputs_case(
-            "fewer query heads than key heads",
-            "query heads (h = 1) must be a multiple of key/value heads (n = 2)",
-            (Q[:, :, :1], K, V),
-            pa.ShapeError,
-        ),
-        inputs_case(
-            "bias that fits neither 1 nor b",
-            "softmax[bias=true]: bias is declared (1|b 1|h t ",
-            (Q, K, V),
-            pa.ShapeError,
-            BIASED,
-            bias=np.zeros((3, 1, 4, 8)),
-        ),
-        inputs_case(
-            "beta for other heads",
-            "found shape (2, 4, 1): axis 2 (n) is 1, but 2 in k",
-            (Q, K, V),
-            pa.ShapeError,
-            pa.Lucid(beta=True),
-            lucid_beta=np.ones((2, 4, 1)),
-        ),
-    ],
-)
+INPUTS = [
+    (SOFTMAX, {"length": [1, 2]}, TypeError, f"{NO_KEYWORD} 'length' (did you mean 'lengths'?)"),
+    (BIASED, {"biass": Q}, TypeError, "unknown keyword 'biass' (did you mean 'bias'?); softmax[b"),
+    (SOFTMAX, {"xyz": 1}, TypeError, f"{NO_KEYWORD} 'xyz'; softmax takes q, k, v"),
+    (SOFTMAX, {"dropout_p": 0.0}, TypeError, f"{NO_KEYWORD} 'dropout_p' (no mechanism drops weig"),
+    (LUCID, {"lucid_beta": Q[..., 0]}, TypeError, "lucid: unknown keyword 'lucid_beta'; lucid tak"),
+    (SOFTMAX, {"k": ..., "v": ...}, TypeError, "softmax: missing k, v; softmax takes q, k, v"),
+    (
+        BETA,
+        {},
+        TypeError,
+        "lucid[beta=true]: missing lucid_beta; lucid[beta=true] takes q, k, v, l",
+    ),
+    (SOFTMAX, {"q": Q.tolist()}, TypeError, f"softmax: q {ARRAY} list"),
+    (SOFTMAX, {"v": None}, TypeError, f"softmax: v {ARRAY} NoneType"),
+    (
+        *(SOFTMAX, {"q": f32(Q)}, TypeError),
+        ONE_DTYPE + "{'q': 'float32', 'k': 'float64', 'v': 'float64'}",
+    ),
+    (
+        *(SOFTMAX, dict(zip("qkv", WIDE, strict=True)), TypeError),
+        ONE_DTYPE + "{'q': 'float16', 'k': 'float32', 'v': 'float16'}",
+    ),
+    (SOFTMAX, {"q": Q.astype(int)}, TypeError, f"softmax: q {REAL} int64"),
+    (SOFTMAX, {"q": Q > 0}, TypeError, f"softmax: q {REAL} bool"),
+    (SOFTMAX, {"k": K * 1j}, TypeError, f"softmax: k {REAL} complex128"),
+    (SOFTMAX, {"v": V.astype(object)}, TypeError, f"softmax: v {REAL} object"),
+    (
+        *(SOFTMAX, {"q": Q[0]}, SHAPE),
+        "softmax: q is declared (b t h d), found shape (4, 2, 3): 4 axes expected, not 3",
+    ),
+    (SOFTMAX, {"v": V[None]}, SHAPE, "found shape (1, 2, 4, 2, 3): 4 axes expected, not 5"),
+    (SOFTMAX, {"q": np.float64(1)}, SHAPE, "found shape (): 4 axes expected, not 0"),
+    (
+        *(SOFTMAX, {"q": Q[..., :0], "k": K[..., :0]}, SHAPE),
+        "softmax: q is declared (b t h d), found shape (2, 4, 2, 0): axis 3 (d) is empty",
+    ),
+    (
+        *(SOFTMAX, {"q": np.zeros((2, 4, 3, 3))}, SHAPE),
+        f"softmax: {HEADS.format(3)}; found shapes {{'q': (2, 4, 3, 3), 'k': (2, 4, 2, 3), 'v': ",
+    ),
+    (SOFTMAX, {"q": Q[:, :, :1]}, SHAPE, HEADS.format(1)),
+    (BIASED, {"bias": np.zeros((3, 1, 4, 8))}, SHAPE, "bias is declared (1|b 1|h t "),
+    (
+        BETA,
+        {"lucid_beta": np.ones((2, 4, 1))},
+        SHAPE,
+        "found shape (2, 4, 1): axis 2 (n) is 1, but",
+    ),
+    # Backends
+    (SOFTMAX, {"backend": "tritn"}, ValueError, "unknown backend 'tritn'; known are "),
+    (SOFTMAX, {"backend": ""}, ValueError, "unknown backend ''; known are "),
+    (SOFTMAX, {"backend": ("reference", "tritn")}, ValueError, "unknown backend 'tritn'; known "),
+    (SOFTMAX, {"backend": ()}, TypeError, f"{NAMES}()"),
+    (SOFTMAX, {"backend": ("reference", 3)}, TypeError, f"{NAMES}('reference', 3)"),
+    (SOFTMAX, {"backend": True}, TypeError, f"{NAMES}True"),
+    (SOFTMAX, {"backend": b"reference"}, TypeError, f"{NAMES}b'reference'"),
+    # Masks
+    (SOFTMAX, {"key_mask": np.ones((2, 4))}, TypeError, "bool; found float64"),
+    (SOFTMAX, {"key_mask": np.ones((2, 4), int)}, TypeError, "bool; found int64"),
+    (SOFTMAX, {"key_mask": np.ones((2, 3), bool)}, SHAPE, "that is (2, 4); found (2, 3)"),
+    (SOFTMAX, {"key_mask": np.ones((1, 4), bool)}, SHAPE, "that is (2, 4); found (1, 4)"),
+    (SOFTMAX, {"key_mask": np.ones((2, 4, 1), bool)}, SHAPE, "that is (2, 4); found (2, 4, 1)"),
+    (SOFTMAX, {"key_mask": [[True] * 4] * 2}, TypeError, f"key_mask {AS_INPUTS} list"),
+]
+
+
+def run(verb, mechanism, changes):
+    """Inputs by name; `...` leaves one out."""
+    given = {"q": Q, "k": K, "v": V} | changes
+    return verb(mechanism, **{name: x for name, x in given.items() if x is not ...})
+
+
+def ids(rows):
+    return [f"{m}-{','.join(changes)}-{i}" for i, (m, changes, *_) in enumerate(rows)]
+
+
+@pytest.mark.parametrize(("mechanism", "changes", "error", "text"), INPUTS, ids=ids(INPUTS))
 def test_an_input_that_does_not_fit_its_declaration_is_refused_by_every_verb(
-    verb, mechanism, arrays, named, error, text
+    mechanism, changes, error, text
 ):
-    refuses(partial(verb, mechanism, *arrays, **named), error, text)
+    for verb in (*FULL, *EXTENDING):
+        refuses(lambda verb=verb: run(verb, mechanism, changes), error, text)
 
 
-@every_full_call
 @pytest.mark.parametrize(
-    ("mechanism", "arrays", "named", "error", "text"),
+    ("mechanism", "arrays", "named", "text"),
     [
-        inputs_case(
-            "libraries",
-            "softmax: inputs of one library expected; found "
-            "{'q': 'numpy', 'k': 'torch', 'v': 'numpy'}",
-            (Q, TK, V),
-            TypeError,
-        ),
-        inputs_case(
-            "devices",
-            "softmax: inputs on one device expected; found {'q': 'cpu', 'k': 'meta', 'v': 'cpu'}",
-            (TQ, TK.to("meta"), TV),
-            ValueError,
-        ),
-        inputs_case(
-            "width of keys",
-            "softmax: k is declared (b s n d), found shape (2, 4, 2, 2): "
-            "axis 3 (d) is 2, but 3 in q",
-            (Q, K[..., :2], V),
-            pa.ShapeError,
-        ),
-        inputs_case(
-            "batch of keys",
-            "softmax: k is declared (b s n d), found shape (1, 4, 2, 3): "
-            "axis 0 (b) is 1, but 2 in q",
-            (Q, K[:1], V),
-            pa.ShapeError,
-        ),
-        inputs_case(
-            "time of values",
-            "softmax: v is declared (b s n e), found shape (2, 3, 2, 3): "
-            "axis 1 (s) is 3, but 4 in k",
-            (Q, K, V[:, :3]),
-            pa.ShapeError,
-        ),
-        inputs_case(
-            "heads of values",
-            "softmax: v is declared (b s n e), found shape (2, 4, 1, 3): "
-            "axis 2 (n) is 1, but 2 in k",
-            (Q, K, V[:, :, :1]),
-            pa.ShapeError,
-        ),
-        inputs_case(
-            "bias of another batch",
-            "softmax[bias=true]: bias is declared (1|b 1|h t s), found shape (3, 1, 4, 4): "
-            "axis 0 (1|b) is 3, but 2 in q",
-            (Q, K, V),
-            pa.ShapeError,
-            BIASED,
-            bias=np.zeros((3, 1, 4, 4)),
-        ),
-        inputs_case(
-            "more queries than keys",
-            "softmax: is causal, so there must not be more queries than keys; "
-            "found t = 4 and s = 2",
-            (Q, K[:, :2], V[:, :2]),
-            pa.ShapeError,
-        ),
-        inputs_case(
-            "lengths where queries and keys share no positions",
-            "softmax[causal=false]: lengths of a non-causal call needs as many queries as keys; "
-            "found t = 2 and s = 4; use key_mask",
-            (Q[:, :2], K, V),
-            ValueError,
-            FREE,
-            lengths=[1, 2],
-        ),
-        inputs_case(
-            "segments where queries and keys share no positions",
-            "softmax[causal=false]: segment_ids of a non-causal call needs as many queries as "
-            "keys; found t = 4 and s = 2; use key_mask",
-            (Q, K[:, :2], V[:, :2]),
-            ValueError,
-            FREE,
-            segment_ids=np.zeros((2, 2), int),
-        ),
-        inputs_case(
-            "segments that return",
-            "softmax: segment_ids must be contiguous: each id in one run (sequence 1 of the batch)",
-            (Q, K, V),
-            ValueError,
-            segment_ids=np.asarray([[0, 0, 1, 1], [0, 1, 0, 1]]),
-        ),
-        inputs_case(
-            "segments of another length",
-            "softmax: segment_ids is declared (b s), that is (2, 4); found (2, 3)",
-            (Q, K, V),
-            pa.ShapeError,
-            segment_ids=np.zeros((2, 3), int),
-        ),
-        inputs_case(
-            "segments without batch",
-            "softmax: segment_ids is declared (b s), that is (2, 4); found (4,)",
-            (Q, K, V),
-            pa.ShapeError,
-            segment_ids=np.zeros(4, int),
-        ),
-        inputs_case(
-            "segments of floats",
-            "softmax: segment_ids must have an integer dtype; found float64",
-            (Q, K, V),
-            TypeError,
-            segment_ids=np.zeros((2, 4)),
-        ),
-        inputs_case(
-            "segments as a list",
-            "softmax: segment_ids must be an array of numpy, as the inputs; found list",
-            (Q, K, V),
-            TypeError,
-            segment_ids=[[0] * 4] * 2,
-        ),
-        inputs_case(
-            "segments of another library",
-            "softmax: segment_ids must be an array of numpy, as the inputs; found one of torch",
-            (Q, K, V),
-            TypeError,
-            segment_ids=torch.zeros((2, 4), dtype=torch.int64),
-        ),
+        (SOFTMAX, (Q, K, V), {"v": V}, "softmax: v is given by position and by name"),
+        (SOFTMAX, (Q, K, V, Q), {}, TOO_MANY),
+        (BIASED, (Q, K, V, Q), {}, "by name, as in (q, k, v, bias=bias); found 4 by position"),
     ],
+    ids=["twice", "too many", "bias"],
 )
+def test_inputs_by_position_are_counted_by_every_verb(mechanism, arrays, named, text):
+    for verb in (*FULL, *EXTENDING):
+        refuses(lambda verb=verb: verb(mechanism, *arrays, **named), TypeError, text)
+
+
+SEGMENTS = "softmax: segment_ids is declared (b s), that is (2, 4); found"
+FEW = "of a non-causal call needs as many queries as keys; found t = {} and s = {}; use key_mask"
+CALLS = [
+    (
+        SOFTMAX,
+        {"k": K[..., :2]},
+        SHAPE,
+        "k is declared (b s n d), found shape (2, 4, 2, 2): axis 3",
+    ),
+    (SOFTMAX, {"k": K[:1]}, SHAPE, "found shape (1, 4, 2, 3): axis 0 (b) is 1, but 2 in q"),
+    (SOFTMAX, {"v": V[:, :3]}, SHAPE, "found shape (2, 3, 2, 3): axis 1 (s) is 3, but 4 in k"),
+    (SOFTMAX, {"v": V[:, :, :1]}, SHAPE, "found shape (2, 4, 1, 3): axis 2 (n) is 1, but 2 in k"),
+    (
+        *(BIASED, {"bias": np.zeros((3, 1, 4, 4))}, SHAPE),
+        "bias is declared (1|b 1|h t s), found shape (3, 1, 4, 4): axis 0 (1|b) is 3, but 2 in q",
+    ),
+    (
+        *(SOFTMAX, {"k": K[:, :2], "v": V[:, :2]}, SHAPE),
+        "softmax: is causal, so there must not be more queries than keys; found t = 4 and s = 2",
+    ),
+    (FREE, {"q": Q[:, :2], "lengths": [1, 2]}, ValueError, f"lengths {FEW.format(2, 4)}"),
+    (
+        *(FREE, {"k": K[:, :2], "v": V[:, :2], "segment_ids": np.zeros((2, 2), int)}, ValueError),
+        f"segment_ids {FEW.format(4, 2)}",
+    ),
+    (
+        *(SOFTMAX, {"segment_ids": np.asarray([[0, 0, 1, 1], [0, 1, 0, 1]])}, ValueError),
+        "softmax: segment_ids must be contiguous: each id in one run (sequence 1 of the batch)",
+    ),
+    (SOFTMAX, {"segment_ids": np.zeros((2, 3), int)}, SHAPE, f"{SEGMENTS} (2, 3)"),
+    (SOFTMAX, {"segment_ids": np.zeros(4, int)}, SHAPE, f"{SEGMENTS} (4,)"),
+    (SOFTMAX, {"segment_ids": np.zeros((2, 4))}, TypeError, "must have an integer dtype; found fl"),
+    (SOFTMAX, {"segment_ids": [[0] * 4] * 2}, TypeError, f"softmax: segment_ids {AS_INPUTS} list"),
+]
+
+
+@pytest.mark.parametrize(("mechanism", "changes", "error", "text"), CALLS, ids=ids(CALLS))
 def test_a_full_call_refuses_inputs_and_segments_that_contradict_each_other(
-    verb, mechanism, arrays, named, error, text
+    mechanism, changes, error, text
 ):
-    refuses(partial(verb, mechanism, *arrays, **named), error, text)
+    for verb in FULL:
+        refuses(lambda verb=verb: run(verb, mechanism, changes), error, text)
 
 
-@every_verb
 @pytest.mark.parametrize(
     ("lengths", "error", "text"),
     [
-        pytest.param(
-            [4, 5], ValueError, "lengths must lie between 0 and {} = 4 (sequence 1", id="beyond"
+        ([4, 5], ValueError, "lie between 0 and {} = 4 (sequence 1"),
+        ([-1, 4], ValueError, "lie between 0 and {} = 4 (sequence 0"),
+        (np.asarray([1, 9]), ValueError, "lie between 0 and {} = 4"),
+        (np.asarray([2**32 + 1, 2]), ValueError, "lie between 0 and {} = 4 (sequence 0 of the"),
+        (
+            *(np.asarray([2**64 - 2**32 + 1, 2], dtype=np.uint64), ValueError),
+            "lie between 0 and {} = 4 (sequence 0 of the batch)",
         ),
-        pytest.param(
-            [-1, 4], ValueError, "lengths must lie between 0 and {} = 4 (sequence 0", id="negative"
-        ),
-        pytest.param(
-            np.asarray([1, 9]), ValueError, "lengths must lie between 0 and {} = 4", id="array"
-        ),
-        pytest.param(
-            np.asarray([2**32 + 1, 2]),
-            ValueError,
-            "lengths must lie between 0 and {} = 4 (sequence 0 of the batch)",
-            id="beyond-int32",
-        ),
-        pytest.param(
-            np.asarray([2**64 - 2**32 + 1, 2], dtype=np.uint64),
-            ValueError,
-            "lengths must lie between 0 and {} = 4 (sequence 0 of the batch)",
-            id="beyond-int64",
-        ),
-        pytest.param([2**40, 1], ValueError, "softmax: lengths must", id="list-beyond-int32"),
-        pytest.param(
-            [1.5, 2], TypeError, "lengths must be whole numbers; found [1.5, 2]", id="fractions"
-        ),
-        pytest.param(
-            [2.0, 1.0], TypeError, "lengths must be whole numbers; found [2.0, 1.0]", id="floats"
-        ),
-        pytest.param(
-            [True, 1], TypeError, "lengths must be whole numbers; found [True, 1]", id="boolean"
-        ),
-        pytest.param(
-            np.asarray([1.0, 2.0]),
-            TypeError,
-            "lengths must have an integer dtype; found float64",
-            id="float-array",
-        ),
-        pytest.param(
-            np.asarray([True, False]),
-            TypeError,
-            "lengths must have an integer dtype; found bool",
-            id="boolean-array",
-        ),
-        pytest.param(
-            [1], pa.ShapeError, "lengths is declared (b), that is (2,); found (1,)", id="too-few"
-        ),
-        pytest.param(
-            (1, 2, 3),
-            pa.ShapeError,
-            "lengths is declared (b), that is (2,); found (3,)",
-            id="too-many",
-        ),
-        pytest.param(
-            np.asarray([[1, 2]]),
-            pa.ShapeError,
-            "lengths is declared (b), that is (2,); found (1, 2)",
-            id="two-axes",
-        ),
-        pytest.param(
-            3, TypeError, "lengths must be an array of numpy, as the inputs; found int", id="number"
-        ),
-        pytest.param(
-            torch.asarray([1, 2]),
-            TypeError,
-            "lengths must be an array of numpy, as the inputs; found one of torch",
-            id="other-library",
-        ),
+        ([2**40, 1], ValueError, "softmax: lengths must"),
+        ([1.5, 2], TypeError, "lengths must be whole numbers; found [1.5, 2]"),
+        ([2.0, 1.0], TypeError, "lengths must be whole numbers; found [2.0, 1.0]"),
+        ([True, 1], TypeError, "lengths must be whole numbers; found [True, 1]"),
+        (np.asarray([1.0, 2.0]), TypeError, "lengths must have an integer dtype; found float64"),
+        (np.asarray([True, False]), TypeError, "lengths must have an integer dtype; found bool"),
+        ([1], SHAPE, f"{OF_BATCH} (1,)"),
+        ((1, 2, 3), SHAPE, f"{OF_BATCH} (3,)"),
+        (np.asarray([[1, 2]]), SHAPE, f"{OF_BATCH} (1, 2)"),
+        (3, TypeError, f"lengths {AS_INPUTS} int"),
     ],
+    ids=str,
 )
-def test_lengths_out_of_range_or_of_the_wrong_type_are_refused(verb, lengths, error, text):
-    letter = "t" if verb in (by_extend, by_explain_extend) else "s"
-    refuses(partial(verb, SOFTMAX, Q, K, V, lengths=lengths), error, text.format(letter))
+def test_lengths_out_of_range_or_of_the_wrong_type_are_refused(lengths, error, text):
+    for verbs, letter in ((FULL, "s"), (EXTENDING, "t")):
+        for verb in verbs:
+            message = text.format(letter)
+            refuses(lambda verb=verb: verb(SOFTMAX, Q, K, V, lengths=lengths), error, message)
 
 
-@every_verb
-@pytest.mark.parametrize(
-    ("mask", "error", "text"),
-    [
-        pytest.param(np.ones((2, 4)), TypeError, "bool; found float64", id="floats"),
-        pytest.param(np.ones((2, 4), int), TypeError, "bool; found int64", id="integers"),
-        pytest.param(
-            np.ones((2, 3), bool), pa.ShapeError, "that is (2, 4); found (2, 3)", id="too-short"
-        ),
-        pytest.param(
-            np.ones((1, 4), bool), pa.ShapeError, "that is (2, 4); found (1, 4)", id="broadcast"
-        ),
-        pytest.param(
-            np.ones((2, 4, 1), bool),
-            pa.ShapeError,
-            "that is (2, 4); found (2, 4, 1)",
-            id="three-axes",
-        ),
-        pytest.param(
-            [[True] * 4] * 2,
+def test_arrays_of_another_library_or_device_are_refused():
+    of_cpu = dict(zip("qkv", map(of_torch, (Q, K, V)), strict=True))
+    libraries = "inputs of one library expected; found {'q': 'numpy', 'k': 'torch', 'v': 'numpy'}"
+    devices = "inputs on one device expected; found {'q': 'cpu', 'k': 'meta', 'v': 'cpu'}"
+    for changes, error, text in (
+        ({"k": of_torch(K)}, TypeError, libraries),
+        (of_cpu | {"k": on_meta(K)}, ValueError, devices),
+        (
+            {"segment_ids": of_torch([[0] * 4] * 2)},
             TypeError,
-            "must be an array of numpy, as the inputs; found list",
-            id="list",
+            f"segment_ids {AS_INPUTS} one of tor",
         ),
-        pytest.param(
-            torch.ones((2, 4), dtype=torch.bool),
-            TypeError,
-            "must be an array of numpy, as the inputs; found one of torch",
-            id="other-library",
+        ({"lengths": of_torch([1, 2])}, TypeError, f"lengths {AS_INPUTS} one of torch"),
+        ({"key_mask": of_torch([[True] * 4] * 2)}, TypeError, f"key_mask {AS_INPUTS} one of torch"),
+        (
+            *(of_cpu | {"key_mask": on_meta([[True] * 4] * 2)}, ValueError),
+            "softmax: key_mask is on meta; the inputs are on cpu",
         ),
-    ],
-)
-def test_a_key_mask_of_the_wrong_type_or_shape_is_refused(verb, mask, error, text):
-    with pytest.raises(error, match="softmax: key_mask .*" + re.escape(text)):
-        verb(SOFTMAX, Q, K, V, key_mask=mask)
-
-
-def test_a_mask_on_another_device_is_refused():
-    mask = torch.ones((2, 4), dtype=torch.bool, device="meta")
-    text = "softmax: key_mask is on meta; the inputs are on cpu"
-    refuses(lambda: SOFTMAX(TQ, TK, TV, key_mask=mask), ValueError, text)
+    ):
+        for verb in FULL:
+            refuses(lambda verb=verb, c=changes: run(verb, SOFTMAX, c), error, text)
 
 
 def test_lengths_may_be_a_list_of_numpy_integers():
-    q = np.ones((2, 3, 2, 4))
     np.testing.assert_array_equal(
-        pa.softmax(q, q, q, lengths=[np.int64(3), 1]), pa.softmax(q, q, q, lengths=[3, 1])
+        pa.softmax(Q, K, V, lengths=[np.int64(3), 1]), pa.softmax(Q, K, V, lengths=[3, 1])
     )
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "text"),
+    [
+        ((), TypeError, f"{NAMES}()"),
+        ((3,), TypeError, f"{NAMES}(3,)"),
+        (("reference", "tritn"), ValueError, "unknown backend 'tritn'; known are "),
+    ],
+    ids=["none", "number", "misspelt"],
+)
+def test_use_backend_refuses_unknown_names_on_entry(names, error, text):
+    refuses(lambda: pa.use_backend(*names).__enter__(), error, text)
+
+
+def test_explain_refuses_what_it_can_not_plan():
+    text = "softmax: verb must be 'forward' or 'vjp' (for extend, pass the cache); found {!r}"
+    for verb in ("backward", "extend", "", None):
+        refuses(lambda v=verb: SOFTMAX.explain(Q, K, V, verb=v), ValueError, text.format(verb))
+    text = "softmax: segment_ids divides an extension into several; explain one of them, without"
+    packed = {"segment_ids": np.zeros((2, 4), int)}
+    refuses(lambda: SOFTMAX.explain(Q, K, V, cache=cache_for(), **packed), ValueError, text)
+
+
+LAYOUT = CallLayout("test", t=4, s=4, h=4, n=2, d=3, e=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "changed", "message"),
+    [
+        ("path", {"w": (2, 4, 4, 3)}, "path: w is declared (b s n d), found shape (2, 4, 4, 3)"),
+        ("path", {"w": (2, 4, 2, 2)}, "axis 3 (d) is 2, but 3 in q"),
+        ("path", {"beta": (2, 4, 2, 1)}, "beta is declared (b s n), found shape (2, 4, 2, 1)"),
+        ("path[forget=scaled]", {"g": (2, 4, 2)}, "g is declared (b s h), found shape (2, 4, 2)"),
+        ("differential", {"lam": (4,)}, "lam is declared (), found shape (4,): 0 axes expected"),
+        ("differential[per=head]", {"lam": ()}, "lam is declared (h), found shape (): 1 axes"),
+        ("differential[per=token]", {"lam": (2, 4, 1)}, "axis 2 (h) is 1, but 4 in q"),
+        (
+            "differential",
+            {"k2": (2, 3, 2, 3)},
+            "k2 is declared (b s n d), found shape (2, 3, 2, 3)",
+        ),
+        ("temperature", {"tau": (1,)}, "tau is declared (), found shape (1,)"),
+        ("per_dim_scale", {"per_dim": (4,)}, "per_dim is declared (d), found shape (4,)"),
+        ("qk_norm[gain=true]", {"k_gain": (2, 3)}, "k_gain is declared (d), found shape (2, 3)"),
+        ("path", {"beta": None}, "missing beta; "),
+        ("differential", {"lam": None}, "missing lam; "),
+        ("qk_norm[gain=true]", {"k_gain": None}, "missing k_gain; "),
+    ],
+)
+def test_an_input_of_a_composition_that_is_missing_or_of_the_wrong_shape_is_named(
+    text, changed, message
+):
+    m = pa.parse(text)
+    x = make_inputs(m, LAYOUT, "random")
+    for name, shape in changed.items():
+        x[name] = None if shape is None else np.ones(shape)
+    x = {name: array for name, array in x.items() if array is not None}
+    for run in (m, m.vjp):
+        with pytest.raises((pa.ShapeError, TypeError), match=re.escape(message)):
+            run(**x)
+
+
+def test_a_python_number_is_refused_where_an_array_is_needed():
+    x = make_inputs(pa.Differential(), LAYOUT, "random")
+    with pytest.raises(TypeError, match=r"lam must be an array of NumPy.* found float"):
+        pa.Differential()(**x | {"lam": 0.5})
+
+
+def test_second_keys_are_of_the_calls_dtype_and_gates_may_be_wider():
+    """Otherwise a cache would silently store float32 keys in half precision."""
+    m = pa.Differential(pa.Path(forget="scaled"), per="head")
+    x = {n: a.astype(np.float16) for n, a in make_inputs(m, LAYOUT, "random").items()}
+    with pytest.raises(TypeError, match=r"inputs of one dtype expected.*'k2': 'float32'"):
+        m(**x | {"k2": x["k2"].astype(np.float32)})
+    wide = {n: x[n].astype(np.float32) for n in ("w", "beta", "g", "lam")}
+    assert m(**x | wide).dtype == np.float16

@@ -1,5 +1,6 @@
 """Options outside their range are refused at construction."""
 
+import re
 from functools import partial
 
 import numpy as np
@@ -27,8 +28,10 @@ NORMALIZE = (
     [
         *(
             case(f"{cls.name} scale {value!r}", f"{cls.name}: {SCALE}{value!r}", partial(cls, **o))
-            for cls in (pa.Softmax, pa.Lucid, pa.LucidSolve)
-            for value in (0, 0.0, -1, float("nan"), float("inf"), -float("inf"), True, "1", 1j)
+            for cls, value in (
+                *((pa.Softmax, value) for value in (0, 0.0, -1, float("nan"), float("inf"), 1j)),
+                *((pa.Lucid, -1), (pa.LucidSolve, True), (pa.Lucid, "1"), (pa.LucidSolve, 0)),
+            )
             for o in [{"scale": value}]
         ),
         case(
@@ -57,8 +60,11 @@ NORMALIZE = (
         ),
         *(
             case(f"eps {v!r}", f"{cls.name}: {EPS}{v!r}", partial(cls, eps=v))
-            for cls in (pa.Lucid, pa.LucidSolve, pa.RMSNorm)
-            for v in (-1e-9, float("nan"), float("inf"), None, False, "0")
+            for cls, v in (
+                *((pa.Lucid, v) for v in (-1e-9, float("nan"), float("inf"), None)),
+                *((pa.LucidSolve, False), (pa.LucidSolve, -1e-9), (pa.RMSNorm, "0")),
+                (pa.RMSNorm, -1e-9),
+            )
         ),
         *(
             case(
@@ -152,3 +158,57 @@ def test_a_shorthand_refuses_an_input_whose_option_is_switched_off_in_either_ord
     given = {"beta": False, "lucid_beta": np.ones((2, 4, 2))}
     with pytest.raises(TypeError, match="lucid_beta"):
         pa.lucid(Q, K, V, **{name: given[name] for name in order})
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (
+            lambda: pa.Path(flush=0),
+            "path: option flush must be a whole number, 1 to 1073741824; found 0",
+        ),
+        (lambda: pa.Path(flush=None), "path: option flush must be a whole number"),
+        (lambda: pa.Path(flush=True), "path: option flush must be a whole number"),
+        (lambda: pa.Path(forget="yes"), "path: option forget must be one of 'none', 'unscaled'"),
+        (lambda: pa.parse("path[causal=false]"), "path has no option 'causal'"),
+        (
+            lambda: pa.Softmax(causal=False, forget="scaled"),
+            "softmax: a forget gate decays from the key to the query, forward in time, and needs "
+            "causal=true; found forget='scaled' and causal=false",
+        ),
+        (lambda: pa.Differential(per="batch"), "differential: option per must be one of 'layer'"),
+        (lambda: pa.Differential(paired=()), "option paired must be different names, such as q/k"),
+        (lambda: pa.Differential(paired="q/q"), "option paired must be different names"),
+        (lambda: pa.Differential(paired="q/2"), "option paired must be different names"),
+        (lambda: pa.Differential(paired=3), "option paired must be different names"),
+        (lambda: pa.Temperature(per="token"), "temperature: option per must be one of 'layer'"),
+        (lambda: pa.QKNorm(norm="batch"), "qk_norm: option norm must be one of 'rms', 'layer'"),
+        (lambda: pa.QKNorm(eps=-1), "qk_norm: option eps must be a finite number, 0 or above"),
+        (lambda: pa.RowNormalized(axis="row"), "row_normalized: option axis must be one of 'auto'"),
+        (lambda: pa.RowNormalized(detach=1), "row_normalized: option detach must be true or false"),
+        (
+            lambda: pa.parse("lucid_solve[metric=transported/0]"),
+            "lucid_solve: option metric must be one of dot, transported, transported/2",
+        ),
+        (lambda: pa.LucidSolve(metric="cosine"), "option metric must be one of dot, transported"),
+    ],
+)
+def test_an_option_of_a_preconditioner_or_of_path_out_of_its_range_is_refused(build, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("differential[paired=q/w]", "paired names w, and the base takes q, k, v"),
+        ("row_normalized[axis=channel]", "the norm of a channel runs over all tokens"),
+        ("lucid[normalize=queries_and_keys](qk_norm)", "normalises what reaches the base"),
+        ("temperature(lucid[normalize=queries_and_keys])", "divides out what temperature does"),
+        ("qk_norm(row_normalized(differential))", "the first of two maps only, not q2, k2"),
+        ("temperature(laser(temperature))", "tau is an input of laser(temperature) already"),
+    ],
+)
+def test_an_incompatible_base_is_refused_with_the_reason(text, reason):
+    with pytest.raises(TypeError, match="makes no sense.*" + re.escape(reason)):
+        pa.parse(text)

@@ -11,9 +11,15 @@ import jax.numpy as jnp
 import precondattn as pa
 from precondattn_conformance.inputs import CallLayout, make_inputs
 
-TRACED = ["softmax", "softmax[window=2]", "lucid", "lucid[normalize=rows]", "laser", "lucid(laser)"]
-TRACED += ["path[flush=3]", "lucid(path)"]
-DEFAULT = ["softmax", "lucid", "laser", "path[flush=3]"]
+KINDS = {
+    "lengths above": ["lucid", "path[flush=3]"],
+    "lengths below": ["softmax"],
+    "lengths huge": ["softmax"],
+    "torn segments": ["lucid", "laser"],
+    "capacity": ["lucid", "softmax"],
+    "new lengths above": ["laser", "path[flush=3]"],
+}
+"""What is invalid, and mechanisms; masks are checked before any of them runs."""
 
 
 def assert_only_sequence_one_is_nan(out, expected):
@@ -50,20 +56,7 @@ def traced_outputs(mechanism, kind):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "lengths above",
-        "lengths below",
-        "lengths huge",
-        "torn segments",
-        "capacity",
-        "new lengths above",
-    ],
-)
-# Slow: other options and compositions; masks are checked before any of them runs.
-@pytest.mark.parametrize(
-    "text",
-    [text if text in DEFAULT else pytest.param(text, marks=pytest.mark.slow) for text in TRACED],
+    ("text", "kind"), [(text, kind) for kind, texts in KINDS.items() for text in texts]
 )
 def test_invalid_traced_masks_give_nan_for_their_sequence_only(text, kind):
     out, expected = traced_outputs(pa.parse(text), kind)
@@ -71,8 +64,10 @@ def test_invalid_traced_masks_give_nan_for_their_sequence_only(text, kind):
     assert_only_sequence_one_is_nan(out, expected)
 
 
-@pytest.mark.parametrize("count", [5, -1])
-@pytest.mark.parametrize("text", TRACED)
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("softmax[window=2]", 5), ("lucid(laser)", -1), ("lucid(path)", 5), ("path[flush=3]", -1)],
+)
 def test_a_sequence_with_invalid_traced_lengths_stays_nan_when_its_cache_is_extended(text, count):
     mechanism = pa.parse(text)
     x = traced_inputs(mechanism)
@@ -85,12 +80,8 @@ def test_a_sequence_with_invalid_traced_lengths_stays_nan_when_its_cache_is_exte
 
 
 def test_gradients_of_a_sequence_with_invalid_traced_lengths_are_nan():
-    import jax
-
-    q = np.random.default_rng(0).normal(size=(2, 3, 2, 4))
-    lengths = jax.numpy.asarray([9, 3])
-    result = jax.jit(jax.grad(lambda v, n: pa.softmax(q_, q_, v, lengths=n).sum()))
-    q_ = jax.numpy.asarray(q)
-    gradient = np.asarray(result(q_, lengths))
-    assert np.isnan(gradient[0]).all()
-    assert np.isfinite(gradient[1]).all()
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 2, 4)))
+    gradient = jax.jit(jax.grad(lambda v, n: pa.softmax(q, q, v, lengths=n).sum()))
+    found = np.asarray(gradient(q, jnp.asarray([9, 3])))
+    assert np.isnan(found[0]).all()
+    assert np.isfinite(found[1]).all()

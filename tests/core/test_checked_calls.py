@@ -86,12 +86,6 @@ def test_a_value_outside_of_each_declared_range_is_an_error_with_its_place():
             assert str(c.value).startswith(f"{mechanism}: {name}{index} is "), expression
 
 
-def test_a_positive_number_outside_of_its_usual_range_passes():
-    mechanism, x = inputs_of("mesa")
-    for value in (1e-3, 1e3):
-        examined(mechanism, {**x, "lam_mesa": np.full_like(x["lam_mesa"], value)})
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_values_that_are_not_finite_are_errors_except_a_decay_to_nothing(value):
     mechanism, x = inputs_of("gated_delta")
@@ -128,27 +122,6 @@ def test_an_error_says_what_to_write_instead(expression, name, advice):
     x[name] = np.where(x[name] > -np.inf, -5.0 if name in ("tau", "contraction") else 5.0, 0)
     with pytest.raises(ValueError, match=re.escape(advice) + "$"):
         examined(mechanism, x)
-
-
-@pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
-def test_every_verb_of_every_library_is_checked(library):
-    xp = pytest.importorskip(library)
-    mechanism, x = inputs_of("gated_delta")
-    x = {name: xp.asarray(array) for name, array in x.items()}
-    bad = {**x, "k": 2 * x["k"]}
-    cache = mechanism.init_cache(**x)
-    with pa.checked(layout=False):
-        mechanism(**x)
-        mechanism.extend(cache, **x)
-        for call in (
-            lambda: mechanism(**bad),
-            lambda: mechanism.vjp(**bad),
-            lambda: mechanism.extend(cache, **bad),
-            lambda: mechanism.extend_vjp(cache, **bad),
-        ):
-            with pytest.raises(ValueError, match=r"k\[0, 0, 0\] is a row of length 2, not at most"):
-                call()
-    mechanism(**bad)
 
 
 def test_rows_that_were_rounded_to_bfloat16_have_length_1():
@@ -246,7 +219,7 @@ KINDS = [
 """A mechanism, its input, what all entries are, and the error: one for each kind of values."""
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
+@pytest.mark.parametrize("library", ["torch", "jax.numpy"])
 @pytest.mark.parametrize(("expression", "name", "value", "text"), KINDS)
 def test_each_kind_of_values_is_examined_on_each_library(library, expression, name, value, text):
     xp = pytest.importorskip(library)
@@ -313,7 +286,7 @@ def test_a_context_is_of_its_thread():
     assert len(shapes) == 1
 
 
-@pytest.mark.parametrize(("variable", "passes"), [("0", True), ("", True), ("1", False)])
+@pytest.mark.parametrize(("variable", "passes"), [("0", True), ("1", False)])
 def test_a_variable_checks_every_call_of_a_process(variable, passes):
     code = "import numpy as np, precondattn as pa; pa.softmax(*np.full((3, 1, 2, 1, 2), np.nan))"
     environment = {"PRECONDATTN_CHECKED": variable, "PYTHONPATH": ":".join(sys.path)}
@@ -324,33 +297,32 @@ def test_a_variable_checks_every_call_of_a_process(variable, passes):
     assert ("q[0, 0, 0, 0] is nan, not finite" in done.stderr) != passes
 
 
-def test_a_traced_call_says_that_values_can_not_be_looked_at():
-    warns = pytest.warns(pa.NotCheckedWarning, match="can not look at the values of q, which are")
-    mechanism, x = inputs_of("delta")
-    x["k"] *= 2
+def by_jit(mechanism, x):
     jax = pytest.importorskip("jax")
     arrays = {name: jax.numpy.asarray(array) for name, array in x.items()}
-    with pa.checked(), warns:
-        jax.jit(lambda x: mechanism(**x))(arrays)
+    return lambda: jax.jit(lambda x: mechanism(**x))(arrays)
 
 
-def test_a_compiled_or_mapped_call_of_pytorch_says_so_too():
+def by_vmap(mechanism, x):
     torch = pytest.importorskip("torch")
-    mechanism, x = inputs_of("delta")
-    tensors = {name: torch.tensor(2 * array) for name, array in x.items()}
-    by_vmap = torch.func.vmap(lambda x: mechanism(**x))
-    with pa.checked(), pytest.warns(pa.NotCheckedWarning, match="can not look at the values"):
-        by_vmap({name: each[None] for name, each in tensors.items()})
+    mapped = torch.func.vmap(lambda x: mechanism(**x))
+    return lambda: mapped({name: torch.tensor(array)[None] for name, array in x.items()})
 
 
-@pytest.mark.thorough
-def test_a_call_that_pytorch_compiles_says_so_too():
+def by_compile(mechanism, x):
     torch = pytest.importorskip("torch")
-    mechanism, x = inputs_of("delta")
-    tensors = {name: torch.tensor(array) for name, array in x.items()}
     compiled = torch.compile(lambda x: mechanism(**x), backend="aot_eager", fullgraph=True)
-    with pa.checked(), pytest.warns(pa.NotCheckedWarning, match="can not look at the values"):
-        compiled(tensors)
+    return lambda: compiled({name: torch.tensor(array) for name, array in x.items()})
+
+
+@pytest.mark.parametrize(
+    "traced", [by_jit, by_vmap, pytest.param(by_compile, marks=pytest.mark.thorough)]
+)
+def test_a_traced_call_says_that_values_can_not_be_looked_at(traced):
+    mechanism, x = inputs_of("delta")
+    call = traced(mechanism, {**x, "k": 2 * x["k"]})
+    with pa.checked(), pytest.warns(pa.NotCheckedWarning, match="can not look at the values of"):
+        call()
 
 
 def test_published_recipes_of_layers_pass():

@@ -35,8 +35,15 @@ def precondattn(*arguments, prefix="", **environment):
     )
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
-@pytest.mark.parametrize("command", ["bench --list", "bench --help", "list", "explain ccq(gla)"])
+@pytest.mark.parametrize(
+    ("command", "encoding"),
+    [
+        ("bench --list", "ascii"),
+        ("bench --help", "cp1252"),
+        ("list", "cp1252"),
+        ("explain ccq(gla)", "ascii"),
+    ],
+)
 def test_commands_print_to_a_pipe_without_utf_8(command, encoding):
     done = precondattn(*command.split(), PYTHONIOENCODING=encoding)
     assert done.returncode == 0, done.stderr
@@ -78,18 +85,6 @@ def test_conformance_of_a_backend_that_supports_nothing_is_a_failure():
     assert "knows lucid_solve only" in done.stdout
 
 
-@pytest.mark.thorough
-def test_an_invalid_argument_has_its_own_exit_code():
-    for arguments in (
-        ("conformance", "--backend", "nobody"),
-        ("conformance", "--level", "huge"),
-        ("explain", "lucit"),
-    ):
-        done = precondattn(*arguments)
-        assert done.returncode == 2
-        assert "unknown" in done.stderr or "level must be" in done.stderr
-
-
 def test_a_plan_for_a_library_that_is_not_installed_says_so():
     if find_spec("cupy") is not None:
         pytest.skip("cupy is installed")
@@ -105,7 +100,6 @@ def test_a_plan_for_a_library_that_is_not_installed_says_so():
     ("library", "device", "verb", "backend"),
     [
         ("torch", "cuda:1", "forward", "triton"),
-        ("torch", "cuda", "extend", "triton"),
         ("jax", "cuda", "extend", "pallas"),
         ("jax", "tpu", "vjp", "pallas"),
     ],

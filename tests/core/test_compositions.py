@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import precondattn as pa
@@ -71,7 +71,6 @@ def case_of_a_nesting(draw):
 
 @pytest.mark.thorough
 @given(case_of_a_nesting())
-@settings(max_examples=80, deadline=None)
 def test_any_nesting_that_is_not_refused_has_output_gradient_and_cache(case):
     """Gradients are compared with central differences unless a part is detached."""
     assert is_bounded(pa.parse(case.mechanism))
@@ -79,7 +78,6 @@ def test_any_nesting_that_is_not_refused_has_output_gradient_and_cache(case):
 
 
 @given(nested())
-@settings(max_examples=50, deadline=None)
 def test_text_and_program_of_any_nesting_are_read_back(text):
     m = pa.parse(text)
     assert pa.parse(str(m)) == m

@@ -95,15 +95,6 @@ def test_a_group_is_matched_when_another_call_is_between_its_calls(third_party):
     assert pa.group_of("lucid(laser)") == pa.group_of("lucid(softmax[read=log_mean_exp])")
 
 
-def test_a_program_is_the_inverse_of_its_text():
-    from precondattn.algebra.group import read_program
-
-    for expression in ("lucid", "lucid(laser)", "lucid[normalize=queries_and_keys,beta=true]"):
-        program = pa.group_of(expression)
-        assert read_program(str(program)) == program
-        assert read_program(str(program)).inputs == program.inputs
-
-
 def test_a_named_backend_refuses_rather_than_falls_back(third_party):
     x = inputs_of("laser")
     with pytest.raises(

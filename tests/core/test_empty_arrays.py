@@ -4,16 +4,9 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from tests.core.test_cupy_stand_in import (
-    CACHED,
-    EXPRESSIONS,
-    SIZES,
-    accepts_fewer_queries,
-    make_inputs,
-)
+from tests.core.test_cupy_stand_in import CACHED, EXPRESSIONS, SIZES, make_inputs
 from tests.core.test_shared_memory import arrays_in, arrays_of, assert_apart, assert_equal, on_host
 
-LIBRARIES = ("numpy", "torch", "jax.numpy", "cupy_stand_in")
 SAMPLE = ("softmax[bias=true]", "lucid(path)", "laser", "differential", "ccq(gla)", "atk(kda)")
 CACHED_SAMPLE = ("softmax[window=3]", "lucid(path)", "ccq(gla)")
 
@@ -24,6 +17,16 @@ EMPTY = {
     "no keys": {"s": 0},
 }
 WITHOUT_KEYS = ("softmax", "path", "lucid", "laser", "differential", "softmax[causal=false]")
+
+
+def accepts_fewer_queries(mechanism):
+    letters = "".join(pattern.letters for pattern in mechanism.inputs.values())
+    try:
+        for leaf in mechanism.program.leaves:
+            leaf.check_call({"t": 3, "s": 5}, frozenset())
+    except ValueError:
+        return False
+    return "t" in letters and "s" in letters
 
 
 def texts_for(library, which):
@@ -51,8 +54,14 @@ def assert_zeros(found, like):
         assert array.shape == like[name].shape
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("which", EMPTY)
+@pytest.mark.parametrize(
+    ("which", "library"),
+    [
+        *((which, "numpy") for which in EMPTY),
+        *(("no sequences", "torch"), ("no keys", "torch"), ("no tokens", "cupy_stand_in")),
+        *(("no queries", "cupy_stand_in"), ("no tokens", "jax.numpy"), ("no keys", "jax.numpy")),
+    ],
+)
 def test_outputs_and_gradients_are_empty_or_zero(which, library):
     for text in texts_for(library, which):
         mechanism, sizes = pa.parse(text), EMPTY[which]
@@ -67,9 +76,13 @@ def test_outputs_and_gradients_are_empty_or_zero(which, library):
             assert_zeros(pullback(again), arrays)
 
 
-@pytest.mark.thorough(but=("no sequences-numpy", "no tokens-numpy"))
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("which", ["no sequences", "no tokens"])
+@pytest.mark.parametrize(
+    ("which", "library"),
+    [
+        *(("no sequences", "numpy"), ("no tokens", "numpy")),
+        *(("no sequences", "jax.numpy"), ("no tokens", "torch"), ("no tokens", "cupy_stand_in")),
+    ],
+)
 def test_an_extension_by_nothing_changes_nothing(which, library):
     for text in CACHED if library == "numpy" else CACHED_SAMPLE:
         mechanism = pa.parse(text)
@@ -112,8 +125,15 @@ def extending(mechanism, b, t):
     return arrays
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("text", ["linear", "ccq(gla)", "atk(kda)"])
+@pytest.mark.parametrize(
+    ("text", "library"),
+    [
+        ("linear", "torch"),
+        ("ccq(gla)", "numpy"),
+        ("atk(kda)", "cupy_stand_in"),
+        ("linear", "jax.numpy"),
+    ],
+)
 def test_the_pullback_of_an_extension_by_nothing_returns_the_cotangents_of_the_states(
     text, library
 ):
@@ -147,7 +167,7 @@ def test_autograd_has_gradients_of_zero_and_those_of_the_states():
         torch.testing.assert_close(state.grad, torch.ones_like(state))
 
 
-@pytest.mark.parametrize("text", ["softmax", "lucid(path)", "gated_delta"])
+@pytest.mark.parametrize("text", ["lucid(path)", "gated_delta"])
 def test_jax_compiles_and_differentiates_empty_calls(text):
     jax = pytest.importorskip("jax")
     mechanism = pa.parse(text)
@@ -187,8 +207,9 @@ def test_a_backend_by_name_is_not_needed_for_an_empty_call(backend):
     assert pa.Lucid().explain(**inputs).backends == ("none (the arrays are empty)",)
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
-@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize(
+    ("sink", "library"), [(False, "torch"), (True, "numpy"), (True, "jax.numpy"), (False, "numpy")]
+)
 def test_without_keys_the_log_sum_exp_is_that_of_the_sink_or_of_nothing(sink, library):
     mechanism = pa.Softmax(sink=sink)
     arrays = make_inputs(mechanism, s=0)
@@ -224,8 +245,10 @@ def test_the_last_sequence_of_a_cache_may_be_taken_away(library):
         assert pa.Cache.concatenate([after, cache]).length.shape == cache.length.shape
 
 
-@pytest.mark.parametrize("name", ["segment_ids", "cu_seqlens"])
-@pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [("segment_ids", "numpy"), ("cu_seqlens", "torch"), ("segment_ids", "jax.numpy")],
+)
 def test_packed_calls_may_have_no_tokens(name, library):
     dtype = np.int32
     mask = {"segment_ids": np.zeros((1, 0), dtype), "cu_seqlens": np.asarray([0, 0], dtype)}[name]
