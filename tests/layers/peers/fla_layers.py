@@ -16,20 +16,10 @@ its weights, and returns the call of a dict of them and x.
     mesa_net        the exact solve in place of conjugate gradients
 """
 
-import pytest
+import torch
+from torch.nn.functional import conv1d, group_norm, logsigmoid, pad, silu, softplus
 
-torch = pytest.importorskip("torch")
-
-from torch.nn.functional import (  # noqa: E402
-    conv1d,
-    group_norm,
-    logsigmoid,
-    pad,
-    silu,
-    softplus,
-)
-
-from precondattn_conformance.peers.fla import references  # noqa: E402
+from precondattn_conformance.peers.fla import references
 
 HEADS = 4
 

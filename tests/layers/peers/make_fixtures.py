@@ -46,8 +46,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 
-# torch and transformers are imported where they are used: pytest imports this file to collect it.
+# Transformers and timm are imported where they are used: pytest imports this file to collect it.
 
 HERE = Path(__file__).resolve().parent
 BATCH, TIME = 2, 11
@@ -71,7 +72,6 @@ def of_transformers(name):
 
 def llama(family="Llama", layer=0):
     """A Llama layer, and its call."""
-    import torch
     import transformers
 
     config = getattr(transformers, f"{family}Config")(
@@ -147,7 +147,6 @@ def xlstm():
 
 def nystromformer():
     """A layer of Nyströmformer with the map of its output, and its call."""
-    import torch
     from transformers import NystromformerConfig
 
     config = NystromformerConfig(
@@ -237,8 +236,6 @@ def without_kernels(module):
 
 
 def causal_mask():
-    import torch
-
     return torch.full((1, 1, TIME, TIME), -torch.inf).triu(1)
 
 
@@ -252,8 +249,6 @@ def drawn(rng, name, shape):
 
 def of_module(make, rng):
     """A layer of Transformers: its width, its parameters and its call."""
-    import torch
-
     width, layer, call = make()
     with torch.no_grad():
         for name, parameter in layer.eval().named_parameters():
@@ -263,8 +258,6 @@ def of_module(make, rng):
 
 def of_function(make, rng):
     """A layer of `fla_layers`: its width, its parameters and its call."""
-    import torch
-
     shapes, call = make()
     parameters = {
         name: torch.tensor(drawn(rng, name, shape), dtype=torch.float32, requires_grad=True)
@@ -275,8 +268,6 @@ def of_function(make, rng):
 
 def entries(width, parameters, call, rng, time):
     """The entries of the file of one layer, without `versions`."""
-    import torch
-
     x, cotangent = np.round(16 * rng.normal(size=(2, BATCH, time, width))) / 16
     x = torch.tensor(x, dtype=torch.float32, requires_grad=True)
     out = call(x)
@@ -291,7 +282,6 @@ def entries(width, parameters, call, rng, time):
 def main(names):
     """Write the files of these layers, or of all."""
     import fla_layers
-    import torch
 
     torch.set_num_threads(1)
     packages = ("torch", "transformers", "timm", "fla-core")
