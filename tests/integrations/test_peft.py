@@ -33,10 +33,17 @@ def decoder():
 
 def causal_lm():
     torch.manual_seed(0)
-    config = PrecondattnConfig(
-        vocab_size=31, hidden_size=32, num_attention_heads=4, layer_types=LAYERS
-    )
-    return PrecondattnForCausalLM(config).eval()
+    sizes = {"vocab_size": 31, "hidden_size": 32, "num_attention_heads": 4}
+    return PrecondattnForCausalLM(PrecondattnConfig(**sizes, layer_types=LAYERS)).eval()
+
+
+def replaced():
+    config = LlamaConfig(vocab_size=31, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    return replace(LlamaForCausalLM(config).eval(), "lucid")
+
+
+def tuned_model(model, **options):
+    return peft.get_peft_model(model, peft.LoraConfig(**ALL, **options))
 
 
 def logits(model):
@@ -61,12 +68,8 @@ def trained(model, steps=25):
 @pytest.mark.parametrize("made", [decoder, causal_lm])
 def test_lora_on_all_linear_maps_trains_reloads_and_merges(made, tmp_path):
     base = made()
-    maps = {
-        name
-        for name, module in base.named_modules()
-        if isinstance(module, nn.Linear) and name != "lm_head"
-    }
-    tuned = peft.get_peft_model(base, peft.LoraConfig(**ALL))
+    linear = {name for name, m in base.named_modules() if isinstance(m, nn.Linear)}
+    maps, tuned = linear - {"lm_head"}, tuned_model(base)
     adapted = {
         name.removeprefix("base_model.model.")
         for name, module in tuned.named_modules()
@@ -87,7 +90,6 @@ def test_lora_on_all_linear_maps_trains_reloads_and_merges(made, tmp_path):
         again = peft.PeftModel.from_pretrained(made(), tmp_path)
         torch.testing.assert_close(logits(again), expected)
         assert not torch.allclose(logits(made()), expected, atol=1e-2)
-
         merged = tuned.merge_and_unload()
         assert type(merged) is type(base)
         assert all(type(merged.get_submodule(name)) is nn.Linear for name in maps)
@@ -99,40 +101,33 @@ def test_transformers_loads_a_folder_of_an_adapter(tmp_path):
     causal_lm().save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     before = {name: p.clone() for name, p in base.named_parameters()}
-    tuned = peft.get_peft_model(base, peft.LoraConfig(**ALL, init_lora_weights=False))
+    tuned = tuned_model(base, init_lora_weights=False)
     tuned.save_pretrained(tmp_path / "adapter")
     expected = logits(tuned)
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
     assert type(loaded) is PrecondattnForCausalLM
     torch.testing.assert_close(logits(loaded), expected)
-
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model.load_adapter(tmp_path / "adapter")
     torch.testing.assert_close(logits(model), expected)
     for name, parameter in model.named_parameters():
         if "lora_" not in name:
             assert torch.equal(parameter, before[name.replace(".base_layer", "")]), name
-
     tuned.merge_and_unload().save_pretrained(tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
 def test_an_adapted_decoder_generates_and_is_compiled():
-    tuned = peft.get_peft_model(decoder(), peft.LoraConfig(**ALL, init_lora_weights=False))
+    tuned = tuned_model(decoder(), init_lora_weights=False)
     new = tuned.generate(TOKENS[:, :4], 3)
-    with torch.no_grad():
-        whole = tuned(torch.cat([TOKENS[:, :4], new], 1)).argmax(-1)
-        torch._dynamo.reset()
-        compiled = torch.compile(tuned, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(TOKENS), tuned(TOKENS), rtol=1e-4, atol=1e-5)
+    whole = tuned(torch.cat([TOKENS[:, :4], new], 1)).argmax(-1)
     assert torch.equal(whole[:, 3:-1], new)
-
-
-def replaced():
-    config = LlamaConfig(vocab_size=31, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-    return replace(LlamaForCausalLM(config).eval(), "lucid")
+    torch._dynamo.reset()
+    compiled = torch.compile(tuned, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(TOKENS), tuned(TOKENS), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("made", [causal_lm, replaced])

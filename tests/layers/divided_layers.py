@@ -1,6 +1,14 @@
-"""Layers of two processes that each have some of the heads, beside the same layers whole."""
+"""Processes that compute layers together: of some heads, of shards, of adapters and int8 weights.
 
+Each check compares with the same model whole. `tests/ranks.py` starts the processes, and each calls
+`main`.
+"""
+
+import atexit
 import copy
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +23,7 @@ from precondattn.layers.torch import (
     divide_tokens,
     divide_weights,
 )
+from precondattn.parallel.torch.exit import wait_for_gloo
 from tests.layers.layer_cases import MECHANISMS, layer
 
 REFUSED = {
@@ -27,9 +36,30 @@ REFUSED = {
 LAYERS = ["gated_delta", {"mechanism": "lucid", "kv_heads": 1}]
 
 
-def check(folder):
-    """All that two processes do."""
-    mesh = distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+def main(rank, count, folder):
+    """Check all that so many processes do, and leave a file for each check."""
+    from tests.layers import divided_training
+
+    folder = Path(folder)
+    # DTensor's caches keep groups, whose threads may abort an exit (docs/reports/gloo_at_exit.md).
+    atexit.register(wait_for_gloo)
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
+    own = distributed.init_device_mesh("cpu", (count,), mesh_dim_names=("tp",))
+    checks = {
+        2: {name: partial(check, own) for name, check in CHECKS.items()},
+        4: {"training": partial(divided_training.on_four, folder)},
+        8: {"training": partial(divided_training.on_eight, folder)},
+    }
+    for name, check in checks[count].items():
+        torch.manual_seed(0)
+        check()
+        (folder / f"{name} {rank}").touch()
+    distributed.destroy_process_group()
+
+
+def division(mesh):
     for expression in MECHANISMS:
         torch.manual_seed(0)
         attn = moved(layer(Attention, expression, dtype=torch.float64))
@@ -47,10 +77,6 @@ def check(folder):
     group_norm = Attention(24, mechanism="ssd", heads=1, value_heads=2, dtype=torch.float64)
     with pytest.raises(ValueError, match="computes heads that share keys together"):
         divide_weights(group_norm, mesh)
-    decoders(mesh)
-    half_precision(mesh)
-    bad_input(mesh)
-    bad_calls(mesh)
 
 
 def more_processes_than_keys():
@@ -133,7 +159,6 @@ def decoders(mesh):
 
 
 def half_precision(mesh):
-    torch.manual_seed(0)
     attn = layer(Attention, "ccq(gated_delta)", dtype=torch.float32)
     x = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(2))
     expected = attn(x)
@@ -199,3 +224,91 @@ def bad_calls(mesh):
         model(tokens + 5)
     with pytest.raises(ValueError, match="tokens must be between 0 and 11; found 5 to 12"):
         model.generate(tokens + 5, 1)
+
+
+def fsdp_of_a_layer(mesh):
+    torch.manual_seed(0)
+    whole = layer(Attention, "ccq(gated_delta)", dtype=torch.float64)
+    x = torch.randn(2, 6, 24, dtype=torch.float64)
+    sharded = assert_sharded_the_same(whole, mesh, x)
+    sharded.reset_parameters()
+    assert torch.isfinite(sharded(x)).all()
+
+
+def assert_sharded_the_same(whole, mesh, x, ignored=lambda p: False):
+    """Each process has one sequence; gradients are the means over them."""
+    rank, sharded = mesh.get_local_rank(), copy.deepcopy(whole)
+    fully_shard(sharded, mesh=mesh, ignored_params={*filter(ignored, sharded.parameters())})
+    expected, y = whole(x), sharded(x[rank : rank + 1])
+    torch.testing.assert_close(y, expected[rank : rank + 1])
+    (expected.square().sum() / 2).backward()
+    y.square().sum().backward()
+    found = dict(sharded.named_parameters())
+    trained = {name: p for name, p in whole.named_parameters() if p.requires_grad}
+    assert trained
+    for name, parameter in trained.items():
+        shard = found[name]
+        if shard.shape[0] % 2 == 0:
+            assert 2 * shard.to_local().numel() == shard.numel(), name
+        grad = shard.grad.full_tensor()
+        torch.testing.assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+    return sharded
+
+
+TOKENS = torch.arange(2 * 12).reshape(2, 12) * 7 % 30
+
+
+def plain():
+    torch.manual_seed(0)
+    return Decoder(30, 32, heads=4, layers=["gated_delta", "lucid"])
+
+
+def adapted(model):
+    import peft
+
+    torch.manual_seed(1)
+    config = peft.LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def quantized(model):
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model.requires_grad_(False), Int8WeightOnlyConfig(set_inductor_config=False))
+    return model
+
+
+def fsdp_of_adapters(mesh):
+    """PyTorch splits no weights of torchao: each process has them whole."""
+    assert_sharded_the_same(adapted(plain()), mesh, TOKENS)
+    with pytest.raises(NotImplementedError, match="Int8Tensor"):
+        fully_shard(quantized(plain()), mesh=mesh)
+    whole = adapted(quantized(plain()))
+    assert_sharded_the_same(whole, mesh, TOKENS, ignored=lambda p: not p.requires_grad)
+
+
+def division_of_adapters(mesh):
+    model = adapted(plain())
+    with torch.no_grad():
+        expected = model(TOKENS)
+        refused = r"blocks.0.attention.q_proj must be an nn.Linear without .*found peft\..*Linear"
+        with pytest.raises(TypeError, match=refused):
+            divide_weights(model, mesh)
+        merged = model.merge_and_unload()
+        divide_weights(merged, mesh)
+        torch.testing.assert_close(merged(TOKENS), expected, rtol=1e-4, atol=1e-4)
+        with pytest.raises(TypeError, match=r"q_proj must be an nn.Linear without .*found peft\."):
+            adapted(merged)(TOKENS)
+    with pytest.raises(TypeError, match=r"q_proj.weight must be an ordinary .*found Int8Tensor"):
+        divide_weights(quantized(plain()), mesh)
+    model = plain()
+    divide_weights(model, mesh)
+    refused = r"q_proj.weight must be the DTensor that it made; found Int8Tensor"
+    with pytest.raises(TypeError, match=refused):
+        quantized(model)(TOKENS)
+
+
+OF_LAYERS = (division, decoders, half_precision, bad_input, bad_calls, fsdp_of_a_layer)
+OF_ADAPTERS = (fsdp_of_adapters, division_of_adapters)
+HAS_ADAPTERS = all(map(find_spec, ("peft", "torchao")))
+CHECKS = {check.__name__: check for check in (*OF_LAYERS, *(OF_ADAPTERS if HAS_ADAPTERS else ()))}

@@ -41,23 +41,39 @@ def test_every_input_of_every_mechanism_has_a_recipe_with_an_equation(expression
         assert entry.recipe.equation, entry
         assert "`" not in entry.recipe.equation, entry
         assert "\\" not in entry.recipe.printed, entry
-    assert hash(made) == hash(plan(expression, **sizes_for(expression)))
+    assert hash(made) == hash(plan(pa.parse(expression), **sizes_for(expression)))
+    assert made == plan(pa.parse(expression), **sizes_for(expression))
 
 
-def test_an_input_means_what_the_base_does_with_it_however_it_gets_there():
-    assert recipes_of("ccq(gated_delta)")["k"] == UnitConvolution()
-    assert recipes_of("hedgehog(gla)")["k"] == Projection()
-    assert recipes_of("lucid(qk_norm)")["k"] == Rotary()
-    assert recipes_of("differential(delta)")["k2"] == UnitConvolution()
-    assert recipes_of("lucid(path)")["beta"] == Sigmoid(2.0, bias=True)
-    assert recipes_of("delta")["beta"] == Sigmoid()
+STEPS = {"v": Projection(), "g": LogSigmoid()}
 
 
-def test_the_output_is_that_of_the_outermost_piece_that_has_one():
-    assert type(recipes_of("row_normalized(gsa)")["out"]).__name__ == "Activated"
-    assert type(recipes_of("differential(gla)")["out"]).__name__ == "DifferenceNorm"
-    assert type(recipes_of("row_normalized(differential)")["out"]).__name__ == "DifferenceNorm"
-    assert type(recipes_of("lucid(laser)")["out"]).__name__ == "Unchanged"
+@pytest.mark.parametrize(
+    ("expression", "given", "name", "recipe"),
+    [
+        ("ccq(gated_delta)", {}, "k", UnitConvolution()),
+        ("hedgehog(gla)", {}, "k", Projection()),
+        ("lucid(qk_norm)", {}, "k", Rotary()),
+        ("differential(delta)", {}, "k2", UnitConvolution()),
+        ("lucid(path)", {}, "beta", Sigmoid(2.0, bias=True)),
+        ("delta", {}, "beta", Sigmoid()),
+        ("gated_delta", {"beta": Sigmoid(2.0), "q": Convolution(3)}, "q", Convolution(3)),
+        ("gated_delta", {"beta": Sigmoid(2.0), "q": Convolution(3)}, "beta", Sigmoid(2.0)),
+        ("gated_delta", {"beta": Sigmoid(2.0), "q": Convolution(3)}, "k", UnitConvolution()),
+        # The output is that of the outermost piece that has one.
+        ("row_normalized(gsa)", {}, "out", "Activated"),
+        ("differential(gla)", {}, "out", "DifferenceNorm"),
+        ("row_normalized(differential)", {}, "out", "DifferenceNorm"),
+        ("lucid(laser)", {}, "out", "Unchanged"),
+        # A helper that no recipe reads has no weights.
+        ("ssd", {}, "dt", "StepSize"),
+        ("ssd", STEPS, "dt", None),
+        ("ssd", {**STEPS, "dt": StepSize()}, "dt", "StepSize"),
+    ],
+)
+def test_the_recipe_of_an_input(expression, given, name, recipe):
+    found = recipes_of(expression, recipes=given).get(name)
+    assert (type(found).__name__ if isinstance(recipe, str) else found) == recipe
 
 
 def test_the_second_map_of_ccq_reads_its_own_query():
@@ -67,26 +83,16 @@ def test_the_second_map_of_ccq_reads_its_own_query():
     assert reads["contraction2"] == (("q", "q2"),)
 
 
-def test_differential_attention_has_half_the_width_in_each_map_as_published():
+def test_differential_attention_has_half_the_width_in_each_map_and_lambda_as_published():
     shapes = {name: dict(weights) for name, weights in plan("differential", 64, 4).weights}
     assert shapes["q"]["weight"].shape == shapes["k2"]["weight"].shape == (64, 4, 8)
     assert shapes["v"]["weight"].shape == (64, 4, 16)
     assert shapes["lam"]["q1"].shape == (8,)
-
-
-def test_lambda_starts_as_published():
+    zeros = dict.fromkeys(("q1", "q2", "k1", "k2"), np.zeros(4))
     for depth, expected in ((0, 0.2), (3, 0.8 - 0.6 * np.exp(-0.9))):
-        recipe = recipes_of("differential")["lam"]
-        zeros = dict.fromkeys(("q1", "q2", "k1", "k2"), np.zeros(4))
         for index in (depth, np.asarray(depth)):
             tokens = RecipeTokens(None, None, {}, None, index)
-            assert np.isclose(recipe.make(tokens, zeros), expected)
-
-
-def test_a_recipe_can_be_replaced():
-    made = recipes_of("gated_delta", recipes={"beta": Sigmoid(2.0), "q": Convolution(3)})
-    assert (made["beta"], made["q"]) == (Sigmoid(2.0), Convolution(3))
-    assert made["k"] == UnitConvolution()
+            assert np.isclose(recipes_of("differential")["lam"].make(tokens, zeros), expected)
 
 
 @pytest.mark.parametrize(
@@ -140,14 +146,3 @@ def test_inputs_without_recipes_are_named_together_with_recipes_that_fit(own):
     assert given["leak"] is ...
     given["leak"] = recipes.Learned(-1.0)
     assert {entry.name for entry in plan(own, recipes=given).entries} == {*own.inputs, "out"}
-
-
-def test_a_mechanism_may_be_given_as_an_object():
-    assert plan(pa.Lucid(pa.Path())) == plan("lucid(path)")
-
-
-def test_helpers_that_no_recipe_reads_have_no_weights():
-    assert "dt" in recipes_of("ssd")
-    given = {"v": Projection(), "g": LogSigmoid()}
-    assert "dt" not in recipes_of("ssd", recipes=given)
-    assert "dt" in recipes_of("ssd", recipes={**given, "dt": StepSize()})

@@ -22,23 +22,50 @@ from tests.layers.torch_layers import from_declared_axes
 PEERS = Path(__file__).parent / "peers"
 
 
-def heads(weight, n):
-    """A public matrix (n · d, x) as ours, (x, n, d)."""
-    return weight.T.reshape(weight.shape[1], n, -1)
+def heads(weight, n=4):
+    """A public matrix (n · d, x), or its bias, as ours, (x, n, d) or (n, d)."""
+    return weight.T.reshape(*weight.shape[1:], n, -1)
 
 
-def from_heads(weight, n):
+def rows(w, pattern="{}_proj.weight", /, **counts):
+    """The weights of q, k, v …, with so many heads."""
+    return {f"{name}.weight": heads(w[pattern.format(name)], n) for name, n in counts.items()}
+
+
+def output(w, n=4, name="o_proj"):
     """A public matrix (x, n · e) of the last projection as ours, (n, e, x)."""
-    return weight.T.reshape(n, -1, weight.shape[0])
+    weight = w[f"{name}.weight"]
+    return {"out.projection": weight.T.reshape(n, -1, weight.shape[0])}
+
+
+def convolution(weight, *shape):
+    """The weight (n · d, 1, size) of a short convolution as ours, (size, n, d)."""
+    return weight[:, 0].T.reshape(weight.shape[-1], *shape, -1)
+
+
+def convolved(w, names, *shape):
+    """Projections with short convolutions."""
+    shape = shape or (4,)
+    weights = {f"{n}.weight": w[f"{n}_proj.weight"].T.reshape(32, *shape, -1) for n in names}
+    kernels = {f"{n}.convolution": convolution(w[f"{n}_conv1d.weight"], *shape) for n in names}
+    return weights | kernels
+
+
+def linear(w, name, public, bias=False):
+    """A map to a number for each head."""
+    found = {f"{name}.weight": w[f"{public}.weight"].T}
+    return {**found, f"{name}.bias": w[f"{public}.bias"]} if bias else found
+
+
+def low_rank(w, name, public, n=4, bias=False, last=1):
+    """A map through a low rank."""
+    down, up = (w[f"{public}.{i}.weight"] for i in (0, last))
+    found = {f"{name}.down": down.T, f"{name}.up": heads(up, n)}
+    return {**found, f"{name}.bias": heads(w[f"{public}.{last}.bias"], n)} if bias else found
 
 
 def llama(w):
-    return {
-        "q.weight": heads(w["q_proj.weight"], 4),
-        "k.weight": heads(w["k_proj.weight"], 2),
-        "v.weight": heads(w["v_proj.weight"], 2),
-        "out.projection": from_heads(w["o_proj.weight"], 4),
-    }
+    return {**rows(w, q=4, k=2, v=2), **output(w)}
 
 
 def diffllama(w):
@@ -47,8 +74,8 @@ def diffllama(w):
     k, k2 = np.split(heads(w["k_proj.weight"], 2), 2, 1)
     v = np.concatenate(np.split(heads(w["v_proj.weight"], 2), 2, 1), 2)
     vectors = {f"lam.{n}": w[f"lambda_{n}"] for n in ("q1", "k1", "q2", "k2")}
-    rows = {"q.weight": q, "q2.weight": q2, "k.weight": k, "k2.weight": k2, "v.weight": v}
-    return {**rows, **vectors, "out.projection": from_heads(w["o_proj.weight"], 2)}
+    own = {"q.weight": q, "q2.weight": q2, "k.weight": k, "k2.weight": k2, "v.weight": v}
+    return {**own, **vectors, **output(w, 2)}
 
 
 def qwen3_next(w):
@@ -56,138 +83,123 @@ def qwen3_next(w):
     qkvz = heads(w["in_proj_qkvz.weight"], 2)
     q, k, v, gate = np.split(qkvz, np.cumsum([8, 8, 12]), 2)
     beta, step = np.split(heads(w["in_proj_ba.weight"], 2), 2, 2)
-    parts = np.split(w["conv1d.weight"][:, 0].T, np.cumsum([16, 16]), 1)
-    convolutions = (part.reshape(4, n, -1) for part, n in zip(parts, (2, 2, 4), strict=True))
+    parts = np.split(w["conv1d.weight"], np.cumsum([16, 16]))
+    kernels = {
+        f"{name}.convolution": convolution(part, n)
+        for name, part, n in zip("qkv", parts, (2, 2, 4), strict=True)
+    }
     return {
         "q.weight": q,
         "k.weight": k,
         "v.weight": v.reshape(32, 4, 6),
-        **dict(zip(("q.convolution", "k.convolution", "v.convolution"), convolutions, strict=True)),
+        **kernels,
         "beta.weight": beta.reshape(32, 4),
         "g.weight": step.reshape(32, 4),
         "g.A_log": w["A_log"],
         "g.dt_bias": w["dt_bias"],
         "out.gate": gate.reshape(32, 4, 6),
         "out.gain": w["norm.weight"],
-        "out.projection": from_heads(w["out_proj.weight"], 4),
+        **output(w, name="out_proj"),
     }
 
 
 def mamba2(w):
     """One matrix for the gate, x, B, C and Δ, and one convolution of x, B and C."""
     gate, x, b, c, step = np.split(w["in_proj.weight"], np.cumsum([32, 32, 12, 12]))
-    of_x, of_b, of_c = np.split(w["conv1d.weight"][:, 0].T, np.cumsum([32, 12]), 1)
-    bias_x, bias_b, bias_c = np.split(w["conv1d.bias"], np.cumsum([32, 12]))
-    rows = {}
-    for name, n, weight, convolution, bias in (
-        ("q", 2, c, of_c, bias_c),
-        ("k", 2, b, of_b, bias_b),
-        ("x", 4, x, of_x, bias_x),
-    ):
-        rows[f"{name}.weight"] = heads(weight, n)
-        rows[f"{name}.convolution"] = convolution.reshape(4, n, -1)
-        rows[f"{name}.bias"] = bias.reshape(n, -1)
+    kernels = np.split(w["conv1d.weight"], np.cumsum([32, 12]))
+    biases = np.split(w["conv1d.bias"], np.cumsum([32, 12]))
+    own = {}
+    parts = zip("xkq", (4, 2, 2), (x, b, c), kernels, biases, strict=True)
+    for name, n, weight, kernel, bias in parts:
+        own[f"{name}.weight"] = heads(weight, n)
+        own[f"{name}.convolution"] = convolution(kernel, n)
+        own[f"{name}.bias"] = bias.reshape(n, -1)
     return {
-        **rows,
+        **own,
         "dt.weight": step.T,
         "dt.dt_bias": w["dt_bias"],
         "g.A_log": w["A_log"],
-        "out.gate": heads(gate, 4),
+        "out.gate": heads(gate),
         "out.D": w["D"],
-        "out.gain": w["norm.weight"].reshape(4, 8),
-        "out.projection": from_heads(w["out_proj.weight"], 4),
+        "out.gain": heads(w["norm.weight"]),
+        **output(w, name="out_proj"),
     }
 
 
 def xlstm(w):
-    gates = {"g": "fgate_preact", "i": "igate_preact"}
     return {
-        **{f"{name}.weight": heads(w[f"{name}.weight"], 4) for name in "qkv"},
-        **{f"{name}.weight": w[f"{gate}.weight"].T for name, gate in gates.items()},
-        **{f"{name}.bias": w[f"{gate}.bias"] for name, gate in gates.items()},
-        "out.gain": w["multihead_norm.weight"].reshape(4, -1),
-        "out.gate": heads(w["ogate_preact.weight"], 4),
-        "out.projection": from_heads(w["out_proj.weight"], 4),
-    }
-
-
-def convolved(w, names, n=4):
-    """The three projections of a layer with short convolutions, (n · d, 1, 4) each."""
-    return {
-        **{f"{name}.weight": heads(w[f"{name}_proj.weight"], n) for name in names},
-        **{
-            f"{name}.convolution": w[f"{name}_conv1d.weight"][:, 0].T.reshape(4, n, -1)
-            for name in names
-        },
+        **rows(w, "{}.weight", q=4, k=4, v=4),
+        **linear(w, "g", "fgate_preact", bias=True),
+        **linear(w, "i", "igate_preact", bias=True),
+        "out.gain": heads(w["multihead_norm.weight"]),
+        "out.gate": heads(w["ogate_preact.weight"]),
+        **output(w, name="out_proj"),
     }
 
 
 def gla(w):
     return {
-        "q.weight": heads(w["q_proj.weight"], 4),
-        "k.weight": heads(w["k_proj.weight"], 2),
-        "v.weight": heads(w["v_proj.weight"], 2),
-        "g.down": w["gk_proj.0.weight"].T,
-        "g.up": heads(w["gk_proj.1.weight"], 2),
-        "g.bias": w["gk_proj.1.bias"].reshape(2, -1),
+        **llama(w),
+        **low_rank(w, "g", "gk_proj", 2, bias=True),
         "out.gain": w["g_norm_swish_gate.weight"],
-        "out.gate": heads(w["g_proj.weight"], 4),
-        "out.projection": from_heads(w["o_proj.weight"], 4),
+        "out.gate": heads(w["g_proj.weight"]),
     }
 
 
-def delta_net(w):
+def delta_net(w, shape_of_steps=()):
     return {
-        **convolved(w, "qkv"),
-        "beta.weight": w["b_proj.weight"].T,
+        **convolved(w, "q"),
+        **convolved(w, "kv", *shape_of_steps),
+        **linear(w, "beta", "b_proj"),
         "out.gain": w["o_norm.weight"],
-        "out.projection": from_heads(w["o_proj.weight"], 4),
+        **output(w),
     }
 
 
-def gated_delta_net(w):
+def decay(w, name="g", public="a_proj", suffix=""):
+    rates = {f"{name}.{n}": w[f"{n}{suffix}"] for n in ("A_log", "dt_bias")}
+    return linear(w, name, public) | rates
+
+
+def gated_delta_net(w, *shape_of_steps):
     return {
-        **delta_net(w),
-        "g.weight": w["a_proj.weight"].T,
-        "g.A_log": w["A_log"],
-        "g.dt_bias": w["dt_bias"],
-        "out.gate": heads(w["g_proj.weight"], 4),
+        **delta_net(w, shape_of_steps),
+        **decay(w),
+        "out.gate": heads(w["g_proj.weight"]),
     }
+
+
+def gated_delta_product(w):
+    """Two steps of four heads each."""
+    found = gated_delta_net(w, 2, 4)
+    return {**found, "beta.weight": found["beta.weight"].reshape(32, 2, 4)}
 
 
 def mesa_net(w):
     return {
         **convolved(w, "qk"),
-        "v.weight": heads(w["v_proj.weight"], 4),
-        "g.weight": w["a_proj.weight"].T,
-        "g.bias": w["a_proj.bias"],
-        "beta_mesa.weight": w["b_proj.weight"].T,
-        "beta_mesa.bias": w["b_proj.bias"],
-        "lam_mesa.weight": w["lambda_params"].reshape(4, -1),
+        **rows(w, v=4),
+        **linear(w, "g", "a_proj", bias=True),
+        **linear(w, "beta_mesa", "b_proj", bias=True),
+        "lam_mesa.weight": heads(w["lambda_params"]),
         "out.gain": w["o_norm.weight"],
-        "out.projection": from_heads(w["o_proj.weight"], 4),
+        **output(w),
     }
 
 
 def kda(w):
     return {
         **delta_net(w),
-        "g.down": w["f_proj.0.weight"].T,
-        "g.up": heads(w["f_proj.1.weight"], 4),
+        **low_rank(w, "g", "f_proj"),
         "g.A_log": w["A_log"],
-        "g.dt_bias": w["dt_bias"].reshape(4, -1),
-        "out.down": w["g_proj.0.weight"].T,
-        "out.up": heads(w["g_proj.1.weight"], 4),
-        "out.bias": w["g_proj.1.bias"].reshape(4, -1),
+        "g.dt_bias": heads(w["dt_bias"]),
+        **low_rank(w, "out", "g_proj", bias=True),
     }
 
 
 def gdn2(w):
-    return {
-        **{name: array for name, array in kda(w).items() if name != "beta.weight"},
-        "b.weight": heads(w["b_proj.weight"], 4),
-        "w.weight": heads(w["w_proj.weight"], 4),
-    }
+    own = {name: array for name, array in kda(w).items() if name != "beta.weight"}
+    return {**own, **rows(w, b=4, w=4)}
 
 
 def comba(w):
@@ -199,223 +211,145 @@ def comba(w):
 def precond_gated_delta_net(w):
     return {
         **gated_delta_net(w),
-        "g_atk.weight": w["a_atk_proj.weight"].T,
-        "g_atk.A_log": w["A_log_atk"],
-        "g_atk.dt_bias": w["dt_bias_atk"],
-        "beta_atk.weight": w["b_atk_proj.weight"].T,
+        **decay(w, "g_atk", "a_atk_proj", "_atk"),
+        **linear(w, "beta_atk", "b_atk_proj"),
         "log_atk_scale.weight": w["log_atk_scale"],
     }
 
 
-def gated_delta_product(w):
-    """Two steps of four heads each."""
-    steps = {f"{name}.weight": w[f"{name}_proj.weight"].T.reshape(32, 2, 4, -1) for name in "kv"}
-    convolutions = {
-        f"{name}.convolution": w[f"{name}_conv1d.weight"][:, 0].T.reshape(4, 2, 4, -1)
-        for name in "kv"
-    }
-    beta = {"beta.weight": w["b_proj.weight"].T.reshape(32, 2, 4)}
-    return {**gated_delta_net(w), **steps, **convolutions, **beta}
-
-
 def hgrn2(w):
     return {
-        "q.weight": heads(w["q_proj.weight"], 4),
-        "v.weight": heads(w["i_proj.weight"], 4),
-        "g.weight": heads(w["f_proj.weight"], 4),
-        "out.gain": w["g_norm.weight"].reshape(4, -1),
-        "out.projection": from_heads(w["o_proj.weight"], 4),
+        **rows(w, q=4),
+        "v.weight": heads(w["i_proj.weight"]),
+        "g.weight": heads(w["f_proj.weight"]),
+        "out.gain": heads(w["g_norm.weight"]),
+        **output(w),
     }
+
+
+def normed(w):
+    return {f"out.{own}": heads(w[f"g_norm.{n}"]) for own, n in (("gain", "weight"), ("bias",) * 2)}
 
 
 def rwkv6(w):
-    rows = {"q": "r", "g": "w", "k": "k", "v": "v", "gate": "g"}
-    mixes = {}
-    for (own, name), mix in zip(rows.items(), w["x_bias"], strict=True):
-        mixes |= {
-            f"{own}.first_mix": w[f"x_proj.0.{name}.mu"],
-            f"{own}.mix_down": w[f"x_proj.0.{name}.linear.weight"].T,
-            f"{own}.mix_up": w[f"x_proj.2.{name}.weight"].T,
-            f"{own}.mix": mix,
+    public = {"q": "r", "g": "w", "k": "k", "v": "v", "gate": "g"}
+    own = {}
+    for (name, theirs), mix in zip(public.items(), w["x_bias"], strict=True):
+        own |= {
+            f"{name}.first_mix": w[f"x_proj.0.{theirs}.mu"],
+            f"{name}.mix_down": w[f"x_proj.0.{theirs}.linear.weight"].T,
+            f"{name}.mix_up": w[f"x_proj.2.{theirs}.weight"].T,
+            f"{name}.mix": mix,
         }
-    return {
-        **mixes,
-        **{
-            f"{own}.weight": heads(w[f"{name}_proj.weight"], 4)
-            for own, name in rows.items()
-            if own != "g"
-        },
-        "g.down": w["w_proj.lora.0.weight"].T,
-        "g.up": heads(w["w_proj.lora.2.weight"], 4),
-        "g.bias": w["w_proj.lora.2.bias"].reshape(4, -1),
-        "u.weight": w["bonus"],
-        "out.gain": w["g_norm.weight"].reshape(4, -1),
-        "out.bias": w["g_norm.bias"].reshape(4, -1),
-        "out.projection": from_heads(w["o_proj.weight"], 4),
-    }
+        if name != "g":
+            own[f"{name}.weight"] = heads(w[f"{theirs}_proj.weight"])
+    gate = low_rank(w, "g", "w_proj.lora", bias=True, last=2)
+    return {**own, **gate, "u.weight": w["bonus"], **normed(w), **output(w)}
 
 
 def rwkv7(w):
-    def lora(name, to):
-        parts = {
-            f"{to}.down": w[f"{name}_lora.0.weight"].T,
-            f"{to}.up": heads(w[f"{name}_lora.2.weight"], 4),
-            f"{to}.mix": w[f"x_{name}"],
-        }
-        bias = w.get(f"{name}_lora.2.bias")
-        return parts if bias is None else {**parts, f"{to}.bias": bias.reshape(4, -1)}
-
-    rows = {"q": "r", "raw": "k", "v": "v"}
+    own = {}
+    for name, theirs in {"q": "r", "raw": "k", "v": "v"}.items():
+        own[f"{name}.weight"] = heads(w[f"{theirs}_proj.weight"])
+        own[f"{name}.mix"] = w[f"x_{theirs}"]
+    for name, theirs in {"g": "w", "rate": "a", "gate": "g"}.items():
+        own |= low_rank(w, name, f"{theirs}_lora", bias=theirs != "g", last=2)
+        own[f"{name}.mix"] = w[f"x_{theirs}"]
     return {
-        **{f"{own}.weight": heads(w[f"{name}_proj.weight"], 4) for own, name in rows.items()},
-        **{f"{own}.mix": w[f"x_{name}"] for own, name in rows.items()},
-        **lora("w", "g"),
-        **lora("a", "rate"),
-        **lora("g", "gate"),
-        "kappa.gain": w["k_k"].reshape(4, -1),
-        "k.alpha": w["k_a"].reshape(4, -1),
+        **own,
+        "kappa.gain": heads(w["k_k"]),
+        "k.alpha": heads(w["k_a"]),
         "out.bonus": w["r_k"],
-        "out.gain": w["g_norm.weight"].reshape(4, -1),
-        "out.bias": w["g_norm.bias"].reshape(4, -1),
-        "out.projection": from_heads(w["o_proj.weight"], 4),
+        **normed(w),
+        **output(w),
     }
 
 
 def gsa(w):
     return {
-        "q.weight": heads(w["q_proj.weight"], 4),
-        "k.weight": heads(w["k_proj.weight"], 2),
-        "v.weight": heads(w["v_proj.weight"], 2),
+        **llama(w),
         "g.weight": heads(w["f_proj.weight"], 2),
-        "out.gain": w["g_norm.weight"].reshape(4, -1),
-        "out.projection": from_heads(w["o_proj.weight"], 4),
+        "out.gain": heads(w["g_norm.weight"]),
     }
 
 
 def retention(w):
     return {
-        **{f"{name}.weight": heads(w[f"{name}_proj.weight"], 4) for name in "qkv"},
+        **rows(w, q=4, k=4, v=4),
         "out.gain": w["g_norm_swish_gate.weight"],
-        "out.gate": heads(w["g_proj.weight"], 4),
-        "out.projection": from_heads(w["o_proj.weight"], 4),
+        "out.gate": heads(w["g_proj.weight"]),
+        **output(w),
     }
 
 
 def path(w):
     return {
-        **{f"{name}.weight": heads(w[f"{name}_proj.weight"], 4) for name in "qkv"},
-        "w.down": w["w_proj.0.weight"].T,
-        "w.up": heads(w["w_proj.1.weight"], 4),
-        "w.convolution": w["w_conv1d.weight"][:, 0].T.reshape(3, 4, -1),
-        "beta.weight": w["bt_proj.weight"].T,
-        "beta.bias": w["bt_proj.bias"],
-        "g.weight": w["g_proj.weight"].T,
-        "g.bias": w["g_proj.bias"],
-        "out.projection": from_heads(w["o_proj.weight"], 4),
-    }
-
-
-FOUR = {"width": 32, "heads": 4}
-
-
-def of_rows(name, weight, bias, n=4):
-    """A public matrix and its bias as those of q, k or v."""
-    return {f"{name}.weight": heads(weight, n), f"{name}.bias": bias.reshape(n, -1)}
-
-
-def xca(w):
-    """Its factor is γ; q, k and v are one matrix."""
-    rows = zip("qkv", np.split(w["qkv.weight"], 3), np.split(w["qkv.bias"], 3), strict=True)
-    return {
-        **{name: array for each in rows for name, array in of_rows(*each).items()},
-        "logit_scale.weight": w["temperature"][:, 0, 0],
-        "out.projection": from_heads(w["proj.weight"], 4),
-        "out.projection_bias": w["proj.bias"],
+        **rows(w, q=4, k=4, v=4),
+        **low_rank(w, "w", "w_proj"),
+        "w.convolution": convolution(w["w_conv1d.weight"], 4),
+        **linear(w, "beta", "bt_proj", bias=True),
+        **linear(w, "g", "g_proj", bias=True),
+        **output(w),
     }
 
 
 def nystromformer(w):
     """Its convolution is our skip."""
-    rows = {"q": "query", "k": "key", "v": "value"}
-    return {
-        **{
-            own: array
-            for name, public in rows.items()
-            for own, array in of_rows(
-                name, w[f"self.{public}.weight"], w[f"self.{public}.bias"]
-            ).items()
-        },
-        "skip.weight": w["self.conv.weight"][:, 0, :, 0],
-        "out.projection": from_heads(w["dense.weight"], 4),
-        "out.projection_bias": w["dense.bias"],
-    }
+    own = {"skip.weight": w["self.conv.weight"][:, 0, :, 0]}
+    for name in ("query", "key", "value"):
+        for kind in ("weight", "bias"):
+            own[f"{name[0]}.{kind}"] = heads(w[f"self.{name}.{kind}"])
+    return {**own, **output(w, name="dense"), "out.projection_bias": w["dense.bias"]}
 
 
 BIASED = {**dict.fromkeys("qkv", Projection(bias=True)), "out": Biased()}
 """Recipes of vision transformers, whose linear maps have biases."""
 
+WIDE = {"value_dim": 16}
 LAYERS = {
-    gla: {**FOUR, "kv_heads": 2, "mechanism": "gla"},
-    delta_net: {**FOUR, "mechanism": "delta"},
-    gated_delta_net: {**FOUR, "value_dim": 16, "mechanism": "gated_delta"},
-    kda: {**FOUR, "value_dim": 16, "mechanism": "kda"},
-    gdn2: {**FOUR, "value_dim": 16, "mechanism": "gdn2"},
-    comba: {**FOUR, "value_dim": 16, "mechanism": "comba"},
-    precond_gated_delta_net: {
-        **FOUR,
-        "value_dim": 16,
-        "mechanism": "atk[learned=true]",
-        "recipes": {"q": UnitConvolution(eps=0.0), "k": UnitConvolution(eps=0.0)},
-    },
-    gated_delta_product: {**FOUR, "value_dim": 16, "mechanism": "delta_product"},
-    hgrn2: {**FOUR, "mechanism": "hgrn2", "recipes": {"g": BoundedLogSigmoid(low=0.25)}},
-    rwkv6: {
-        **FOUR,
-        "mechanism": "rwkv6[scale=1]",
-        "recipes": {
-            **dict.fromkeys(("gate", "q", "k", "v"), MixedByToken(rank=6)),
-            "g": DecayMixedByToken(rank=6, decay_rank=7),
+    gla: ("gla", {"kv_heads": 2}),
+    delta_net: ("delta", {}),
+    gated_delta_net: ("gated_delta", WIDE),
+    kda: ("kda", WIDE),
+    gdn2: ("gdn2", WIDE),
+    comba: ("comba", WIDE),
+    precond_gated_delta_net: (
+        "atk[learned=true]",
+        {**WIDE, "recipes": dict.fromkeys("qk", UnitConvolution(eps=0.0))},
+    ),
+    gated_delta_product: ("delta_product", WIDE),
+    hgrn2: ("hgrn2", {"recipes": {"g": BoundedLogSigmoid(low=0.25)}}),
+    rwkv6: (
+        "rwkv6[scale=1]",
+        {
+            "recipes": {
+                **dict.fromkeys(("gate", "q", "k", "v"), MixedByToken(rank=6)),
+                "g": DecayMixedByToken(rank=6, decay_rank=7),
+            }
         },
-    },
-    rwkv7: {**FOUR, "mechanism": "dplr[scale=1]"},
-    mesa_net: {**FOUR, "mechanism": "mesa[beta=true](ssd)", "recipes": MESANET},
-    gsa: {**FOUR, "kv_heads": 2, "slots": 3, "mechanism": "gsa[scale=1]"},
-    retention: {**FOUR, "value_dim": 16, "mechanism": "retention"},
-    path: {**FOUR, "mechanism": "path[forget=scaled]"},
-    llama: {"width": 32, "heads": 4, "kv_heads": 2, "mechanism": "softmax"},
-    diffllama: {"width": 32, "heads": 2, "kv_heads": 1, "mechanism": "differential", "depth": 1},
-    qwen3_next: {
-        "width": 32,
-        "heads": 2,
-        "value_heads": 4,
-        "head_dim": 8,
-        "value_dim": 6,
-        "mechanism": "gated_delta",
-    },
-    xlstm: {"width": 32, "heads": 4, "head_dim": 4, "value_dim": 8, "mechanism": "mlstm"},
-    xca: {
-        "width": 32,
-        "heads": 4,
-        "mechanism": "cross_covariance[eps=1e-24]",
-        "recipes": BIASED,
-    },
-    nystromformer: {
-        "width": 32,
-        "heads": 4,
-        "slots": 5,
-        "mechanism": "nystrom[landmarks=3,start=batch,skip=true]",
-        "recipes": BIASED,
-    },
-    mamba2: {
-        "width": 16,
-        "heads": 2,
-        "value_heads": 4,
-        "head_dim": 6,
-        "value_dim": 8,
-        "mechanism": "ssd",
-    },
+    ),
+    rwkv7: ("dplr[scale=1]", {}),
+    mesa_net: ("mesa[beta=true](ssd)", {"recipes": MESANET}),
+    gsa: ("gsa[scale=1]", {"kv_heads": 2, "slots": 3}),
+    retention: ("retention", WIDE),
+    path: ("path[forget=scaled]", {}),
+    llama: ("softmax", {"kv_heads": 2}),
+    diffllama: ("differential", {"heads": 2, "kv_heads": 1, "depth": 1}),
+    qwen3_next: (
+        "gated_delta",
+        {"heads": 2, "value_heads": 4, "head_dim": 8, "value_dim": 6},
+    ),
+    xlstm: ("mlstm", {"head_dim": 4, "value_dim": 8}),
+    nystromformer: (
+        "nystrom[landmarks=3,start=batch,skip=true]",
+        {"slots": 5, "recipes": BIASED},
+    ),
+    mamba2: (
+        "ssd",
+        {"width": 16, "heads": 2, "value_heads": 4, "head_dim": 6, "value_dim": 8},
+    ),
 }
-
+"""The mechanism of each layer, and its sizes where they are not a width of 32 and 4 heads."""
 
 CANCEL = ((nystromformer, "k_proj.bias"), (xlstm, "i_proj.bias"))
 """One bias of all keys, or of all input gates, moves the weights of a query alike: its gradient is
@@ -424,8 +358,9 @@ what rounding leaves of 0, but where a sum of weights is less than 1."""
 
 @pytest.mark.parametrize("mapping", LAYERS, ids=lambda mapping: mapping.__name__)
 def test_a_layer_with_public_weights_gives_the_public_output_and_gradients(mapping):
-    sizes = dict(LAYERS[mapping])
-    attn = Attention(sizes.pop("width"), **sizes)
+    mechanism, options = LAYERS[mapping]
+    sizes = {"width": 32, "heads": 4, **options}
+    attn = Attention(sizes.pop("width"), mechanism=mechanism, **sizes)
     with np.load(PEERS / f"{mapping.__name__}.npz") as entries:
         given = dict(entries)
     weights, gradients = (

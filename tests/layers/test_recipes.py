@@ -70,28 +70,21 @@ def with_gains(mechanism, recipes=None):
 
 
 @pytest.mark.parametrize("mechanism", GAINED)
+@torch.no_grad()
 def test_scores_with_a_gain_depend_on_differences_of_positions_alone(mechanism):
-    x = torch.randn(2, 5, 24, dtype=torch.float64)
-    for recipes in (None, gains(pa.parse(mechanism))):
-        attn, _ = with_gains(mechanism, recipes)
-        moved = attn(x, positions=torch.arange(5) + 17) - attn(x)
-        if recipes is None:
-            assert moved.abs().max() < 1e-10
-        else:  # The gain acts on rotated rows.
-            assert moved.abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("mechanism", GAINED[:3])
-def test_both_orders_are_one_where_nothing_is_rotated(mechanism):
+    """A gain that acts on rotated rows is the other order, which is the same without a rotation."""
+    x, nowhere = torch.randn(2, 5, 24, dtype=torch.float64), torch.zeros(5, dtype=torch.int64)
     attn, normed = with_gains(mechanism)
     after, last = with_gains(mechanism, gains(pa.parse(mechanism)))
+    for layer, least, most in ((attn, 0, 1e-10), (after, 1e-3, 1e3)):
+        moved = (layer(x, positions=torch.arange(5) + 17) - layer(x)).abs().max()
+        assert least <= moved < most
+    if mechanism.startswith("differential"):
+        return  # In the other order, both of its maps have the same gains.
     assert normed.keys() == last.keys() == {"q", "k"}
     named = dict(attn.named_parameters())
-    with torch.no_grad():
-        for name, weight in after.named_parameters():
-            weight.copy_(named[name.replace("_gain.weight", ".gain")])
-    x = torch.randn(2, 5, 24, dtype=torch.float64)
-    nowhere = torch.zeros(5, dtype=torch.int64)
+    for name, weight in after.named_parameters():
+        weight.copy_(named[name.replace("_gain.weight", ".gain")])
     torch.testing.assert_close(attn(x, positions=nowhere), after(x, positions=nowhere))
 
 
@@ -117,11 +110,9 @@ def test_w_of_path_may_have_a_full_map_where_queries_share_keys():
 
 
 def test_lucid_with_weights_is_lucid_where_they_are_not_yet_learned():
-    attn = Attention(24, heads=4, mechanism="lucid[beta=true]")
+    attn, plain = (Attention(24, heads=4, mechanism=m) for m in ("lucid[beta=true]", "lucid"))
     assert StepOfSolve() in [entry.recipe for entry in attn.plan.entries]
-    with torch.no_grad():
-        attn.lucid_beta_proj.weight.zero_()
-    plain = Attention(24, heads=4, mechanism="lucid")
+    torch.nn.init.zeros_(attn.lucid_beta_proj.weight)
     plain.load_state_dict(attn.state_dict(), strict=False)
     x = torch.randn(1, 6, 24)
     torch.testing.assert_close(attn(x), plain(x))
@@ -140,7 +131,7 @@ def gradients_of_saturated(text, value, dtype):
 
 
 @pytest.mark.parametrize("text", ["gated_delta", "kda", "ssd", "comba", "atk(kda)", "rwkv6", "gla"])
-@pytest.mark.parametrize("value", [12.0, 60.0, 89.0, 120.0])
+@pytest.mark.parametrize("value", [12.0, 89.0, 120.0])
 def test_gradients_of_saturated_gates_are_those_of_float64(value, text):
     expected = gradients_of_saturated(text, value, torch.float64)
     largest = max(d.abs().max().item() for d in expected)

@@ -46,30 +46,28 @@ def output(mechanism, weights, x):
         return attn(x)
 
 
-def test_bloom_is_softmax_with_slopes(ids):
+def slopes(model, module, ids, matrices, out):
+    """The output of softmax with slopes with the weights of a module, and that of the module."""
+    first, named, expected = recorded(model, module, input_ids=ids)
+    x = first[0] if first else named["hidden_states"]
+    projections = dict(zip("qkvo", (*matrices, out.weight), strict=True))
+    weights = {f"{name}_proj.weight": a.reshape(WIDTH, WIDTH) for name, a in projections.items()}
+    residual = first[1] if len(first) > 1 else 0
+    return output("softmax[distance=slopes]", weights, x), expected - residual
+
+
+def test_bloom_and_mpt_are_softmax_with_slopes(ids):
     config = BloomConfig(vocab_size=97, hidden_size=WIDTH, n_layer=2, n_head=HEADS)
     model = BloomModel(config)
-    bloom = model.h[1].self_attention
-    (x, residual, *_), _, expected = recorded(model, bloom, input_ids=ids)
-    # Its biases are 0 at the start.
-    q, k, v = bloom.query_key_value.weight.view(HEADS, 3, -1, WIDTH).unbind(1)
-    projections = {"q": q, "k": k, "v": v, "o": bloom.dense.weight}
-    weights = {f"{n}_proj.weight": a.reshape(WIDTH, WIDTH) for n, a in projections.items()}
-    found = output("softmax[distance=slopes]", weights, x)
-    torch.testing.assert_close(found, expected - residual, rtol=1e-4, atol=1e-6)
-
-
-def test_mpt_is_softmax_with_slopes(ids):
+    bloom = model.h[1].self_attention  # Its biases are 0 at the start.
+    matrices = bloom.query_key_value.weight.view(HEADS, 3, -1, WIDTH).unbind(1)
+    found = slopes(model, bloom, ids, matrices, bloom.dense)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
     config = MptConfig(vocab_size=97, d_model=WIDTH, n_layers=2, n_heads=HEADS)
     model = MptModel(config)
     mpt = model.blocks[1].attn
-    first, named, expected = recorded(model, mpt, input_ids=ids)
-    x = first[0] if first else named["hidden_states"]
-    q, k, v = mpt.Wqkv.weight.chunk(3)
-    projections = {"q": q, "k": k, "v": v, "o": mpt.out_proj.weight}
-    weights = {f"{name}_proj.weight": a for name, a in projections.items()}
-    found = output("softmax[distance=slopes]", weights, x)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    found = slopes(model, mpt, ids, mpt.Wqkv.weight.chunk(3), mpt.out_proj)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])

@@ -14,6 +14,7 @@ from precondattn.integrations.transformers.attention import OF_ENCODER
 from tests.integrations.transformers import small_models
 from tests.integrations.transformers.small_models import prompts
 
+NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0}
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -23,22 +24,15 @@ SIZES = {
     "attention_probs_dropout_prob": 0.0,
 }
 TEXT = {**SIZES, "vocab_size": 97, "pad_token_id": 0}
+IMAGES = {**SIZES, "image_size": 12, "patch_size": 4}
+DISTIL = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
 FAMILIES = {
     "Bert": TEXT,
     "Roberta": TEXT,
     "Electra": {**TEXT, "embedding_size": 16},
-    "DistilBert": {
-        "vocab_size": 97,
-        "dim": 32,
-        "hidden_dim": 48,
-        "n_layers": 2,
-        "n_heads": 4,
-        "dropout": 0.0,
-        "attention_dropout": 0.0,
-        "pad_token_id": 0,
-    },
-    "ViT": {**SIZES, "image_size": 12, "patch_size": 4},
-    "Dinov2": {**SIZES, "image_size": 12, "patch_size": 4},
+    "DistilBert": {**DISTIL, "vocab_size": 97, "pad_token_id": 0, **NO_DROPOUT},
+    "ViT": IMAGES,
+    "Dinov2": IMAGES,
 }
 MECHANISMS = (
     "lucid",
@@ -146,11 +140,8 @@ def test_an_encoder_may_say_that_it_is_not_causal_and_have_a_mechanism_for_each_
 
 
 def test_parameters_of_a_mechanism_are_trained_in_an_encoder():
-    model, (given, _) = (
-        replace_attention(model_of("ViT"), "temperature[per=head]"),
-        inputs_of("ViT"),
-    )
-    states(model, given).square().sum().backward()
+    model = replace_attention(model_of("ViT"), "temperature[per=head]")
+    states(model, inputs_of("ViT")[0]).square().sum().backward()
     learned = [p for n, p in model.named_parameters() if "mechanism_inputs" in n]
     assert len(learned) == 2
     assert all(parameter.grad.abs().min() > 0 for parameter in learned)
@@ -161,18 +152,15 @@ def test_what_is_causal_only_and_other_encoders_are_refused_with_the_reason():
     with pytest.raises(TypeError, match="without causality, lucid needs a unit diagonal"):
         replace_attention(model, "lucid[normalize=rows]")
     assert model.config._attn_implementation == "sdpa"
-    config = transformers.BartConfig(
-        vocab_size=9, d_model=8, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=8,
-        decoder_ffn_dim=8, encoder_attention_heads=2, decoder_attention_heads=2,
-    )  # fmt: skip
-    bart = transformers.BartModel(config)
+    sizes = {"d_model": 8, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    for name in ("layers", "attention_heads"):
+        sizes |= {f"{side}_{name}": 2 for side in ("encoder", "decoder")}
+    bart = transformers.BartModel(transformers.BartConfig(vocab_size=9, **sizes))
     with pytest.raises(TypeError, match="has both, and attention from one to the other"):
         replace_attention(bart, "softmax")
-    config = transformers.ModernBertConfig(
-        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=3,
-        sep_token_id=4,
-    )  # fmt: skip
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    ids = {f"{name}_token_id": i for i, name in enumerate(("pad", "bos", "eos", "cls", "sep"))}
+    config = transformers.ModernBertConfig(vocab_size=9, num_attention_heads=2, **sizes, **ids)
     with pytest.raises(TypeError, match="in each of 1 layers expected; ModernBertModel has 0"):
         replace_attention(transformers.ModernBertModel(config), "softmax")
     dropped = replace_attention(model_of("Bert", attention_probs_dropout_prob=0.1), "softmax")
@@ -209,9 +197,8 @@ def test_a_decoder_that_its_configuration_calls_bidirectional_is_an_encoder():
 
 
 def test_bert_as_a_decoder_is_causal():
-    model = model_of("Bert", is_decoder=True)
-    given, valid = inputs_of("Bert")
-    expected = states(model, given)
-    ours = replace_attention(model, "softmax")
-    torch.testing.assert_close(states(ours, given)[valid], expected[valid], rtol=1e-6, atol=1e-8)
+    model, (given, valid) = model_of("Bert", is_decoder=True), inputs_of("Bert")
+    expected = states(model, given)[valid]
+    found = states(replace_attention(model, "softmax"), given)[valid]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
     states(replace_attention(model, "lucid"), given)

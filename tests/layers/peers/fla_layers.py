@@ -6,20 +6,18 @@ its weights, and returns the call of a dict of them and x.
 
     gla             num_kv_heads=2
     delta_net       the gate is 0 in the operator of the gated delta rule
-    gated_delta_net expand_v=2
-    kda             expand_v=2
-    gdn2            expand_v=2
-    comba           expand_v=2
+    gated_delta_net, kda, gdn2, comba, precond_gated_delta_net, retention: expand_v=2
+    gated_delta_product expand_v=2, num_householder=2
     hgrn2           num_heads=4 for a width of 32, the second layer, a lower bound of 0.25
     rwkv6           expand_k=1, norm_eps=8e-5, with a first mix of its own for each row
     rwkv7           the first layer, with ranks of 32
-    gated_delta_product expand_v=2, num_householder=2
-    precond_gated_delta_net expand_v=2
     gsa             num_kv_heads=2, num_slots=3
-    retention       expand_v=2
     path            use_forget_gate=True
     mesa_net        the exact solve in place of conjugate gradients
 """
+
+import torch
+from torch.nn.functional import conv1d, group_norm, logsigmoid, pad, silu, softplus
 
 from precondattn_conformance.peers.fla import references
 
@@ -31,22 +29,37 @@ def projections(**widths):
     return {f"{name}_proj.weight": (width, 32) for name, width in widths.items()}
 
 
-def linear(w, name, x, heads=None):
-    import torch
+def convolutions(**widths):
+    return {f"{name}_conv1d.weight": (width, 1, 4) for name, width in widths.items()}
 
+
+def linear(w, name, x, heads=None):
     y = torch.nn.functional.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
     return y if heads is None else y.unflatten(-1, (heads, -1))
 
 
+def low_rank(w, name, x, heads=None):
+    return linear(w, f"{name}.1", linear(w, f"{name}.0", x), heads)
+
+
 def short_convolution(w, name, x):
     """`ShortConvolution`: causal, depthwise, followed by SiLU."""
-    import torch
-
     weight = w[f"{name}.weight"]
     channels, size = weight.shape[0], weight.shape[-1]
-    padded = torch.nn.functional.pad(x.mT, (size - 1, 0))
-    y = torch.nn.functional.conv1d(padded, weight, groups=channels)
-    return torch.nn.functional.silu(y).mT
+    padded = pad(x.mT, (size - 1, 0))
+    return silu(conv1d(padded, weight, groups=channels)).mT
+
+
+def convolved(w, x, names="qkv", shape=(HEADS, -1)):
+    """The projections of these names, with short convolutions."""
+    for name in names:
+        y = short_convolution(w, f"{name}_conv1d", linear(w, f"{name}_proj", x))
+        yield y.unflatten(-1, shape)
+
+
+def decay(w, x, name="a", suffix=""):
+    step = softplus(linear(w, f"{name}_proj", x) + w[f"dt_bias{suffix}"])
+    return -w[f"A_log{suffix}"].exp() * step
 
 
 def unit(x):
@@ -57,9 +70,13 @@ def normed(w, name, o):
     return o * (o.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w[f"{name}.weight"]
 
 
-def gla():
-    import torch
+def gated(w, x, o, norm="o_norm", activation=silu):
+    """The output of a layer whose last projection has a gate."""
+    o = normed(w, norm, o) * activation(linear(w, "g_proj", x, HEADS))
+    return linear(w, "o_proj", o.flatten(2))
 
+
+def gla():
     shapes = {
         **projections(q=32, k=16, v=16, g=32),
         "gk_proj.0.weight": (16, 32),
@@ -72,46 +89,30 @@ def gla():
     def call(w, x):
         q = linear(w, "q_proj", x, HEADS)
         k, v = (linear(w, f"{n}_proj", x, 2).repeat_interleave(2, 2) for n in "kv")
-        gate = linear(w, "gk_proj.1", linear(w, "gk_proj.0", x), 2).repeat_interleave(2, 2)
-        gate = torch.nn.functional.logsigmoid(gate) / 16
+        gate = logsigmoid(low_rank(w, "gk_proj", x, 2).repeat_interleave(2, 2)) / 16
         o, _ = references("gla").naive_recurrent_gla(q, k, v, gate)
-        o = normed(w, "g_norm_swish_gate", o)
-        o = o * torch.nn.functional.silu(linear(w, "g_proj", x, HEADS))
-        return linear(w, "o_proj", o.flatten(2))
+        return gated(w, x, o, "g_norm_swish_gate")
 
     return shapes, call
 
 
 def delta_net(expand_v=1):
-    import torch
-
     shapes = {
         **projections(q=32, k=32, v=32 * expand_v, b=4),
-        "q_conv1d.weight": (32, 1, 4),
-        "k_conv1d.weight": (32, 1, 4),
-        "v_conv1d.weight": (32 * expand_v, 1, 4),
+        **convolutions(q=32, k=32, v=32 * expand_v),
         "o_norm.weight": (8 * expand_v,),
         "o_proj.weight": (32, 32 * expand_v),
     }
 
     def call(w, x):
-        q, k, v = (
-            short_convolution(w, f"{n}_conv1d", linear(w, f"{n}_proj", x)).unflatten(
-                -1, (HEADS, -1)
-            )
-            for n in "qkv"
-        )
+        q, k, v = convolved(w, x)
         beta = linear(w, "b_proj", x).sigmoid()
-        g = torch.zeros_like(beta)
-        if "A_log" in w:
-            step = torch.nn.functional.softplus(linear(w, "a_proj", x) + w["dt_bias"])
-            g = -w["A_log"].exp() * step
+        g = decay(w, x) if "A_log" in w else torch.zeros_like(beta)
         rule = references("gated_delta_rule").naive_recurrent_gated_delta_rule
         o, _ = rule(unit(q), unit(k), v, beta, g)
-        o = normed(w, "o_norm", o)
         if "g_proj.weight" in w:
-            o = o * torch.nn.functional.silu(linear(w, "g_proj", x, HEADS))
-        return linear(w, "o_proj", o.flatten(2))
+            return gated(w, x, o)
+        return linear(w, "o_proj", normed(w, "o_norm", o).flatten(2))
 
     return shapes, call
 
@@ -122,13 +123,9 @@ def gated_delta_net():
 
 
 def kda():
-    import torch
-
     shapes = {
         **projections(q=32, k=32, v=64, b=4),
-        "q_conv1d.weight": (32, 1, 4),
-        "k_conv1d.weight": (32, 1, 4),
-        "v_conv1d.weight": (64, 1, 4),
+        **convolutions(q=32, k=32, v=64),
         "f_proj.0.weight": (16, 32),
         "f_proj.1.weight": (32, 16),
         "A_log": (4,),
@@ -141,105 +138,68 @@ def kda():
     }
 
     def call(w, x):
-        q, k, v = (
-            short_convolution(w, f"{n}_conv1d", linear(w, f"{n}_proj", x)).unflatten(
-                -1, (HEADS, -1)
-            )
-            for n in "qkv"
-        )
-        score = linear(w, "f_proj.1", linear(w, "f_proj.0", x)) + w["dt_bias"]
-        step = torch.nn.functional.softplus(score).unflatten(-1, (HEADS, -1))
-        g = -w["A_log"].exp()[:, None] * step
         beta = linear(w, "b_proj", x).sigmoid()
-        o, _ = references("kda").naive_recurrent_kda(unit(q), unit(k), v, g, beta)
-        gate = linear(w, "g_proj.1", linear(w, "g_proj.0", x), HEADS)
-        o = normed(w, "o_norm", o) * gate.sigmoid()
-        return linear(w, "o_proj", o.flatten(2))
+        return decayed_by_channels(w, x, references("kda").naive_recurrent_kda, beta)
 
     return shapes, call
 
 
-def gdn2():
-    import torch
+def decayed_by_channels(w, x, operator, *strengths):
+    q, k, v = convolved(w, x)
+    score = low_rank(w, "f_proj", x) + w["dt_bias"]
+    g = -w["A_log"].exp()[:, None] * softplus(score).unflatten(-1, (HEADS, -1))
+    o, _ = operator(unit(q), unit(k), v, g, *strengths)
+    o = normed(w, "o_norm", o) * low_rank(w, "g_proj", x, HEADS).sigmoid()
+    return linear(w, "o_proj", o.flatten(2))
 
+
+def gdn2():
     kda_shapes, _ = kda()
     shapes = {**kda_shapes, **projections(b=32, w=64)}
 
     def call(w, x):
-        q, k, v = (
-            short_convolution(w, f"{n}_conv1d", linear(w, f"{n}_proj", x)).unflatten(
-                -1, (HEADS, -1)
-            )
-            for n in "qkv"
-        )
-        score = linear(w, "f_proj.1", linear(w, "f_proj.0", x)) + w["dt_bias"]
-        step = torch.nn.functional.softplus(score).unflatten(-1, (HEADS, -1))
-        g = -w["A_log"].exp()[:, None] * step
-        b, strength = (linear(w, f"{n}_proj", x, HEADS).sigmoid() for n in "bw")
-        o, _ = references("gdn2").naive_recurrent_gdn2(unit(q), unit(k), v, g, b, strength)
-        gate = linear(w, "g_proj.1", linear(w, "g_proj.0", x), HEADS)
-        o = normed(w, "o_norm", o) * gate.sigmoid()
-        return linear(w, "o_proj", o.flatten(2))
+        strengths = (linear(w, f"{n}_proj", x, HEADS).sigmoid() for n in "bw")
+        return decayed_by_channels(w, x, references("gdn2").naive_recurrent_gdn2, *strengths)
 
     return shapes, call
 
 
 def comba():
     """Comba's layer with its chunked operator, whose result is that of the layer's kernels."""
-    import torch
-
     gated_shapes, _ = gated_delta_net()
     shapes = {**gated_shapes, "decay": (4,), "D": (4,)}
 
     def call(w, x):
-        q, k, v = (
-            short_convolution(w, f"{n}_conv1d", linear(w, f"{n}_proj", x)).unflatten(
-                -1, (HEADS, -1)
-            )
-            for n in "qkv"
-        )
+        q, k, v = convolved(w, x)
         p = k * w["decay"][:, None].sigmoid()
         q = q - w["D"][:, None] * p
-        g = -w["A_log"].exp() * torch.nn.functional.softplus(linear(w, "a_proj", x) + w["dt_bias"])
         beta = linear(w, "b_proj", x).sigmoid()
-        o, _ = references("comba").naive_chunk_comba(
-            unit(q), unit(k), v, unit(p), g, beta, chunk_size=16
-        )
-        o = normed(w, "o_norm", o) * linear(w, "g_proj", x, HEADS).sigmoid()
-        return linear(w, "o_proj", o.flatten(2))
+        operator = references("comba").naive_chunk_comba
+        o, _ = operator(unit(q), unit(k), v, unit(p), decay(w, x), beta, chunk_size=16)
+        return gated(w, x, o, activation=torch.sigmoid)
 
     return shapes, call
 
 
 def mesa_net():
-    import torch
-
     shapes = {
         **projections(q=32, k=32, v=32, a=4, b=4),
         "a_proj.bias": (4,),
         "b_proj.bias": (4,),
         "lambda_params": (32,),
-        "q_conv1d.weight": (32, 1, 4),
-        "k_conv1d.weight": (32, 1, 4),
+        **convolutions(q=32, k=32),
         "o_norm.weight": (8,),
         "o_proj.weight": (32, 32),
     }
 
     def call(w, x):
-        q, k = (
-            short_convolution(w, f"{n}_conv1d", linear(w, f"{n}_proj", x)).unflatten(
-                -1, (HEADS, -1)
-            )
-            for n in "qk"
-        )
-        g = torch.nn.functional.logsigmoid(linear(w, "a_proj", x))
-        ridge = torch.nn.functional.softplus(w["lambda_params"]).unflatten(0, (HEADS, -1)) + 0.25
+        q, k = convolved(w, x, "qk")
         o, *_ = references("mesa_net").naive_mesa_net_exact(
             q=unit(q),
             k=unit(k),
             v=linear(w, "v_proj", x, HEADS),
-            g=g,
-            lamb=ridge,
+            g=logsigmoid(linear(w, "a_proj", x)),
+            lamb=softplus(w["lambda_params"]).unflatten(0, (HEADS, -1)) + 0.25,
             beta=linear(w, "b_proj", x).sigmoid(),
         )
         return linear(w, "o_proj", normed(w, "o_norm", o).flatten(2))
@@ -248,38 +208,25 @@ def mesa_net():
 
 
 def hgrn2():
-    import torch
-
-    shapes = {
-        **projections(q=32, f=32, i=32),
-        "g_norm.weight": (32,),
-        "o_proj.weight": (32, 32),
-    }
+    shapes = {**projections(q=32, f=32, i=32), "g_norm.weight": (32,), "o_proj.weight": (32, 32)}
 
     def call(w, x):
         q, f, v = (linear(w, f"{name}_proj", x, HEADS) for name in "qfi")
         bound = torch.tensor(0.25)
-        g = torch.nn.functional.logsigmoid(f)
-        g = torch.logaddexp(bound.log(), torch.log1p(-bound) + g)
-        q = torch.nn.functional.silu(q)
-        o, _ = references("gla").naive_recurrent_gla(q, 1 - g.exp(), v, g)
+        g = torch.logaddexp(bound.log(), torch.log1p(-bound) + logsigmoid(f))
+        o, _ = references("gla").naive_recurrent_gla(silu(q), 1 - g.exp(), v, g)
         return linear(w, "o_proj", normed(w, "g_norm", o.flatten(2)))
 
     return shapes, call
 
 
 def rwkv6():
-    import torch
-
     rows = "rwkvg"
-    mixes = {f"x_proj.0.{name}.mu": (32,) for name in rows}
-    down = {f"x_proj.0.{name}.linear.weight": (6, 32) for name in rows}
-    up = {f"x_proj.2.{name}.weight": (32, 6) for name in rows}
     shapes = {
         **projections(r=32, k=32, v=32, g=32),
-        **mixes,
-        **down,
-        **up,
+        **{f"x_proj.0.{name}.mu": (32,) for name in rows},
+        **{f"x_proj.0.{name}.linear.weight": (6, 32) for name in rows},
+        **{f"x_proj.2.{name}.weight": (32, 6) for name in rows},
         "x_bias": (5, 32),
         "w_proj.lora.0.weight": (7, 32),
         "w_proj.lora.2.weight": (32, 7),
@@ -291,7 +238,7 @@ def rwkv6():
     }
 
     def call(w, x):
-        delta = torch.nn.functional.pad(x, (0, 0, 1, -1)) - x
+        delta = pad(x, (0, 0, 1, -1)) - x
         mixed = {}
         for name, bias in zip(rows, w["x_bias"], strict=True):
             first = linear(w, f"x_proj.0.{name}.linear", x + delta * w[f"x_proj.0.{name}.mu"])
@@ -302,24 +249,24 @@ def rwkv6():
         arrays = (r, k, v, g.unflatten(-1, (HEADS, -1)))
         operator = references("rwkv6", "recurrent_naive").naive_recurrent_rwkv6
         o, _ = operator(*(array.transpose(1, 2) for array in arrays), w["bonus"], scale=1.0)
-        o = o.transpose(1, 2).flatten(0, 1).flatten(1)
-        norm = torch.nn.functional.group_norm
-        o = norm(o, HEADS, w["g_norm.weight"], w["g_norm.bias"], eps=8e-5)
-        gate = torch.nn.functional.silu(linear(w, "g_proj", mixed["g"]))
-        return linear(w, "o_proj", o.unflatten(0, x.shape[:2]) * gate)
+        gate = silu(linear(w, "g_proj", mixed["g"]))
+        return linear(w, "o_proj", normed_heads(w, o, x) * gate)
 
     return shapes, call
 
 
-def rwkv7():
-    import torch
+def normed_heads(w, o, x):
+    """The norm of each head of an operator's output (b, h, t, d)."""
+    o = o.transpose(1, 2).flatten(0, 1).flatten(1)
+    o = group_norm(o, HEADS, w["g_norm.weight"], w["g_norm.bias"], eps=8e-5)
+    return o.unflatten(0, x.shape[:2])
 
-    mixes = {f"x_{name}": (32,) for name in "rwkvag"}
-    loras = {f"{n}_lora.{i}.weight": (32, 32) for n in "wag" for i in (0, 2)}
+
+def rwkv7():
     shapes = {
         **projections(r=32, k=32, v=32),
-        **mixes,
-        **loras,
+        **{f"x_{name}": (32,) for name in "rwkvag"},
+        **{f"{n}_lora.{i}.weight": (32, 32) for n in "wag" for i in (0, 2)},
         "w_lora.2.bias": (32,),
         "a_lora.2.bias": (32,),
         "k_k": (32,),
@@ -331,7 +278,7 @@ def rwkv7():
     }
 
     def call(w, x):
-        before = torch.nn.functional.pad(x, (0, 0, 1, -1)) - x
+        before = pad(x, (0, 0, 1, -1)) - x
         rows = {name: x + before * w[f"x_{name}"] for name in "rwkvag"}
 
         def lora(name, activation):
@@ -346,80 +293,52 @@ def rwkv7():
         k = k + k * (rate - 1) * w["k_a"]
         r, k, v, g, rate = (y.unflatten(-1, (HEADS, -1)) for y in (r, k, v, g, rate))
         arrays = (r * 8**0.5, k, v, -kappa, kappa * rate, g)  # The operator has no option scale.
-        o, _ = references("generalized_delta_rule/dplr").dplr_recurrence(
-            *(array.transpose(1, 2) for array in arrays)
-        )
-        o = o.transpose(1, 2).flatten(0, 1).flatten(1)
-        norm = torch.nn.functional.group_norm
-        o = norm(o, HEADS, w["g_norm.weight"], w["g_norm.bias"], eps=8e-5)
-        o = o.unflatten(0, x.shape[:2])
+        operator = references("generalized_delta_rule/dplr").dplr_recurrence
+        o, _ = operator(*(array.transpose(1, 2) for array in arrays))
         bonus = (r * k * w["r_k"]).sum(-1, keepdim=True) * v
-        return linear(w, "o_proj", (o + bonus.flatten(2)) * gate)
+        return linear(w, "o_proj", (normed_heads(w, o, x) + bonus.flatten(2)) * gate)
 
     return shapes, call
 
 
 def gated_delta_product():
-    import torch
-
     gated_shapes, _ = gated_delta_net()
-    shapes = {**gated_shapes, **projections(k=64, v=128, b=8)}
-    shapes |= {"k_conv1d.weight": (64, 1, 4), "v_conv1d.weight": (128, 1, 4)}
+    shapes = {**gated_shapes, **projections(k=64, v=128, b=8), **convolutions(k=64, v=128)}
 
     def call(w, x):
-        q, k, v = (short_convolution(w, f"{n}_conv1d", linear(w, f"{n}_proj", x)) for n in "qkv")
+        (q,) = convolved(w, x, "q")
         # The n steps, part of the width, become consecutive tokens.
-        k, v = (y.unflatten(-1, (2, HEADS, -1)).flatten(1, 2) for y in (k, v))
+        k, v = (y.flatten(1, 2) for y in convolved(w, x, "kv", (2, HEADS, -1)))
         beta = linear(w, "b_proj", x).sigmoid().unflatten(-1, (2, HEADS)).flatten(1, 2)
-        g = -w["A_log"].exp() * torch.nn.functional.softplus(linear(w, "a_proj", x) + w["dt_bias"])
-        q = unit(q.unflatten(-1, (HEADS, -1)))
         operator = references("gated_delta_product").naive_recurrent_gated_delta_product
-        o, _ = operator(q, unit(k), v, g, beta, q.shape[-1] ** -0.5, num_householder=2)
-        gate = linear(w, "g_proj", x, HEADS)
-        o = normed(w, "o_norm", o) * torch.nn.functional.silu(gate)
-        return linear(w, "o_proj", o.flatten(2))
+        scale, g = q.shape[-1] ** -0.5, decay(w, x)
+        o, _ = operator(unit(q), unit(k), v, g, beta, scale, num_householder=2)
+        return gated(w, x, o)
 
     return shapes, call
 
 
 def precond_gated_delta_net():
     """The operator normalises q and k itself, without ε."""
-    import torch
-
     gated_shapes, _ = gated_delta_net()
     shapes = {**gated_shapes, **projections(a_atk=4, b_atk=4)}
     shapes |= {"A_log_atk": (4,), "dt_bias_atk": (4,), "log_atk_scale": (4,)}
 
     def call(w, x):
-        q, k, v = (
-            short_convolution(w, f"{n}_conv1d", linear(w, f"{n}_proj", x)).unflatten(
-                -1, (HEADS, -1)
-            )
-            for n in "qkv"
-        )
-        softplus = torch.nn.functional.softplus
-        g = -w["A_log"].exp() * softplus(linear(w, "a_proj", x) + w["dt_bias"])
-        g_atk = -w["A_log_atk"].exp() * softplus(linear(w, "a_atk_proj", x) + w["dt_bias_atk"])
         o, _, _ = references("precond_gated_delta_rule").naive_recurrent_precond_gated_delta_rule(
-            q,
-            k,
-            v,
-            g_atk=g_atk,
-            g=g,
+            *convolved(w, x),
+            g_atk=decay(w, x, "a_atk", "_atk"),
+            g=decay(w, x),
             beta_atk=linear(w, "b_atk_proj", x).sigmoid(),
             beta=linear(w, "b_proj", x).sigmoid(),
             log_atk_scale=w["log_atk_scale"],
         )
-        gate = linear(w, "g_proj", x, HEADS)
-        o = normed(w, "o_norm", o) * torch.nn.functional.silu(gate)
-        return linear(w, "o_proj", o.flatten(2))
+        return gated(w, x, o)
 
     return shapes, call
 
 
 def gsa():
-    import torch
-
     shapes = {
         **projections(q=32, k=16, v=16, f=6),
         "g_norm.weight": (32,),
@@ -427,10 +346,9 @@ def gsa():
     }
 
     def call(w, x):
-        silu = torch.nn.functional.silu
         q = silu(linear(w, "q_proj", x, HEADS))
         k, v = (silu(linear(w, f"{n}_proj", x, 2)) for n in "kv")
-        f = torch.nn.functional.logsigmoid(linear(w, "f_proj", x, 2)) / 8
+        f = logsigmoid(linear(w, "f_proj", x, 2)) / 8
         k, v, f, s = (y.repeat_interleave(2, 2) for y in (k, v, f, 1 - f.exp()))
         o, _ = references("gsa").naive_recurrent_gsa(q, k, v, s, f, scale=1.0)
         return linear(w, "o_proj", normed(w, "g_norm", silu(o.flatten(2))))
@@ -439,8 +357,6 @@ def gsa():
 
 
 def retention():
-    import torch
-
     shapes = {
         **projections(q=32, k=32, v=64, g=64),
         "g_norm_swish_gate.weight": (16,),
@@ -458,23 +374,15 @@ def retention():
 
     def call(w, x):
         q, k, v = (linear(w, f"{n}_proj", x, HEADS) for n in "qkv")
-        o = retain(rotary(q), rotary(k), v)
-        o = normed(w, "g_norm_swish_gate", o)
-        o = o * torch.nn.functional.silu(linear(w, "g_proj", x, HEADS))
-        return linear(w, "o_proj", o.flatten(2))
+        # The heads of `naive_retention` are before time.
+        arrays = (y.transpose(1, 2) for y in (rotary(q), rotary(k), v))
+        o = references("retention").naive_retention(*arrays).transpose(1, 2)
+        return gated(w, x, o, "g_norm_swish_gate")
 
     return shapes, call
 
 
-def retain(q, k, v):
-    """`naive_retention`, whose heads are before time."""
-    arrays = (y.transpose(1, 2) for y in (q, k, v))
-    return references("retention").naive_retention(*arrays).transpose(1, 2)
-
-
 def path():
-    import torch
-
     shapes = {
         **projections(q=32, k=32, v=32, bt=4, g=4),
         "w_proj.0.weight": (32, 32),
@@ -487,12 +395,12 @@ def path():
 
     def call(w, x):
         q, k, v = (linear(w, f"{n}_proj", x, HEADS) for n in "qkv")
-        directions = linear(w, "w_proj.1", linear(w, "w_proj.0", x))
-        directions = short_convolution(w, "w_conv1d", directions).unflatten(-1, (HEADS, -1))
+        directions = short_convolution(w, "w_conv1d", low_rank(w, "w_proj", x))
+        directions = unit(directions.unflatten(-1, (HEADS, -1)))
         beta = 2 * linear(w, "bt_proj", x).sigmoid()
-        g = torch.nn.functional.logsigmoid(linear(w, "g_proj", x))
+        g = logsigmoid(linear(w, "g_proj", x))
         rule = references("path_attn").naive_path_attn
-        o = rule(q, k, v, unit(directions), beta, g, scale=8**-0.5, chunk_size=4)
+        o = rule(q, k, v, directions, beta, g, scale=8**-0.5, chunk_size=4)
         return linear(w, "o_proj", o.flatten(2))
 
     return shapes, call

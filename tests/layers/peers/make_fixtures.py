@@ -39,14 +39,16 @@ To run it, in an environment of its own:
 """
 
 import functools
+import importlib
 import importlib.metadata
 import inspect
 import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 
-# torch and transformers are imported where they are used: pytest imports this file to collect it.
+# Transformers and timm are imported where they are used: pytest imports this file to collect it.
 
 HERE = Path(__file__).resolve().parent
 BATCH, TIME = 2, 11
@@ -60,51 +62,40 @@ TIMES = {
 """The numbers of tokens of layers that need another one."""
 
 
-def llama():
-    """A Llama layer, and its call."""
-    import torch
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+@functools.cache
+def of_transformers(name):
+    """A module of the layers of a family of Transformers, without kernels."""
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    without_kernels(module)
+    return module
 
-    config = LlamaConfig(
+
+def llama(family="Llama", layer=0):
+    """A Llama layer, and its call."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(
         hidden_size=32,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
         attn_implementation="eager",
     )
-    layer, rotary = LlamaAttention(config, layer_idx=0), LlamaRotaryEmbedding(config)
+    peer = of_transformers(family.lower())
+    layer = getattr(peer, f"{family}Attention")(config, layer_idx=layer)
+    rotary = getattr(peer, f"{family}RotaryEmbedding")(config)
     angles = rotary(torch.zeros(BATCH, TIME, 32), torch.arange(TIME)[None])
     return 32, layer, lambda x: layer(x, angles, causal_mask())[0]
 
 
 def diffllama():
     """A DiffLlama layer, and its call."""
-    import torch
-    from transformers import DiffLlamaConfig
-    from transformers.models.diffllama.modeling_diffllama import (
-        DiffLlamaAttention,
-        DiffLlamaRotaryEmbedding,
-    )
-
-    config = DiffLlamaConfig(
-        hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        attn_implementation="eager",
-    )
-    layer, rotary = DiffLlamaAttention(config, layer_idx=1), DiffLlamaRotaryEmbedding(config)
-    angles = rotary(torch.zeros(BATCH, TIME, 32), torch.arange(TIME)[None])
-    return 32, layer, lambda x: layer(x, angles, causal_mask())[0]
+    return llama("DiffLlama", 1)
 
 
 def qwen3_next():
     """A gated delta layer of Qwen3-Next, and its call."""
     from transformers import Qwen3NextConfig
-    from transformers.models.qwen3_next import modeling_qwen3_next as peer
-
-    without_kernels(peer)
 
     config = Qwen3NextConfig(
         hidden_size=32,
@@ -115,16 +106,13 @@ def qwen3_next():
         num_hidden_layers=4,
         rms_norm_eps=1e-5,
     )
-    layer = peer.Qwen3NextGatedDeltaNet(config, layer_idx=0)
+    layer = of_transformers("qwen3_next").Qwen3NextGatedDeltaNet(config, layer_idx=0)
     return 32, layer, layer
 
 
 def mamba2():
     """A Mamba-2 layer, and its call."""
     from transformers import Mamba2Config
-    from transformers.models.mamba2 import modeling_mamba2 as peer
-
-    without_kernels(peer)
 
     config = Mamba2Config(
         hidden_size=16,
@@ -136,14 +124,13 @@ def mamba2():
         chunk_size=4,
         num_hidden_layers=1,
     )
-    layer = peer.Mamba2Mixer(config, layer_idx=0)
+    layer = of_transformers("mamba2").Mamba2Mixer(config, layer_idx=0)
     return 16, layer, layer
 
 
 def xlstm():
     """An xLSTM layer, and its call."""
     from transformers import xLSTMConfig
-    from transformers.models.xlstm.modeling_xlstm import xLSTMLayer
 
     config = xLSTMConfig(
         hidden_size=32,
@@ -154,15 +141,13 @@ def xlstm():
         sequence_kernel="native_sequence__native",
         step_kernel="native",
     )
-    layer = xLSTMLayer(config)
+    layer = of_transformers("xlstm").xLSTMLayer(config)
     return 32, layer, layer
 
 
 def nystromformer():
     """A layer of Nyströmformer with the map of its output, and its call."""
-    import torch
     from transformers import NystromformerConfig
-    from transformers.models.nystromformer import modeling_nystromformer as peer
 
     config = NystromformerConfig(
         hidden_size=32,
@@ -171,28 +156,45 @@ def nystromformer():
         segment_means_seq_len=TIMES["nystromformer"],
         conv_kernel_size=5,
     )
-    layer = torch.nn.ModuleDict(
-        {"self": peer.NystromformerSelfAttention(config), "dense": torch.nn.Linear(32, 32)}
-    )
+    attention = of_transformers("nystromformer").NystromformerSelfAttention(config)
+    layer = torch.nn.ModuleDict({"self": attention, "dense": torch.nn.Linear(32, 32)})
     return 32, layer, lambda x: layer["dense"](layer["self"](x)[0])
 
 
-def xca():
-    """Cross-covariance attention of timm, and its call."""
-    from timm.models.xcit import XCA
-
-    layer = XCA(32, num_heads=4, qkv_bias=True)
+def of_timm(family, kind, *grid, **options):
+    """A layer of timm of four heads, and its call with x on a grid."""
+    layer = getattr(importlib.import_module(f"timm.models.{family}"), kind)(
+        32, num_heads=4, **options
+    )
     layer.fused_attn = False
-    return 32, layer, layer
+    if not grid:
+        return 32, layer, layer
+    return 32, layer, lambda x: layer(x.reshape(BATCH, *grid, 32)).reshape(x.shape)
+
+
+def xca():
+    """Cross-covariance attention."""
+    return of_timm("xcit", "XCA", qkv_bias=True)
 
 
 def vit_attention():
-    """Attention of timm's vision transformers, and its call."""
-    from timm.models.vision_transformer import Attention
+    """Attention of vision transformers."""
+    return of_timm("vision_transformer", "Attention", qkv_bias=True)
 
-    layer = Attention(32, num_heads=4, qkv_bias=True)
-    layer.fused_attn = False
-    return 32, layer, layer
+
+def outlook():
+    """Outlook attention."""
+    return of_timm("volo", "OutlookAttention", 5, 4, stride=2, qkv_bias=True)
+
+
+def channel():
+    """Channel attention of DaViT."""
+    return of_timm("davit", "ChannelAttention", qkv_bias=True)
+
+
+def channel_by_tokens():
+    """The second version of DaViT's channel attention."""
+    return of_timm("davit", "ChannelAttentionV2")
 
 
 def window(shift=0):
@@ -226,30 +228,6 @@ def vision_transformer():
     return 48, model, lambda x: model(x.reshape(BATCH, 3, 6, 8)).reshape(x.shape)
 
 
-def outlook():
-    """Outlook attention of timm, and its call."""
-    from timm.models.volo import OutlookAttention
-
-    layer = OutlookAttention(32, num_heads=4, stride=2, qkv_bias=True)
-    return 32, layer, lambda x: layer(x.reshape(BATCH, 5, 4, 32)).reshape(x.shape)
-
-
-def channel():
-    """Channel attention of timm's DaViT, and its call."""
-    from timm.models.davit import ChannelAttention
-
-    layer = ChannelAttention(32, num_heads=4, qkv_bias=True)
-    return 32, layer, layer
-
-
-def channel_by_tokens():
-    """The second version of DaViT's channel attention, and its call."""
-    from timm.models.davit import ChannelAttentionV2
-
-    layer = ChannelAttentionV2(32, num_heads=4)
-    return 32, layer, layer
-
-
 def without_kernels(module):
     """Let a module call its own PyTorch functions, where a wrapper would prefer kernels."""
     for name, function in list(vars(module).items()):
@@ -258,8 +236,6 @@ def without_kernels(module):
 
 
 def causal_mask():
-    import torch
-
     return torch.full((1, 1, TIME, TIME), -torch.inf).triu(1)
 
 
@@ -273,8 +249,6 @@ def drawn(rng, name, shape):
 
 def of_module(make, rng):
     """A layer of Transformers: its width, its parameters and its call."""
-    import torch
-
     width, layer, call = make()
     with torch.no_grad():
         for name, parameter in layer.eval().named_parameters():
@@ -284,8 +258,6 @@ def of_module(make, rng):
 
 def of_function(make, rng):
     """A layer of `fla_layers`: its width, its parameters and its call."""
-    import torch
-
     shapes, call = make()
     parameters = {
         name: torch.tensor(drawn(rng, name, shape), dtype=torch.float32, requires_grad=True)
@@ -296,8 +268,6 @@ def of_function(make, rng):
 
 def entries(width, parameters, call, rng, time):
     """The entries of the file of one layer, without `versions`."""
-    import torch
-
     x, cotangent = np.round(16 * rng.normal(size=(2, BATCH, time, width))) / 16
     x = torch.tensor(x, dtype=torch.float32, requires_grad=True)
     out = call(x)
@@ -312,7 +282,6 @@ def entries(width, parameters, call, rng, time):
 def main(names):
     """Write the files of these layers, or of all."""
     import fla_layers
-    import torch
 
     torch.set_num_threads(1)
     packages = ("torch", "transformers", "timm", "fla-core")
