@@ -28,7 +28,6 @@ MASKS = {
     "prefix": [3],
     "attn_mask": torch.ones(1, 1, T, T).tril(-1).bool(),
 }
-QUICK = "softmax[window=3]", "laser"
 TOKENS, VALID = torch.arange(T)[None], torch.arange(T)[None] > 0
 LAYER = Attention(8, heads=2, mechanism="softmax", dtype=X.dtype)
 MODEL = Decoder(T, 8, heads=2, layers=["softmax", "differential"], dtype=X.dtype)
@@ -101,16 +100,22 @@ def shapes_of(m, x):
     return [(tuple(array.shape), array.dtype) for array in tensors_in(found)]
 
 
-def each_kind(expression):
-    """A mechanism with meta tensors, fake tensors and symbolic sizes; few in the first tier."""
-    for kind in ("meta", "fake", "symbolic"):
-        is_quick = kind == "meta" or expression in QUICK
-        yield pytest.param(expression, kind, marks=[] if is_quick else pytest.mark.thorough)
+SYMBOLIC = (
+    *("lucid", "lucid[normalize=rows]", "path[forget=scaled,flush=3]", "deltaformer", "gsa"),
+    *("nystrom[landmarks=5,skip=true]", "outlook[stride=2,grid=5]", "mlstm", "kda", "mesa(gla)"),
+    *("atk(gdn2)", "delta_product", "ccq", "differential[per=token]", "bidirectional(gated_delta)"),
+)
+"""One mechanism of each kind of code: the sizes of its tensors are symbols, which takes long."""
 
 
 @pytest.mark.parametrize(
     ("expression", "kind"),
-    [case for each in (*CALLED, "laser", "mesa(gla)") for case in each_kind(each)],
+    [
+        *((text, "meta") for text in (*CALLED, "laser", "mesa(gla)")),
+        *(("softmax[window=3]", kind) for kind in ("fake", "symbolic")),
+        *(("laser", kind) for kind in ("fake", "symbolic")),
+        *(pytest.param(text, "symbolic", marks=pytest.mark.thorough) for text in SYMBOLIC),
+    ],
 )
 def test_tensors_without_entries_have_the_shapes_of_others(expression, kind):
     m = pa.parse(expression)
