@@ -35,7 +35,7 @@ TEXTS = (
 )
 
 
-class Watched:
+class WatchedArrays:
     """Arrays of a library, and their entries as they were."""
 
     def __init__(self, asarray, arrays):
@@ -55,7 +55,7 @@ def test_no_input_mask_or_cache_is_modified_even_when_an_error_is_raised(text, l
     made = make_inputs(m, CallLayout("given", t=4, s=4, h=2, n=2, d=3, e=3), "random")
     for name in "qkv":
         made[name][0, 3:] = np.nan  # A masked position.
-    given, masks = Watched(asarray, made), Watched(asarray, MASKS)
+    given, masks = WatchedArrays(asarray, made), WatchedArrays(asarray, MASKS)
     x = given.now
 
     def refused(call, *arguments, words, act, **named):
@@ -84,7 +84,7 @@ def test_no_input_mask_or_cache_is_modified_even_when_an_error_is_raised(text, l
     _, full = m.extend(cache, **x)
     for kept in (cache, full):
         buffers = {"length": kept.length, **kept.store}
-        watched = Watched(lambda array: array, buffers)
+        watched = WatchedArrays(lambda array: array, buffers)
         for options, words in EXTENSIONS:
             if ("capacity" in options) != (kept is full) or (kept is full and m.recurrence):
                 continue
