@@ -163,12 +163,6 @@ def test_repeated_it_comes_within_the_rank_of_the_best_kappa(a):
     assert kappa(b) <= k * np.sqrt(eta) * best_for_kappa(a) * (1 + rounding(a))
 
 
-def test_each_repetition_lowers_mu():
-    a = rows(0, 40, 4)
-    falls = [log_mu(leveraged(a, steps)) for steps in (1, 2, 4, 8, 16, 32)]
-    assert np.all(np.diff([log_mu(a), *falls]) < 0)
-
-
 def test_the_factor_of_the_row_norm_can_not_be_better_than_the_root_of_n_minus_1():
     for n in (3, 12, 100):
         a = np.repeat([[np.sqrt(n - 1), 0.0], [0.0, 1.0]], [1, n - 1], axis=0)

@@ -105,6 +105,10 @@ def test_segments_of_similar_lengths_are_one_batch(batches):
     equal = np.repeat(np.arange(T), 1)[None] // (T // 4 + 1)
     mechanism(**x, segment_ids=equal)
     assert batches == [(4, 38)]
+    batches.clear()
+    mechanism, x = inputs_of("gated_delta")
+    mechanism(**x, segment_ids=IDS)  # It relates no pairs.
+    assert batches == [(1, T)]
 
 
 @pytest.mark.thorough
@@ -159,12 +163,6 @@ def test_an_explanation_names_the_batches():
         assert m.explain(**x, segment_ids=IDS, backend="reference").batches == ()
     solve = pa.LucidSolve()  # It has keys and no queries.
     assert solve.explain(k=x["k"], v=x["v"], segment_ids=IDS).batches == explanation.batches
-
-
-def test_what_relates_no_pairs_is_not_divided(batches):
-    mechanism, x = inputs_of("gated_delta")
-    mechanism(**x, segment_ids=IDS)
-    assert batches == [(1, T)]
 
 
 # -------------------------------------------------------------------------------- cu_seqlens
