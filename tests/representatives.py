@@ -3,7 +3,7 @@
 The conformance suite runs its checks on every mechanism. These are for tests of the core about
 arguments, masks, caches or autograd: each leaf with mathematics of its own, each form of the
 recurrence, each kind of step of a preconditioner, and each option that chooses another algorithm.
-`tests/core/test_representatives.py` asserts that no class is left out.
+`tests/core/test_source.py` asserts that no class is left out.
 """
 
 import precondattn as pa

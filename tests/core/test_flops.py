@@ -1,5 +1,7 @@
-"""FLOPs are declared by the leaves: the numbers, and what is unknown."""
+"""FLOPs are declared by the leaves: the numbers, what is unknown, and what PyTorch counts."""
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,75 +12,44 @@ from precondattn.algebra import registry
 from precondattn.algebra.flops import visible_pairs
 from precondattn_conformance.bench.cases import layout
 from precondattn_conformance.bench.cost import flops, keeps_tokens, leaf_flops
+from precondattn_conformance.declared import derived, expressions
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 SIZES = layout(t=100, h=6, n=2, d=12, e=20)._replace(b=3, values_per_head=2).sizes
 
 # forward, forward and backward, decode
 EXPECTED = {
     "ccq": (12326400, 42422400, 128160),
-    "conditioned_query": (6566400, 22982400, 12960),
-    "contraction_gate": (5400, 10800, 54),
+    "ccq(gated_delta)": (41306400, 144475200, 74088),
     "channel": (1036800, 3110400, 0),
-    "cross_covariance": (1036800, 3110400, 0),
-    "delta": (34675200, 121363200, 60480),
+    "contraction_gate": (5400, 10800, 54),
     "delta_product": (69350400, 242726400, 120960),
-    "dplr": (69350400, 242726400, 120960),
     "deltaformer": (5760000, 19440000, 115200),
     "difference": (108000, 216000, 1080),
-    "differential": (11628000, 39096000, 231480),
-    "elu1": (5846400, 19612800, 116064),
-    "elu_plus_one": (64800, 129600, 648),
+    "dplr": (69350400, 242726400, 120960),
     "gated_delta": (34675200, 121363200, 60480),
-    "kda": (34675200, 121363200, 60480),
-    "gdn2": (34675200, 121363200, 60480),
-    "atk": (34804800, 121816800, 61776),
-    "comba": (34675200, 121363200, 60480),
-    "erasing_delta": (34675200, 121363200, 60480),
-    "erasing_gated_delta": (34675200, 121363200, 60480),
-    "erasing_gdn2": (34675200, 121363200, 60480),
-    "erasing_kda": (34675200, 121363200, 60480),
-    "preconditioned_key": (129600, 453600, 1296),
     "gla": (9100800, 31852800, 21600),
     "gsa": (51609600, 180633600, 184320),
-    "hedgehog": (8611200, 30153600, 165312),
     "hedgehog_map": (518400, 1555200, 5184),
     "l2_norm": (64800, 129600, 648),
-    "laser": (5760000, 19440000, 115200),
-    "layer_norm": (64800, 129600, 648),
-    "linear": (9100800, 31852800, 21600),
+    "linear[normalize=true]": (9100800, 31852800, 21600),
     "lucid": (7680000, 25920000, 153600),
-    "lucid_solve": (1920000, 6480000, 38400),
+    "lucid(path)": (8220000, 30825000, 161700),
+    "lucid[metric=dot](path)": (8085000, 29598750, 161700),
+    "mesa_query": (65664000, 213408000, 33696),
     "nystrom": (244187136, 847282176, 0),
     "outlook": (648000, 1944000, 0),
     "path": (6165000, 23118750, 123300),
-    "per_dim_scale": (5824800, 19569600, 115848),
-    "qk_norm": (5846400, 19612800, 116064),
+    "preconditioned_key": (129600, 453600, 1296),
     "query_weighted_query": (6566400, 22982400, 12960),
-    "retention": (9100800, 31852800, 21600),
-    "rms_norm": (64800, 129600, 648),
-    "row_normalized": (5868000, 19656000, 116280),
-    "scaled_dims": (64800, 129600, 648),
     "softmax": (5760000, 19440000, 115200),
-    "ssd": (18201600, 63705600, 43200),
-    "mesa": (149529600, 490521600, 110592),
-    "mesa_query": (65664000, 213408000, 33696),
-    "stable_beta": (10800, 21600, 108),
-    "stable_step": (34686000, 121384800, 60588),
-    "symmetric_lucid_solve": (38400000, 82080000, 0),
-    "temperature": (5824800, 19569600, 115848),
-    "tempered": (64800, 129600, 648),
-    "unit_rows": (108000, 216000, 1080),
-    "windowed": (460800, 1555200, 4608),
     "softmax[causal=false]": (11520000, 38880000, 115200),
     "softmax[window=3]": (340416, 1148904, 3456),
-    "softmax[causal=false,window=3]": (576000, 1944000, 3456),
-    "lucid(path)": (8220000, 30825000, 161700),
-    "lucid[metric=dot](path)": (8085000, 29598750, 161700),
-    "lucid(softmax[window=3])": (453888, 1531872, 4608),
+    "ssd": (18201600, 63705600, 43200),
+    "stable_beta": (10800, 21600, 108),
+    "symmetric_lucid_solve": (38400000, 82080000, 0),
     "unit_rows[axis=channel]": (108000, 216000, 1080),
-    "linear[normalize=true]": (9100800, 31852800, 21600),
-    "ccq(gated_delta)": (41306400, 144475200, 74088),
-    "hedgehog(gla)": (14284800, 49651200, 50112),
+    "windowed": (460800, 1555200, 4608),
 }
 """The FLOPs at `SIZES`, by the formulas of the table in `precondattn/algebra/flops.py`."""
 
@@ -89,16 +60,19 @@ def sizes_of(mechanism):
 
 
 @pytest.mark.parametrize("expression", EXPECTED)
-def test_the_flops_of_every_mechanism_equal_the_saved_numbers(expression):
+def test_the_flops_of_each_formula_equal_the_saved_numbers(expression):
     m = pa.parse(expression)
     works = ("forward", "forward_backward", "decode")
     assert tuple(flops(m, sizes_of(m), work) for work in works) == EXPECTED[expression]
 
 
 def test_every_mechanism_of_the_library_declares_its_flops():
-    for name, cls in registry.registered().items():
-        if cls.__module__.startswith("precondattn."):
-            assert None not in leaf_flops(cls().program, sizes_of(cls())), name
+    ours = {n: c() for n, c in registry.registered().items() if c.__module__.startswith("preconda")}
+    for name, m in ours.items():
+        assert None not in leaf_flops(m.program, sizes_of(m)), name
+    quadratic = {name for name, m in ours.items() if isinstance(m, pa.Leaf) and keeps_tokens(m)}
+    tokens = {"softmax", "path", "deltaformer", "lucid_solve", "query_weighted_query"}
+    assert quadratic == tokens
 
 
 @pytest.fixture
@@ -110,78 +84,37 @@ def unregistered():
         pa.unregister_mechanism(name)
 
 
-def test_flops_that_no_leaf_declares_are_unknown(unregistered):
-    @dataclass(frozen=True)
-    class Undeclared(pa.Leaf):
-        name: ClassVar[str] = "undeclared"
-        inputs = pa.Inputs(q="b t h d", k="b s n d", v="b s n e")
-        output = "b t h e"
+def leaf(base, name, output, slots=(), **inputs):
+    members = {"name": name, "inputs": pa.Inputs(**inputs), "output": output}
+    members |= {"__annotations__": {"name": ClassVar[str]}, "slots": lambda self: slots}
+    return dataclass(frozen=True)(type(name, (base,), members))()
 
+
+def test_flops_that_no_leaf_declares_are_unknown(unregistered):
+    x = {"x": "b t h d", "bias": "h d"}
+    leaf(pa.Leaf, "undeclared", "b t h e", q="b t h d", k="b s n d", v="b s n e")
+    mapped = leaf(pa.TokenWise, "mapped", "b t h d", **x, weight="h d d")
+    shifted = leaf(pa.TokenWise, "shifted", "b t h d", **x)
     m = pa.parse("row_normalized(undeclared)")
     undeclared, unit_rows = leaf_flops(m.program, sizes_of(m))
     assert undeclared is None
     assert unit_rows is not None
     assert flops(m, sizes_of(m), "forward") is None
-
-
-def test_a_matrix_that_multiplies_tokens_makes_the_flops_of_a_token_wise_leaf_unknown(unregistered):
-    @dataclass(frozen=True)
-    class Mapped(pa.TokenWise):
-        name: ClassVar[str] = "mapped"
-        inputs = pa.Inputs(x="b t h d", weight="h d d", bias="h d")
-        output = "b t h d"
-
-    @dataclass(frozen=True)
-    class Shifted(pa.TokenWise):
-        name: ClassVar[str] = "shifted"
-        inputs = pa.Inputs(x="b t h d", bias="h d")
-        output = "b t h d"
-
-    assert flops(Mapped(), sizes_of(Mapped()), "forward") is None
-    assert flops(Shifted(), sizes_of(Shifted()), "forward") == 3 * 3 * 100 * 6 * 12
+    assert flops(mapped, sizes_of(mapped), "forward") is None  # A matrix multiplies its tokens.
+    assert flops(shifted, sizes_of(shifted), "forward") == 3 * 3 * 100 * 6 * 12
 
 
 def test_the_flops_of_a_state_follow_from_its_slots(unregistered):
-    @dataclass(frozen=True)
-    class TwoStates(pa.Stateful):
-        name: ClassVar[str] = "two_states"
-        inputs = pa.Inputs(k="b s n d", v="b s n e")
-        output = "b s n e"
-
-        def slots(self):
-            return (
-                pa.Slot("first", "two.first({k})", "b n d d", wide=True),
-                pa.Slot("second", "two.second({k}, {v})", "b n d e", wide=True),
-                pa.Slot("count", "two.count({k})", "b n", wide=True),
-            )
-
-    @dataclass(frozen=True)
-    class Average(pa.Stateful):
-        name: ClassVar[str] = "average"
-        inputs = pa.Inputs(k="b s n d")
-        output = "b s n d"
-
-        def slots(self):
-            return (pa.Slot("sum", "average.sum({k})", "b n d", wide=True),)
-
-    d, e = 12, 20
-    assert flops(TwoStates(), sizes_of(TwoStates()), "decode") == 3 * 2 * 5 * (d * d + d * e)
-    assert flops(Average(), sizes_of(Average()), "decode") is None
-
-
-def test_leaves_that_store_tokens_are_those_with_a_buffer_per_token():
-    quadratic = {
-        name
-        for name, cls in registry.registered().items()
-        if issubclass(cls, pa.Leaf) and keeps_tokens(cls())
-    }
-    assert quadratic == {
-        "softmax",
-        "path",
-        "deltaformer",
-        "lucid_solve",
-        "query_weighted_query",
-    }
+    slots = (
+        pa.Slot("first", "two.first({k})", "b n d d", wide=True),
+        pa.Slot("second", "two.second({k}, {v})", "b n d e", wide=True),
+        pa.Slot("count", "two.count({k})", "b n", wide=True),
+    )
+    two = leaf(pa.Stateful, "two_states", "b s n e", slots, k="b s n d", v="b s n e")
+    slots = (pa.Slot("sum", "average.sum({k})", "b n d", wide=True),)
+    average = leaf(pa.Stateful, "average", "b s n d", slots, k="b s n d")
+    assert flops(two, sizes_of(two), "decode") == 3 * 2 * 5 * (12 * 12 + 12 * 20)
+    assert flops(average, sizes_of(average), "decode") is None
 
 
 def test_the_pairs_of_a_window_are_counted():
@@ -194,3 +127,65 @@ def test_the_pairs_of_a_window_are_counted():
         # Twice the pairs, less the diagonal's half.
         diagonal = min(window or t, t) if causal else 0
         assert visible_pairs(t, t, causal=causal, window=window) == 2 * pairs - diagonal
+
+
+# --------------------------------------------------------------------------- PyTorch's counter
+
+
+def counted(call):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        result = call()
+    return result, counter.get_total_flops()
+
+
+def call_of(expression, *, requires_grad=True):
+    """The mechanism, its inputs, and its declared FLOPs by work; 0 where they are unknown."""
+    torch, m = pytest.importorskip("torch"), pa.parse(expression)
+    arrays = make_inputs(m, CallLayout("test", t=6, s=6), "clustered")
+    sizes = m.inputs.sizes(expression, {name: array.shape for name, array in arrays.items()})
+    x = {n: torch.tensor(array, requires_grad=requires_grad) for n, array in arrays.items()}
+    return m, x, [flops(m, sizes, work) or 0 for work in ("forward", "forward_backward")]
+
+
+WHOLE = [e for e in sorted({*expressions()} - derived()) if "[" not in e]
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("expression", WHOLE)
+def test_counted_flops_are_those_declared_and_counting_changes_no_gradient(expression, backend):
+    m, x, (forward, whole) = call_of(expression)
+    out, of_call = counted(lambda: m(**x, backend=backend))
+    _, of_gradient = counted(lambda: out.sum().backward())  # In another counter.
+    plain = m(**{name: array.detach() for name, array in x.items()}, backend=backend)
+    assert plain.equal(out)
+    if forward:  # Its leaves all declare FLOPs.
+        assert (of_call, of_gradient) == (int(forward), int(whole) - int(forward))
+
+
+@pytest.mark.parametrize(
+    ("expression", "requires_grad"), [("linear", False), ("linear", True), ("softmax", False)]
+)
+def test_a_step_of_one_token_counts_as_decoding(expression, requires_grad):
+    """A cache of tokens counts all its slots."""
+    m, x, _ = call_of(expression, requires_grad=False)
+    cache = m.init_cache(**x, capacity=8)
+    one = {name: array[:, :1].clone().requires_grad_(requires_grad) for name, array in x.items()}
+    (out, extended), number = counted(lambda: m.extend(cache, **one))
+    b, _, h, d = x["q"].shape
+    e = x["v"].shape[-1]
+    assert number == b * h * (5 * d * e if expression == "linear" else 2 * 9 * (d + e))
+    expected, again = m.extend(cache, **one)
+    assert out.equal(expected)
+    assert all(a.equal(again.store[name]) for name, a in extended.store.items())
+
+
+@pytest.mark.thorough
+def test_a_call_does_not_import_the_counter():
+    pytest.importorskip("torch")
+    code = (
+        "import sys, torch, precondattn as pa; pa.linear(*torch.ones(3, 1, 2, 1, 4));"
+        "assert 'torch.utils.flop_counter' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,167 +1,94 @@
-"""No call modifies its inputs, masks or cache, even when it raises an error."""
+"""No call modifies its inputs, masks or cache, even when it raises an error.
 
-from functools import partial
+The conformance suite compares inputs and caches after calls that succeed.
+"""
 
 import numpy as np
 import pytest
 
 import precondattn as pa
 from precondattn_conformance.inputs import CallLayout, make_inputs
-from tests.core.bad_input import refuses
 
-
-class Given:
-    """All arguments of a call in one library, with NaN at masked positions."""
-
-    def __init__(self, library, mechanism):
-        rng = np.random.default_rng(1)
-        q, k, v, g = rng.normal(size=(4, 2, 4, 2, 3))
-        for array in (q, k, v):
-            array[0, 3:] = np.nan
-        layout = CallLayout("given", t=4, s=4, h=2, n=2, d=3, e=3)
-        extra = make_inputs(mechanism, layout, "random")
-        convert = pytest.importorskip(library).asarray
-        self.mechanism = mechanism
-        self.named = {"q": convert(q), "k": convert(k), "v": convert(v)}
-        self.named = {n: convert(a) for n, a in extra.items()} | self.named
-        self.cotangent = convert(g)
-        self.lengths = convert(np.asarray([3, 4]))
-        self.beyond = convert(np.asarray([3, 5]))
-        self.key_mask = convert(rng.uniform(size=(2, 4)) < 0.7)
-        self.short_mask = self.key_mask[:, :3]
-        self.segment_ids = convert(np.asarray([[0, 0, 1, 1], [5, 5, 5, 2]]))
-        self.torn_ids = convert(np.asarray([[0, 1, 0, 1], [0, 0, 0, 0]]))
-        self.cache = self.full = None
-        if mechanism.offers.causal:
-            cache = mechanism.init_cache(**self.named, capacity=8, key_mask=True)
-            wide = convert(rng.normal(size=(2, 2, 4, 8)))
-            self.new = self.named | ({"bias": wide} if "bias" in self.named else {})
-            first = {"lengths": self.lengths, "key_mask": self.key_mask}
-            _, self.cache = mechanism.extend(cache, **self.new, **first)
-            _, self.full = mechanism.extend(self.cache, **self.new)
-
-    def snapshot(self):
-        """Copies of all arrays."""
-        result = {}
-
-        def visit(path, value):
-            if isinstance(value, dict):
-                for name, item in value.items():
-                    visit((*path, name), item)
-            elif isinstance(value, pa.Cache):
-                visit((*path, "length"), value.length)
-                visit((*path, "store"), value.store)
-            elif hasattr(value, "shape"):
-                result[path] = np.asarray(value).copy()
-
-        visit((), vars(self))
-        return result
-
-
-ACTS = {
-    "call": lambda x: x.mechanism(**x.named),
-    "call with lengths": lambda x: x.mechanism(**x.named, lengths=x.lengths),
-    "call with every mask": lambda x: x.mechanism(
-        **x.named, lengths=x.lengths, key_mask=x.key_mask, segment_ids=x.segment_ids
-    ),
-    "pullback": lambda x: x.mechanism.vjp(**x.named, lengths=x.lengths, key_mask=x.key_mask)[1](
-        x.cotangent
-    ),
-    "explain": lambda x: x.mechanism.explain(**x.named, lengths=x.lengths),
+MASKS = {
+    "lengths": np.asarray([3, 4]),
+    "key_mask": np.asarray([[True, False, True, True], [True] * 4]),
+    "segment_ids": np.asarray([[0, 0, 1, 1], [5, 5, 5, 2]]),
 }
-
-
-CACHE_ACTS = {
-    "init_cache": lambda x: x.mechanism.init_cache(**x.named, capacity=8),
-    "extend": lambda x: x.mechanism.extend(x.cache, **x.new),
-    "extend with masks": lambda x: x.mechanism.extend(
-        x.cache, **x.new, lengths=x.lengths, key_mask=x.key_mask
-    ),
-    "explain extend": lambda x: x.mechanism.explain(**x.new, cache=x.cache),
-}
-
-
-BAD_ACTS = {
-    "unknown keyword": lambda x: x.mechanism(**x.named, length=x.lengths),
-    "unknown backend": lambda x: x.mechanism(**x.named, backend="tritn", lengths=x.lengths),
-    "lengths beyond": lambda x: x.mechanism(**x.named, lengths=x.beyond, key_mask=x.key_mask),
-    "short mask": lambda x: x.mechanism(**x.named, lengths=x.lengths, key_mask=x.short_mask),
-    "torn segments": lambda x: x.mechanism(**x.named, lengths=x.lengths, segment_ids=x.torn_ids),
-    "conflicting width": lambda x: x.mechanism(**(x.named | {"k": x.named["k"][..., :2]})),
-    "cotangent of another shape": lambda x: x.mechanism.vjp(**x.named, lengths=x.lengths)[1](
-        x.cotangent[:1]
-    ),
-}
-
-
-BAD_CACHE_ACTS = {
-    f"{name}{', donated' if donate else ''}": partial(act, donate=donate)
-    for donate in (False, True)
-    for name, act in {
-        "capacity exceeded": lambda x, donate: x.mechanism.extend(x.full, **x.new, donate=donate),
-        "new lengths beyond": lambda x, donate: x.mechanism.extend(
-            x.cache, **x.new, lengths=x.beyond, donate=donate
-        ),
-        "short new mask": lambda x, donate: x.mechanism.extend(
-            x.cache, **x.new, key_mask=x.short_mask, donate=donate
-        ),
-        "unknown backend for extend": lambda x, donate: x.mechanism.extend(
-            x.cache, **x.new, backend="tritn", donate=donate
-        ),
-    }.items()
-}
-
-
-WORDS = {
-    "unknown keyword": "unknown keyword 'length'",
-    "unknown backend": "unknown backend 'tritn'",
-    "lengths beyond": "lengths must lie between 0 and s = 4",
-    "short mask": "key_mask is declared",
-    "torn segments": "segment_ids must be contiguous",
-    "conflicting width": "k is declared",
-    "cotangent of another shape": "the cotangent must have the output's shape",
-    "capacity exceeded": "capacity exceeded",
-    "new lengths beyond": "lengths must lie between 0 and t = 4",
-    "short new mask": "key_mask is declared",
-    "unknown backend for extend": "unknown backend 'tritn'",
-}
-
-
-FREE_TEXT = "softmax[causal=false]"
-
-
-CAUSAL_TEXTS = [
-    "softmax",
-    "softmax[bias=true]",
-    "lucid",
-    "lucid[beta=true]",
-    "lucid[normalize=queries_and_keys]",
-    "lucid[normalize=rows]",
-    "laser",
-    "lucid(laser)",
-    "lucid(path[flush=3])",
-    "path[forget=scaled]",
-    "differential[per=token]",
-    "row_normalized(qk_norm[gain=true])",
+TORN, BEYOND = np.asarray([[0, 1, 0, 1], [0, 0, 0, 0]]), np.asarray([3, 5])
+CALLS = [
+    ({}, {"length": MASKS["lengths"]}, "unknown keyword 'length'"),
+    ({}, {"backend": "tritn", "lengths": MASKS["lengths"]}, "unknown backend 'tritn'"),
+    ({}, MASKS | {"lengths": BEYOND}, "lengths must lie between 0 and s = 4"),
+    ({}, MASKS | {"key_mask": MASKS["key_mask"][:, :3]}, "key_mask is declared"),
+    ({}, MASKS | {"segment_ids": TORN}, "segment_ids must be contiguous"),
+    ({"k": np.s_[..., :2]}, MASKS, "k is declared"),
 ]
+EXTENSIONS = [
+    ({"lengths": BEYOND}, "lengths must lie between 0 and t = 4"),
+    ({"key_mask": MASKS["key_mask"][:, :3]}, "key_mask is declared"),
+    ({"backend": "tritn"}, "unknown backend 'tritn'"),
+    ({"capacity": 0}, "capacity exceeded"),
+]
+TEXTS = (
+    *("softmax[causal=false]", "softmax[bias=true]", "lucid[beta=true]", "lucid[normalize=rows]"),
+    *("lucid(laser)", "path[forget=scaled]", "differential[per=token]", "gated_delta"),
+)
+
+
+class WatchedArrays:
+    """Arrays of a library, and their entries as they were."""
+
+    def __init__(self, asarray, arrays):
+        self.now = {name: asarray(array) for name, array in arrays.items()}
+        self.before = {name: np.asarray(array).copy() for name, array in arrays.items()}
+
+    def require_unchanged(self, act):
+        for name, array in self.before.items():
+            found = np.asarray(self.now[name])
+            np.testing.assert_array_equal(found, array, err_msg=f"{name}: {act}", strict=True)
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-@pytest.mark.parametrize("text", [*CAUSAL_TEXTS, FREE_TEXT])
+@pytest.mark.parametrize("text", TEXTS)
 def test_no_input_mask_or_cache_is_modified_even_when_an_error_is_raised(text, library):
-    given = Given(library, pa.parse(text))
-    before = given.snapshot()
-    acts = ACTS | BAD_ACTS
-    if given.cache is not None:
-        acts |= CACHE_ACTS | BAD_CACHE_ACTS
-    for act, run in acts.items():
-        words = WORDS.get(act.removesuffix(", donated"))
-        if words is None:
-            run(given)
-        else:
-            refuses(lambda run=run: run(given), (TypeError, ValueError), words)
-        after = given.snapshot()
-        assert after.keys() == before.keys(), act
-        for path, array in before.items():
-            message = f"{path} after {act}"
-            np.testing.assert_array_equal(after[path], array, err_msg=message, strict=True)
+    asarray, m = pytest.importorskip(library).asarray, pa.parse(text)
+    made = make_inputs(m, CallLayout("given", t=4, s=4, h=2, n=2, d=3, e=3), "random")
+    for name in "qkv":
+        made[name][0, 3:] = np.nan  # A masked position.
+    given, masks = WatchedArrays(asarray, made), WatchedArrays(asarray, MASKS)
+    x = given.now
+
+    def refused(call, *arguments, words, act, **named):
+        with pytest.raises((TypeError, ValueError), match=words):
+            call(*arguments, **named)
+        for watched in (given, masks):
+            watched.require_unchanged(act)
+
+    def moved(options):
+        return {n: o if isinstance(o, str) else asarray(o) for n, o in options.items()}
+
+    for cut, options, words in CALLS:
+        changed = {name: x[name][index] for name, index in cut.items()}
+        refused(m, **x | changed, **moved(options), words=words, act=words)
+    out, pullback = m.vjp(**x, **masks.now)
+    m.explain(**x, **masks.now)
+    pullback(out)
+    refused(pullback, out[:1], words="the cotangent must have the output's shape", act="pullback")
+    if not m.offers.causal:
+        return
+    if "bias" in x:
+        x = x | {"bias": asarray(np.ones((2, 2, 4, 8)))}
+    lengths, key_mask = masks.now["lengths"], masks.now["key_mask"]
+    cache = m.init_cache(**x, capacity=8, key_mask=True)
+    _, cache = m.extend(cache, **x, lengths=lengths, key_mask=key_mask)
+    _, full = m.extend(cache, **x)
+    for kept in (cache, full):
+        buffers = {"length": kept.length, **kept.store}
+        watched = WatchedArrays(lambda array: array, buffers)
+        for options, words in EXTENSIONS:
+            if ("capacity" in options) != (kept is full) or (kept is full and m.recurrence):
+                continue
+            options = moved({n: o for n, o in options.items() if n != "capacity"})
+            for donate in (False, True):
+                refused(m.extend, kept, **x, **options, donate=donate, words=words, act=words)
+                watched.require_unchanged(words)

@@ -1,4 +1,7 @@
-"""States that are kept between new tokens, so that `crop` can go back to them."""
+"""States that `extend` keeps between new tokens: the last ones, or those of every m-th token.
+
+`crop` goes back to a kept state, and gives the cache of the prefix alone.
+"""
 
 import re
 
@@ -8,61 +11,154 @@ import pytest
 import precondattn as pa
 from precondattn_conformance import libraries
 from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
+from precondattn_portable import chunkwise
+from precondattn_portable.backend import Portable
+from precondattn_portable.stateful import StatefulAlgorithm
 
-HELD, LENGTH = 3, 9
-MECHANISMS = ["linear", "mlstm", "gated_delta", "differential(ccq(gla))", "ccq(softmax)"]
+HELD, LENGTH, CAPACITY = 3, 29, 58
+EVERY, KEEP = {"states_every": 8}, {"keep": 6}
+WITH_STATES = (
+    *("linear", "linear[normalize=true]", "retention", "ssd", "gla", "hgrn2", "gsa", "rwkv6"),
+    *("mlstm", "delta", "gated_delta", "kda", "gdn2", "comba", "dplr", "delta_product"),
+    *("mesa(linear)", "atk(gated_delta)", "ccq(gated_delta)", "ccq(softmax)"),
+    "differential(ccq(gla))",
+)
+KEPT = ("linear", "mlstm", "gated_delta", "differential(ccq(gla))", "ccq(softmax)")
 
 
-def inputs_of(m):
-    return make_inputs(m, CallLayout("test", b=2, t=LENGTH, s=LENGTH), "random")
+def inputs_of(m, b=2, t=LENGTH, library="numpy"):
+    made = make_inputs(m, CallLayout("test", b=b, t=t, s=t), "random")
+    return {name: libraries.named(library).array(a, "float64") for name, a in made.items()}
 
 
-def start(m, x, **named):
-    cache = m.init_cache(**x, capacity=20, **named)
-    return m.extend(cache, **slice_tokens(m, x, 0, HELD))[1]
+def empty(m, x, **named):
+    return m.init_cache(**x, capacity=CAPACITY, **named)
 
 
-def assert_same(cropped, expected):
-    np.testing.assert_array_equal(cropped.length, expected.length)
+def start(m, x, lengths=None, **named):
+    return m.extend(empty(m, x), **slice_tokens(m, x, 0, HELD), lengths=lengths, **named)[1]
+
+
+def assert_same(cache, expected):
+    assert cache.kinds == expected.kinds
+    np.testing.assert_array_equal(np.asarray(cache.length), np.asarray(expected.length))
     for name, buffer in expected.store.items():
-        np.testing.assert_allclose(cropped.store[name], buffer, atol=1e-12, err_msg=name)
+        found = np.asarray(cache.store[name])
+        np.testing.assert_allclose(found, np.asarray(buffer), atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("keep", [2, 6, 8])
-@pytest.mark.parametrize("expression", MECHANISMS)
-def test_a_cropped_state_never_had_the_tokens(expression, keep):
+@pytest.fixture(params=[4, 64])
+def chunk(request, monkeypatch):
+    """Chunks between which the states are known, and longer ones."""
+    monkeypatch.setattr(chunkwise, "CHUNK", request.param)
+
+
+ROWS = [
+    *((text, EVERY, "numpy", None) for text in WITH_STATES),
+    *((text, KEEP, "numpy", None) for text in KEPT),
+    *((text, EVERY, "numpy", "reference") for text in ("gated_delta", "mlstm", "ccq(gla)")),
+    *((text, EVERY, "torch", None) for text in ("gated_delta", "kda", "ccq(gated_delta)")),
+    ("gated_delta", EVERY, "jax", None),
+    pytest.param("ccq(softmax)", EVERY, "jax", None, marks=pytest.mark.thorough),
+]
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize(("expression", "option", "library", "backend"), ROWS)
+def test_a_cropped_cache_never_had_the_tokens(expression, option, library, backend):
+    pytest.importorskip(library)
+    m = pa.parse(expression)
+    x = inputs_of(m, library=library)
+    cache, new = start(m, x, backend=backend), slice_tokens(m, x, HELD, LENGTH)
+    before = {name: np.asarray(buffer).copy() for name, buffer in cache.store.items()}
+    out, longer = m.extend(cache, **new, **option, backend=backend)
+    expected, plain = m.extend(cache, **new, backend=backend)
+    np.testing.assert_allclose(np.asarray(out), np.asarray(expected), atol=1e-12)
+    for name, buffer in before.items():
+        np.testing.assert_array_equal(np.asarray(cache.store[name]), buffer)
+    kept = [8, 16, 24] if option is EVERY else [*range(LENGTH - 6, LENGTH)]
+    assert longer.checkpoints == [kept] * 2
+    assert_same(longer.crop(LENGTH), plain)
+    for n in (kept[0], kept[-1]):
+        checkpoint = longer.crop(n)
+        prefix = slice_tokens(m, x, HELD, n)
+        assert_same(checkpoint, m.extend(cache, **prefix, backend=backend)[1])
+        rest, last = m.extend(checkpoint, **slice_tokens(m, x, n, LENGTH), backend=backend)
+        np.testing.assert_allclose(
+            np.asarray(rest), np.asarray(expected)[:, n - HELD :], atol=1e-12
+        )
+        assert_same(last, plain)
+    with pytest.raises(ValueError, match=f"holds the states of .*tokens; found {kept[0] - 1}"):
+        longer.crop(kept[0] - 1)
+
+
+@pytest.mark.parametrize(
+    ("option", "counts", "kept", "crops", "message"),
+    [
+        (EVERY, [9, 22], [[8], [8, 16, 24]], [(8, 8), (12, 16), (8, 24)], (12, 17, "24, 24")),
+        (
+            {"keep": 4},
+            [6, 4],
+            [[5, 6, 7, 8], [2, 3, 4, 5]],
+            [(5, 4), (8, 2)],
+            (9, 1, "2, 3, 4, 5, 6"),
+        ),
+        ({"keep": 1}, [6, 4], [[8], [5]], [(8, 5), (9, 6)], (8, 4, "5, 6")),
+    ],
+)
+@pytest.mark.parametrize("expression", ["gla", "gated_delta", "mlstm", "rwkv6", "ccq(softmax)"])
+def test_ragged_sequences_are_cropped_by_themselves(
+    expression, option, counts, kept, crops, message
+):
     m = pa.parse(expression)
     x = inputs_of(m)
-    cache, new = start(m, x), slice_tokens(m, x, HELD, LENGTH)
-    before = {name: buffer.copy() for name, buffer in cache.store.items()}
-    out, longer = m.extend(cache, **new, keep=keep)
-    np.testing.assert_allclose(out, m.extend(cache, **new)[0], atol=1e-12)
-    assert all((cache.store[name] == buffer).all() for name, buffer in before.items())
-    fewest = max(LENGTH - keep, HELD)
-    for left in range(fewest, LENGTH + 1):
-        expected = cache
-        if left > HELD:
-            _, expected = m.extend(cache, **slice_tokens(m, x, HELD, left))
-        assert_same(longer.crop(left), expected)
-        assert longer.crop(left).kinds == cache.kinds
-    with pytest.raises(ValueError, match=f"holds the states of .*tokens; found {fewest - 1}"):
-        longer.crop(fewest - 1)
+    cache, new = start(m, x, lengths=[3, 2]), slice_tokens(m, x, HELD, LENGTH)
+    out, longer = m.extend(cache, **new, lengths=counts, **option)
+    expected, plain = m.extend(cache, **new, lengths=counts)
+    np.testing.assert_allclose(out, expected, atol=1e-12)
+    assert_same(longer.crop([3 + counts[0], 2 + counts[1]]), plain)
+    assert longer.checkpoints == kept
+    saved = pa.Cache.from_state_dict(longer.state_dict())
+    for first, second in crops:
+        alone = m.extend(cache, **new, lengths=[first - 3, second - 2])[1]
+        assert_same(longer.crop([first, second]), alone)
+        assert_same(saved.crop([first, second]), alone)
+        assert_same(longer.reorder([1, 0]).crop([second, first]), alone.reorder([1, 0]))
+    first, second, words = message
+    with pytest.raises(ValueError, match=rf"{words} tokens; found {second} \(sequence 1"):
+        longer.crop([first, second])
 
 
-def test_sequences_are_cropped_by_themselves_and_ragged_ones_too():
-    m = pa.parse("gla")
+def test_packed_sequences_have_checkpoints_of_their_own():
+    m = pa.parse("ccq(gla)")
+    x = inputs_of(m, b=1, t=70)
+    bounds = [0, 20, 20, 61, 70]
+    cache = m.init_cache(**x, sequences=4)
+    for option, lengths in (
+        (EVERY, [[8, 16], [], [8, 16, 24, 32, 40], [8]]),
+        ({"keep": 2}, [[18, 19], [0], [39, 40], [7, 8]]),
+    ):
+        out, longer = m.extend(cache, **x, cu_seqlens=bounds, **option)
+        np.testing.assert_allclose(out, m(**x, cu_seqlens=bounds), atol=1e-12)
+        assert longer.checkpoints == lengths
+        for n in lengths[2]:
+            alone = m.extend(m.init_cache(**x), **slice_tokens(m, x, 20, 20 + n))[1]
+            assert_same(longer.select([2]).crop(n), alone)
+
+
+@pytest.mark.parametrize("option", [EVERY, {"keep": 13}])
+def test_masked_keys_and_a_bias_of_pairs_are_those_of_the_tokens(option):
+    m = pa.parse("ccq(softmax[bias=true])")
     x = inputs_of(m)
-    cache, new = start(m, x), slice_tokens(m, x, HELD, LENGTH)
-    _, longer = m.extend(cache, **new, lengths=[6, 4], keep=6)
-    _, expected = m.extend(cache, **new, lengths=[2, 3])
-    assert_same(longer.crop([5, 6]), expected)
-    assert_same(longer.reorder([1, 0]).crop([6, 5]), expected.reorder([1, 0]))
-    assert_same(pa.Cache.from_state_dict(longer.state_dict()).crop([5, 6]), expected)
-    _, longer = m.extend(cache, **new, lengths=[6, 4], keep=1)
-    assert longer.checkpoints == [[8], [6]]
-    assert_same(longer.crop([8, 6]), m.extend(cache, **new, lengths=[5, 3])[1])
-    with pytest.raises(ValueError, match=r"states of 6, 7 tokens; found 5 \(sequence 1"):
-        longer.crop([8, 5])
+    x["bias"] = np.random.default_rng(0).normal(size=(1, 1, LENGTH, CAPACITY))
+    mask = np.random.default_rng(1).random((2, LENGTH)) < 0.7
+    cache = empty(m, x, key_mask=True)
+    expected, plain = m.extend(cache, **x, key_mask=mask)
+    out, longer = m.extend(cache, **x, key_mask=mask, **option)
+    np.testing.assert_allclose(out, expected, atol=1e-12)
+    assert_same(longer.crop(LENGTH), plain)
+    first = slice_tokens(m, x, 0, 16)
+    assert_same(longer.crop(16), m.extend(cache, **first, key_mask=mask[:, :16])[1])
 
 
 def test_a_cache_with_kept_states_is_extended_donated_and_restored_as_any_other():
@@ -72,41 +168,56 @@ def test_a_cache_with_kept_states_is_extended_donated_and_restored_as_any_other(
     _, longer = m.extend(start(m, x), **new, keep=2)
     assert [*longer.states] == ["S"]
     expected, plain = m.extend(m.extend(start(m, x), **new)[1], **new)
-    snapshot = longer.snapshot()
     out, after = m.extend(longer, **new)
     np.testing.assert_allclose(out, expected, atol=1e-12)
     assert set(after.store) == set(plain.store)
     _, again = m.extend(after, **new, keep=3)
-    assert_same(again.restore(snapshot), m.extend(start(m, x), **new)[1])
+    assert_same(again.restore(longer.snapshot()), m.extend(start(m, x), **new)[1])
     out, _, _ = m.extend_vjp(longer, **new)
     np.testing.assert_allclose(out, expected, atol=1e-12)
+    states = longer.crop(28).store
+    before = {name: state.copy() for name, state in states.items()}
     m.extend(longer, **new, donate=True)
+    assert all((states[name] == state).all() for name, state in before.items())
     with pytest.raises(ValueError, match="was donated"):
         m.extend(longer, **new)
 
 
-def test_masked_keys_and_a_bias_of_pairs_are_divided_too():
-    m = pa.parse("ccq(softmax[bias=true])")
-    x = make_inputs(m, CallLayout("test", b=2, t=LENGTH, s=LENGTH), "random")
-    x["bias"] = np.random.default_rng(0).normal(size=(1, 1, LENGTH, 20))
-    mask = np.ones((2, LENGTH), bool)
-    mask[:, [1, 7]] = False
-    cache = m.init_cache(**x, capacity=20, key_mask=True)
-    expected, whole = m.extend(cache, **x, key_mask=mask)
-    out, longer = m.extend(cache, **x, key_mask=mask, keep=3)
-    np.testing.assert_allclose(out, expected, atol=1e-12)
-    assert_same(longer, whole)
+def test_chunks_that_end_at_checkpoints_are_computed_together(monkeypatch):
+    monkeypatch.setattr(chunkwise, "CHUNK", 8)
+    lengths, step = [], StatefulAlgorithm.step
+    monkeypatch.setattr(
+        StatefulAlgorithm, "step", lambda *a: lengths.append(a[2]["k"].shape[1]) or step(*a)
+    )
+    m = pa.parse("gated_delta")
+    x = inputs_of(m)
+    m.extend(empty(m, x), **x, states_every=8)
+    assert lengths == []
+    m.extend(empty(m, x), **x, states_every=9)
+    assert lengths == [9, 9, 9, 2]
 
 
+def test_a_nan_reaches_the_states_after_it_and_no_others():
+    m = pa.parse("gated_delta")
+    x = inputs_of(m)
+    x["k"][0, 10] = np.nan
+    _, longer = m.extend(empty(m, x), **x, **EVERY)
+    for n, is_nan in ((8, False), (16, True), (24, True)):
+        states = longer.crop(n).states["S"]
+        assert np.isnan(states[0]).any() == is_nan
+        assert not np.isnan(states[1]).any()
+
+
+@pytest.mark.parametrize("option", [EVERY, {"keep": 22}])
 @pytest.mark.parametrize("library", ["torch", "jax"])
-def test_gradients_pass_through_a_crop(library):
+def test_gradients_pass_through_a_crop(library, option):
     pytest.importorskip(library)
-    lib, m = libraries.named(library), pa.Linear(scale=1.0)
-    x = {name: lib.array(a, "float64") for name, a in inputs_of(m).items()}
+    m = pa.Linear(scale=1.0)
+    x = inputs_of(m, library=library)
 
     def total(v):
-        _, cache = m.extend(m.init_cache(**x), x["q"], x["k"], v, keep=4)
-        return cache.crop([6, 8]).states["S"].sum()
+        _, cache = m.extend(m.init_cache(**x), x["q"], x["k"], v, **option)
+        return cache.crop([8, 24]).states["S"].sum()
 
     if library == "jax":
         import jax
@@ -116,69 +227,116 @@ def test_gradients_pass_through_a_crop(library):
         v = x["v"].requires_grad_()
         total(v).backward()
         gradient = v.grad
-    gradient = np.asarray(gradient)
-    is_read = np.abs(gradient).sum((2, 3)) > 0
-    assert is_read.sum(1).tolist() == [6, 8]
+    is_read = np.abs(np.asarray(gradient)).sum((2, 3)) > 0
+    np.testing.assert_array_equal(is_read, np.arange(LENGTH) < [[8], [24]])
 
 
-def test_a_traced_length_before_the_kept_states_gives_nan():
+def test_traced_lengths_give_the_same_states_and_nan_where_none_is_kept():
     jax = pytest.importorskip("jax")
     m = pa.parse("linear")
-    x = {name: jax.numpy.asarray(a) for name, a in inputs_of(m).items()}
-    _, cache = m.extend(m.init_cache(**x), **x, keep=2)
+    x = inputs_of(m, library="jax")
+    cache, new = start(m, x, lengths=[3, 2]), slice_tokens(m, x, HELD, LENGTH)
 
     @jax.jit
-    def cropped(length):
-        return m.extend(cache.crop(length), **x)[0]
+    def cropped(cache, lengths):
+        options = EVERY, {"keep": 13}
+        caches = [m.extend(cache, **new, **option)[1].crop(lengths) for option in options]
+        return [(cache.states["S"], m.extend(cache, **new)[0]) for cache in caches]
 
-    assert not np.isnan(cropped(jax.numpy.asarray([7, 8]))).any()
-    is_nan = np.isnan(cropped(jax.numpy.asarray([6, 8])))
-    assert is_nan[0].all()
-    assert not is_nan[1].any()
+    for lengths in ([16, 16], [29, 24]):
+        counts = [lengths[0] - 3, lengths[1] - 2]
+        expected = m.extend(cache, **new, lengths=counts)[1].states["S"]
+        for found, _ in cropped(cache, jax.numpy.asarray(lengths)):
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+    for _, out in cropped(cache, jax.numpy.asarray([9, 16])):
+        assert np.isnan(out[0]).all()
+        assert not np.isnan(out[1]).any()
 
 
 def test_half_precision_keeps_states_in_float32():
-    pytest.importorskip("torch")
-    lib, m = libraries.named("torch"), pa.parse("gla")
-    x = {name: lib.array(a, "float16") for name, a in inputs_of(m).items()}
+    torch = pytest.importorskip("torch")
+    m = pa.parse("gla")
+    x = {name: array.half() for name, array in inputs_of(m, library="torch").items()}
     _, cache = m.extend(m.init_cache(**x), **x, keep=2)
-    cropped = cache.to(dtype="float16").crop(8)
-    assert str(cropped.states["S"].dtype) == "torch.float32"
+    assert cache.to(dtype="float16").crop(28).states["S"].dtype == torch.float32
 
 
-Q, K, V = np.random.default_rng(0).normal(size=(3, 1, 6, 2, 4))
-BAD = {
-    "negative": ({"keep": -1}, "keep must be a whole number, 0 or above; found -1"),
-    "boolean": ({"keep": True}, "keep must be a whole number, 0 or above; found True"),
-    "every": (
-        {"states_every": 0},
-        "states_every must be a whole number, 1 or above; found 0",
-    ),
-    "both": ({"keep": 1, "states_every": 64}, "keep and states_every are two ways to keep states"),
-    "lengths": ({"keep": 1, "lengths": [7]}, "lengths must lie between 0 and t = 6"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_a_bad_keep_is_refused(case):
-    options, text = BAD[case]
-    linear = pa.Linear()
-    with pytest.raises(ValueError, match="^linear: " + re.escape(text)):
-        linear.extend(linear.init_cache(Q, K, V), Q, K, V, **options)
-
-
-def test_rewritten_rows_and_windows_can_not_be_kept():
-    for m, name in ((pa.Path(), "path(k,w,beta)"), (pa.Softmax(window=2), "first_token")):
+def test_caches_of_tokens_keep_nothing_and_are_cropped_to_any_length():
+    for expression in ("softmax", "lucid(laser)"):
+        m = pa.parse(expression)
         x = inputs_of(m)
-        cache = m.init_cache(**x, capacity=20)
-        with pytest.raises(ValueError, match=f"keep is for states; {re.escape(repr(name))} of"):
-            m.extend(cache, **x, keep=1)
+        _, longer = m.extend(empty(m, x), **x, **EVERY)
+        assert longer.can_crop
+        assert longer.checkpoints == [[], []]
+        assert_same(longer.crop(8), m.extend(empty(m, x), **slice_tokens(m, x, 0, 8))[1])
 
 
-def test_tokens_that_do_not_fit_leave_a_donated_cache_as_it_was():
+def test_fewer_tokens_than_to_the_next_checkpoint_keep_no_states():
+    m = pa.parse("gla")
+    x = inputs_of(m, t=5)
+    out, longer = m.extend(m.init_cache(**x), **x, **EVERY)
+    np.testing.assert_allclose(out, m(**x), atol=1e-12)
+    assert longer.checkpoints == [[], []]
+    nothing = slice_tokens(m, x, 0, 0)
+    assert m.extend(longer, **nothing, **EVERY)[1].length.tolist() == [5, 5]
+
+
+def test_parts_of_ragged_lengths_are_planned_for_a_backend_that_has_them():
+    class Unmasked(Portable):
+        name = "unmasked"
+
+        def prepare(self, piece, request):
+            if "lengths" in request.masks:
+                return "has no lengths"
+            return super().prepare(piece, request)
+
+    m = pa.parse("gla")
+    x = inputs_of(m)
+    cache = start(m, x, lengths=[3, 2])
+    pa.register_backend(Unmasked())
+    try:
+        m.extend(cache, **x, backend="unmasked")
+        m.extend(empty(m, x), **x, **EVERY, backend="unmasked")
+        with pytest.raises(pa.UnsupportedError, match="has no lengths"):
+            m.extend(cache, **x, **EVERY, backend="unmasked")
+    finally:
+        pa.unregister_backend("unmasked")
+
+
+REFUSED = [
+    ("linear", {"keep": -1}, "linear: keep must be a whole number, 0 or above; found -1"),
+    ("linear", {"keep": True}, "linear: keep must be a whole number, 0 or above; found True"),
+    ("linear", {"states_every": 0}, "states_every must be a whole number, 1 or above; found 0"),
+    ("linear", {**EVERY, **KEEP}, "keep and states_every are two ways to keep states"),
+    ("linear", {**KEEP, "lengths": [7, 99]}, "lengths must lie between 0 and t = 29"),
+    *(
+        (text, option, f"{next(iter(option))} is for states; {name!r} of")
+        for text, name in (("path", "path(k,w,beta)"), ("softmax[window=2]", "first_token"))
+        for option in (KEEP, EVERY)
+    ),
+]
+
+
+@pytest.mark.parametrize(("expression", "options", "words"), REFUSED)
+def test_bad_ways_to_keep_states_are_refused(expression, options, words):
+    m = pa.parse(expression)
+    x = inputs_of(m)
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(expression)}: .*{re.escape(words)}|^{words}"
+    ):
+        m.extend(empty(m, x), **x, **options)
+
+
+@pytest.mark.parametrize("option", [KEEP, EVERY])
+def test_a_pullback_keeps_no_states_and_a_donated_cache_that_is_too_small_stays(option):
+    m = pa.parse("gla")
+    x = inputs_of(m)
+    words = f"extend_vjp has no {next(iter(option))}; .* differentiate extend"
+    with pytest.raises(TypeError, match=words):
+        m.extend_vjp(m.init_cache(**x), **x, **option)
     m = pa.parse("ccq(softmax)")
     x = inputs_of(m)
     cache = m.init_cache(**x, capacity=LENGTH - 1)
-    with pytest.raises(ValueError, match="capacity exceeded: the cache holds at most 8 tokens"):
-        m.extend(cache, **x, keep=2, donate=True)
+    with pytest.raises(ValueError, match="capacity exceeded: the cache holds at most 28 tokens"):
+        m.extend(cache, **x, **option, donate=True)
     assert not cache.store["k"].any()

@@ -14,7 +14,6 @@ from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn_cupy.backend import KERNELS as OF_CUPY
 from precondattn_pallas.backend import KERNELS as OF_PALLAS
 from precondattn_triton.backend import KERNELS as OF_TRITON
-from precondattn_triton.backend import Triton
 
 TABLES = {"cupy": OF_CUPY, "triton": OF_TRITON, **OF_PALLAS}
 NEEDED = {"triton": ["torch", "triton"], **{device: ["jax"] for device in OF_PALLAS}}
@@ -91,10 +90,3 @@ def test_widths_are_padded_and_limited():
     assert [padded_width(width) for width in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
     with pytest.raises(ValueError, match="at most 64 channels; found 65"):
         padded_width(65, 64)
-
-
-def test_a_backend_without_kernels_for_a_piece_says_so():
-    request = pa.Request("forward", "torch", "cpu", "float32", (), frozenset())
-    assert (
-        Triton().refusal_of_kernels(pa.DeltaFormer(), request) == "has no kernels for deltaformer"
-    )

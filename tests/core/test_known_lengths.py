@@ -40,20 +40,16 @@ def test_a_length_is_known_until_it_is_written_to(reads):
     assert len(reads) == 2
 
 
-def test_nothing_is_kept_of_a_length_that_no_longer_exists(reads):
-    length = remembered(torch.zeros(2, dtype=torch.int32), 0)
-    assert len(known_lengths._remembered) == 1
-    del length
-    gc.collect()
-    assert not known_lengths._remembered
-
-
-def test_a_copy_and_a_length_in_inference_mode_are_read(reads):
+def test_copies_and_lengths_of_inference_mode_are_read_and_nothing_is_kept_of_the_past(reads):
     length = remembered(torch.zeros(2, dtype=torch.int32), 0)
     assert lengths_on_host(length.clone()) == [0, 0]
     with torch.inference_mode():
         assert lengths_on_host(remembered(torch.zeros(2, dtype=torch.int32), 0)) == [0, 0]
     assert len(reads) == 2
+    assert len(known_lengths._remembered) == 1
+    del length
+    gc.collect()
+    assert not known_lengths._remembered
 
 
 def test_tokens_are_appended_without_reading_their_number():

@@ -161,34 +161,29 @@ def edited(path, old, new):
     path.write_text(text.replace(old, new, 1))
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new"),
-    [
+def test_the_hash_of_a_kernel_changes_with_its_code_and_all_that_it_uses_and_with_no_more(copied):
+    folder, hashed = copied
+    before = hashed()
+    edited(folder / "softmax/leaf.py", '"""', '"""Changed. ')
+    for path, comment in (
+        ("softmax/leaf.py", "# The end."),
+        ("layout.py", "# The end."),
+        ("cuda/softmax_forward.cu", "// The end."),
+    ):
+        (folder / path).write_text(f"{(folder / path).read_text()}\n{comment}\n")
+    edited(folder / "cuda/scan.cu", "__global__", "extern __global__")
+    edited(folder / "lucid/solve.py", "return ", "return 1 + ")
+    assert hashed() == before
+    for file, old, new in (
         ("softmax/leaf.py", "return ", "return 1 + "),
         ("layout.py", "return ", "return 1 + "),
         ("cuda/softmax_forward.cu", "__global__", "extern __global__"),
         ("cuda/running_softmax.cuh", "return", "return 1 +"),
         ("configurations.json", "[64, 32]", "[64, 16]"),
-    ],
-)
-def test_the_hash_of_a_kernel_changes_with_its_code_and_all_that_it_uses(copied, file, old, new):
-    folder, hashed = copied
-    before = hashed()
-    edited(folder / file, old, new)
-    assert hashed() != before
-
-
-def test_the_hash_of_a_kernel_ignores_comments_and_other_kernels(copied):
-    folder, hashed = copied
-    before = hashed()
-    edited(folder / "softmax/leaf.py", '"""', '"""Changed. ')
-    for path in (folder / "softmax/leaf.py", folder / "layout.py"):
-        path.write_text(path.read_text() + "\n# The end.\n")
-    path = folder / "cuda/softmax_forward.cu"
-    path.write_text(path.read_text() + "\n// The end.\n")
-    edited(folder / "cuda/scan.cu", "__global__", "extern __global__")
-    edited(folder / "lucid/solve.py", "return ", "return 1 + ")
-    assert hashed() == before
+    ):
+        before = hashed()
+        edited(folder / file, old, new)
+        assert hashed() != before, file
 
 
 def test_every_cuda_file_is_hashed_with_a_kernel():

@@ -16,7 +16,6 @@ import pytest
 import precondattn as pa
 from precondattn.diagnostics import condition_number as kappa
 from precondattn.diagnostics import leverage_scaling, log_mu
-from tests.core.in_every_library import LIBRARIES, assert_same_in
 
 
 def sigma(a):
@@ -86,8 +85,6 @@ OTHERS = {
     "one column": rows(3, 9, 1),
     "one row": rows(4, 1, 5),
     "square": rows(5, 6, 6),
-    "tall": rows(6, 30, 5),
-    "wide": rows(7, 5, 30),
     "clustered": clustered(8, 20, 5),
     "clustered, wide": clustered(9, 5, 20),
     "near-singular": near_singular(10, 20, 5),
@@ -166,12 +163,6 @@ def test_repeated_it_comes_within_the_rank_of_the_best_kappa(a):
     assert kappa(b) <= k * np.sqrt(eta) * best_for_kappa(a) * (1 + rounding(a))
 
 
-def test_each_repetition_lowers_mu():
-    a = rows(0, 40, 4)
-    falls = [log_mu(leveraged(a, steps)) for steps in (1, 2, 4, 8, 16, 32)]
-    assert np.all(np.diff([log_mu(a), *falls]) < 0)
-
-
 def test_the_factor_of_the_row_norm_can_not_be_better_than_the_root_of_n_minus_1():
     for n in (3, 12, 100):
         a = np.repeat([[np.sqrt(n - 1), 0.0], [0.0, 1.0]], [1, n - 1], axis=0)
@@ -193,26 +184,3 @@ def test_rows_of_zeros_have_factor_1_and_a_missing_rank_is_not_counted():
     factors = leverage_scaling(a)
     assert factors[2] == 1
     np.testing.assert_allclose(np.sum((factors[:, None] * a) ** 2), 2)
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_every_library_has_the_same_numbers(library):
-    assert_same_in(library, leverage_scaling, drawn(0, 12, 4))
-
-
-def test_half_precision_gives_float32():
-    half = drawn(0, 12, 4).astype(np.float16)
-    assert leverage_scaling(half).dtype == np.float32
-
-
-def test_bad_arguments_are_refused_by_name():
-    a = rows(0, 4, 2)
-    for bad, error, message in (
-        ((a.tolist(),), TypeError, r"a must be an array of .*; found list"),
-        ((a.astype(int),), TypeError, "floating dtype; found int64"),
-        ((a[0],), ValueError, r"a must be an array \(\.\.\., n, d\); found shape \(2,\)"),
-        ((a, 0), ValueError, "steps must be a whole number, 1 or above; found 0"),
-        ((a, True), ValueError, "found True"),
-    ):
-        with pytest.raises(error, match=message):
-            leverage_scaling(*bad)

@@ -131,24 +131,6 @@ def any_tokens(module, x):
         )
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        *(pytest.param(text, marks=pytest.mark.slow) for text in ("lucid", "gated_delta")),
-        "bidirectional(gated_delta)",
-    ],
-)
-def test_onnxruntime_computes_a_layer(expression):
-    """Layers that are part of the decoder below are slow: it is exported with them."""
-    from tests.layers.torch_layers import hidden, made
-
-    attn = made(expression, dtype=torch.float32).requires_grad_(False)
-    run = InOnnxruntime(any_tokens(attn, hidden(2, 6, dtype=torch.float32)))
-    for b, t in [(3, 14), (1, 1)]:
-        x = hidden(b, t, dtype=torch.float32)
-        torch.testing.assert_close(run(x)[0], attn(x), **CLOSE)
-
-
 @pytest.fixture(scope="module")
 def decoder():
     from precondattn.layers.torch import Decoder

@@ -1,6 +1,5 @@
 """Export to PyTorch's own operators: the full call and one step of decoding."""
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -8,7 +7,6 @@ pytest.importorskip("torch")
 import torch
 
 import precondattn as pa
-from precondattn.frameworks.torch import scan as torch_scan
 from precondattn.frameworks.torch.cholesky import cholesky
 from precondattn.frameworks.torch.solve import BLOCK, solve_triangular
 from precondattn.spec.positive_definite import solve_positive
@@ -16,7 +14,6 @@ from tests.core.exported import (
     CLOSE,
     EMPTY,
     SIZES_OF_MASKS,
-    ExportedCall,
     any_size,
     exported_call,
     exported_step,
@@ -63,13 +60,6 @@ def test_a_program_serves_no_sequences_and_no_tokens(expression, masks):
     if "lengths" in masks:
         x, none = tensors_of(m, 2, 6), torch.zeros(2, dtype=torch.int32)
         assert not program(x, {"lengths": none}).any()
-
-
-def test_without_the_context_a_program_has_operators_of_this_package():
-    m = pa.parse("lucid")
-    sizes = {"x": any_size(m), "masks": {}}
-    program = torch.export.export(ExportedCall(m), (tensors_of(m, 2, 6), {}), dynamic_shapes=sizes)
-    assert own_operators(program)
 
 
 def test_a_call_that_is_not_exported_is_computed_as_elsewhere():
@@ -138,15 +128,6 @@ def test_the_exported_solution_of_a_matrix_that_is_not_positive_definite_is_nan(
         program = torch.export.export(Solve(), (matrix, right))
     matrix[2, 2] = -1.0
     assert program.module()(matrix, right).isnan().any()
-
-
-def test_the_scans_of_pytorch_are_those_of_numpy():
-    generator = np.random.default_rng(0)
-    x, factor = (torch.from_numpy(generator.normal(size=(2, 7))) for _ in range(2))
-    largest = torch_scan.running_maximum(x, 1)
-    np.testing.assert_array_equal(largest, np.maximum.accumulate(x.numpy(), axis=1))
-    y = torch_scan.linear_scan(factor, x, torch.mul, torch.add)
-    torch.testing.assert_close(y[:, 1:], factor[:, 1:] * y[:, :-1] + x[:, 1:])
 
 
 def test_a_step_of_decoding_is_exported_with_its_cache():

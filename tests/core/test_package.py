@@ -1,4 +1,4 @@
-"""What `import precondattn` imports, and the package's metadata and docstrings."""
+"""What `import precondattn` and its verbs import; the package's version, metadata, docstrings."""
 
 import re
 import runpy
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
+from precondattn.installed import is_installed
 from precondattn.version import numbers_of
 
 ROOT = Path(__file__).parents[2]
@@ -30,15 +31,6 @@ assert not slow, slow
 late = {"precondattn.execution.run", "precondattn.dispatch.plan"} & set(sys.modules)
 assert not late, late
 """
-
-
-def test_importing_the_package_imports_no_framework_and_no_slow_module():
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
 EVERY_VERB = """
 import sys
 import {library} as xp
@@ -54,74 +46,41 @@ for mechanism in (pa.Lucid(), pa.Linear()):
         mechanism.extend_vjp(cache, *x)[2](x[0])
     if "jax" in sys.modules:
         sys.modules["jax"].jit(lambda x: mechanism.extend(cache, *x))(x)
-found = {others} & set(sys.modules)
+found = {{{others}}} & set(sys.modules)
 assert not found, found
 """
+LAYERS = "import sys, precondattn.layers.{library}\nassert not {{{others}}} & set(sys.modules)"
+NEEDED = [
+    (IMPORTED, "numpy", ""),
+    (EVERY_VERB, "numpy", "'torch', 'jax', 'cupy'"),
+    (EVERY_VERB, "jax.numpy", "'torch', 'cupy'"),
+    (LAYERS, "recipes", "'torch', 'jax'"),
+    pytest.param(LAYERS, "torch", "'jax', 'flax'", marks=pytest.mark.thorough),
+    pytest.param(LAYERS, "flax", "'torch'", marks=pytest.mark.thorough),
+]
 
 
-@pytest.mark.parametrize(
-    ("library", "others"),
-    [("numpy", {"torch", "jax", "cupy"}), ("jax.numpy", {"torch", "cupy"})],
-    ids=["numpy", "jax"],
-)
-def test_no_verb_needs_another_framework(library, others):
-    pytest.importorskip(library)
-    program = EVERY_VERB.format(library=library, others=others)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize(("program", "library", "others"), NEEDED)
+def test_nothing_imports_a_framework_that_it_does_not_need(program, library, others):
+    pytest.importorskip("numpy" if library == "recipes" else library)
+    program = program.format(library=library, others=others) if others else program
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.thorough(but=("recipes-numpy-torch, jax",))
-@pytest.mark.parametrize(
-    ("layers", "needs", "others"),
-    [
-        ("torch", "torch", "jax, flax"),
-        ("flax", "flax", "torch"),
-        ("recipes", "numpy", "torch, jax"),
-    ],
-)
-def test_layers_of_one_framework_import_no_other(layers, needs, others):
-    pytest.importorskip(needs)
-    program = (
-        f"import sys, precondattn.layers.{layers}\n"
-        f"found = set('{others}'.split(', ')) & set(sys.modules)\n"
-        f"assert not found, found\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_oracle_has_array_api_functions_only():
-    """No framework is imported, found in `sys.modules` or distinguished from another."""
-    framework = re.compile(r"\b(torch|jax|cupy|lax|sys\.modules|library_of|import numpy)\b")
-    for path in (ROOT / "precondattn" / "spec").glob("*.py"):
-        code = re.sub(r'"""[\s\S]*?"""|#.*', "", path.read_text())
-        assert framework.search(code) is None, path
-
-
-def test_the_core_imports_neither_backends_nor_conformance():
-    for path in (ROOT / "precondattn").rglob("*.py"):
-        if not path.name.endswith("commands.py"):  # They load what a subcommand needs.
-            assert "precondattn_" not in re.sub(r"\"precondattn_\w+\"", "", path.read_text()), path
-
-
-def test_the_distribution_and_the_changelog_have_the_version_of_the_package():
+def test_the_version_is_written_once_and_is_that_of_the_distribution_and_the_changelog():
     assert metadata.version("precondattn") == pa.__version__
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["tool"]["hatch"]["version"] == {"path": "precondattn/version.py"}
     headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert pa.__version__ in headings
-
-
-def test_the_version_is_written_once():
     written = re.compile(rf"[\"']{re.escape(pa.__version__)}[\"']")
     files = [ROOT / "pyproject.toml", ROOT / "docs" / "conf.py"]
     files += (ROOT / "precondattn").rglob("*.py")
     assert [path.name for path in files if written.search(path.read_text())] == ["version.py"]
+    q = np.zeros((1, 2, 1, 4))
+    saved = pa.Lucid().init_cache(q, q, q, capacity=2).state_dict()
+    assert tuple(saved["version"]) == numbers_of(pa.__version__)
 
 
 def test_the_docs_have_the_version_of_the_package():
@@ -132,12 +91,17 @@ def test_the_docs_have_the_version_of_the_package():
     assert pa.__version__ in configured["html_title"]
 
 
-def test_a_saved_cache_has_the_version_of_the_package():
-    q = np.zeros((1, 2, 1, 4))
-    saved = pa.Lucid().init_cache(q, q, q, capacity=2).state_dict()
-    assert tuple(saved["version"]) == numbers_of(pa.__version__)
-
-
 def test_every_public_name_has_an_example_or_a_sentence():
     for name in pa.__all__:
         assert getattr(pa, name).__doc__, name
+
+
+def test_a_package_with_code_is_installed_and_a_folder_without_is_not(tmp_path, monkeypatch):
+    (tmp_path / "without" / "a_folder").mkdir(parents=True)
+    for place in ("without", "with"):
+        (tmp_path / place / "a_package").mkdir(parents=True)
+    (tmp_path / "with" / "a_package" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "with")
+    monkeypatch.syspath_prepend(tmp_path / "without")  # A folder of the same name is before it.
+    names = ("numpy", "json", "a_package", "a_folder", "a_folder_that_is_missing")
+    assert [is_installed(name) for name in names] == [True, True, True, False, False]

@@ -16,15 +16,7 @@ from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
 BORDERS = [0, 7, 7, 8, 40, 44]
 """Sequences of 7, 0, 1, 32 and 4 tokens, so that two batches are made, and 6 tokens of padding."""
 TOKENS, COUNT = 50, len(BORDERS) - 1
-MECHANISMS = [
-    "linear",
-    "gated_delta",
-    "mlstm",
-    "differential(ccq(gla))",
-    "lucid",
-    "path",
-    "softmax[window=4]",
-]
+MECHANISMS = ("linear", "mlstm", "differential(ccq(gla))", "lucid", "path", "softmax[window=4]")
 Q, K, V = np.random.default_rng(0).normal(size=(3, 1, 6, 2, 4))
 
 
@@ -163,6 +155,12 @@ def test_a_compiled_packed_extension_is_the_same():
         torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
+def both(**more):
+    return {"cu_seqlens": [0, 1, 2, 6], **more}
+
+
+LUCID, BIASED = pa.Lucid(), pa.Softmax(bias=True)
+NO_IDS = np.zeros((1, 6), int)
 BAD = {
     "count": (
         {"cu_seqlens": [0, 3, 6]},
@@ -170,22 +168,23 @@ BAD = {
         "found 2 packed sequences, and 3 in the cache; init_cache(..., sequences=2) makes one",
     ),
     "lengths": (
-        {"cu_seqlens": [0, 1, 2, 6], "lengths": [6]},
+        both(lengths=[6]),
         ValueError,
         "lengths of packed sequences are those between their borders; leave lengths out",
     ),
-    "both": (
-        {"cu_seqlens": [0, 1, 2, 6], "segment_ids": np.zeros((1, 6), int)},
-        ValueError,
-        "segment_ids and cu_seqlens mean the same: give one",
-    ),
+    "both": (both(segment_ids=NO_IDS), ValueError, "segment_ids and cu_seqlens mean the same"),
     "borders": ({"cu_seqlens": [0, 4, 2, 6]}, ValueError, "cu_seqlens must not decrease"),
-    "ids": ({"segment_ids": np.zeros((1, 5), int)}, pa.ShapeError, "segment_ids is declared (b s)"),
+    "ids": ({"segment_ids": NO_IDS[:, 1:]}, pa.ShapeError, "segment_ids is declared (b s)"),
     "capacity": (
         {"cu_seqlens": [0, 1, 1, 6]},
         ValueError,
         "capacity exceeded: the cache holds at most 4 tokens, and the new ones do not fit "
         "(sequence 2 of the packed ones)",
+    ),
+    "bias": (
+        both(bias=np.zeros((1, 1, 6, 4))),
+        ValueError,
+        "bias (1|b 1|h t c) can not be divided among packed",
     ),
 }
 
@@ -193,18 +192,10 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_borders_of_an_extension_are_refused(case):
     masks, error, text = BAD[case]
-    lucid = pa.Lucid()
-    cache = lucid.init_cache(Q, K, V, capacity=4, sequences=3)
-    with pytest.raises(error, match="^lucid: " + re.escape(text)):
-        lucid.extend(cache, Q, K, V, **masks)
-
-
-def test_a_bias_is_not_divided_among_packed_sequences():
-    m = pa.Softmax(bias=True)
-    bias = np.zeros((1, 1, 6, 8))
-    cache = m.init_cache(Q, K, V, capacity=8, sequences=2)
-    with pytest.raises(ValueError, match=r"bias \(1\|b 1\|h t c\) can not be divided among packed"):
-        m.extend(cache, Q, K, V, bias=bias, cu_seqlens=[0, 2, 6])
+    m = BIASED if case == "bias" else LUCID
+    cache = m.init_cache(Q, K, V, capacity=4, sequences=3)
+    with pytest.raises(error, match=f"^{re.escape(str(m))}: .*{re.escape(text)}"):
+        m.extend(cache, Q, K, V, **masks)
 
 
 def test_traced_borders_are_refused():

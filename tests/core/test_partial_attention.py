@@ -52,14 +52,6 @@ def test_parts_may_hide_keys_from_some_sequences_and_one_part_has_the_sink():
     np.testing.assert_allclose(lse, whole[1], atol=1e-13)
 
 
-def test_a_causal_call_is_the_merge_of_its_own_tokens_and_those_before():
-    q, k, v = inputs(t=12)
-    before = pa.with_lse(FULL, q[:, 7:], k[:, :7], v[:, :7])
-    own = pa.with_lse(pa.Softmax(), q[:, 7:], k[:, 7:], v[:, 7:])
-    out, _ = pa.merge(*zip(before, own, strict=True))
-    np.testing.assert_allclose(out, pa.Softmax()(q, k, v)[:, 7:], atol=1e-13)
-
-
 def test_parts_without_any_key_merge_to_nothing_with_a_zero_gradient():
     outs = [torch.zeros(1, 1, 2, 3, requires_grad=True) for _ in range(2)]
     lses = [torch.full((1, 1, 2), -torch.inf, requires_grad=True) for _ in range(2)]
@@ -88,21 +80,6 @@ def test_pytorch_differentiates_the_merge_as_the_whole():
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-def test_jax_differentiates_it_under_jit():
-    jax = pytest.importorskip("jax")
-    q, k, v = map(jax.numpy.asarray, inputs())
-
-    def loss(q, k, v):
-        out, lse = in_parts(q, k, v, (0, 5, 12))
-        return out.sum() + jax.numpy.sin(lse).sum()
-
-    gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
-    (_, lse), pullback = pa.with_lse_vjp(FULL, *inputs())
-    expected = pullback(np.ones((2, 5, 4, 6)), np.cos(lse))
-    for gradient, name in zip(gradients, "qkv", strict=True):
-        np.testing.assert_allclose(gradient, expected[name], atol=1e-4)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_half_precision_the_log_sum_exp_is_in_float32(dtype):
     q, k, v = (torch.tensor(x).to(dtype) for x in inputs())
@@ -112,14 +89,10 @@ def test_in_half_precision_the_log_sum_exp_is_in_float32(dtype):
     torch.testing.assert_close(lse.double(), exact, rtol=1e-6, atol=1e-6)
     (_, _), pullback = pa.with_lse_vjp(FULL, q, k, v)
     assert all(g.dtype == dtype for g in pullback(out, lse).values())
-
-
-def test_autocast_does_not_round_the_log_sum_exp():
-    arrays = [torch.tensor(x, dtype=torch.float32) for x in inputs()]
-    expected = pa.with_lse(FULL, *arrays)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = pa.with_lse(FULL, *arrays)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    wide = [x.float() for x in (q, k, v)]
+    with torch.autocast("cpu", dtype):
+        cast = pa.with_lse(FULL, *wide)
+    assert all(torch.equal(a, b) for a, b in zip(cast, pa.with_lse(FULL, *wide), strict=True))
 
 
 def test_path_has_one_too():

@@ -8,19 +8,24 @@ import pytest
 
 import precondattn as pa
 from precondattn.runner import LeafRunner
-from tests.core import cupy_stand_in
-from tests.core.test_cupy_stand_in import CACHED, EXPRESSIONS, LENGTHS, make_inputs
+from precondattn_conformance.inputs import CallLayout
+from precondattn_conformance.inputs import make_inputs as made
+from tests.core.in_every_library import asarray_of
+from tests.representatives import CACHED, CALLED
 
 SAMPLE = ("softmax", "softmax[window=3]", "lucid", "laser", "lucid(path)", "qk_norm", "linear")
 STATES = ("linear", "gated_delta", "ccq(gla)", "atk(kda)")
+LENGTHS = np.asarray([5, 3], dtype=np.int32)
+both_libraries = pytest.mark.parametrize("library", ["numpy", "torch"])
+
+
+def make_inputs(mechanism, t=6):
+    return made(mechanism, CallLayout("test", b=2, t=t, s=t), "random")
 
 
 def arrays_of(library, arrays):
-    if library == "cupy_stand_in":
-        return {name: cupy_stand_in.namespace.asarray(array) for name, array in arrays.items()}
-    convert = {"numpy": "array", "torch": "tensor", "jax.numpy": "array"}[library]
-    make = getattr(pytest.importorskip(library), convert)
-    return {name: make(array) for name, array in arrays.items()}
+    asarray = asarray_of(library)
+    return {name: asarray(array.copy()) for name, array in arrays.items()}
 
 
 def on_host(arrays):
@@ -40,7 +45,8 @@ def assert_equal(found, expected):
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
 
 
-# ------------------------------------------------------------------------------- pullbacks
+def extended(mechanism, inputs, **named):
+    return mechanism.extend(mechanism.init_cache(**inputs, **named), **inputs)[1]
 
 
 def test_a_backend_that_writes_to_the_output_in_its_gradient_is_an_error():
@@ -69,35 +75,30 @@ def test_a_backend_that_writes_to_the_output_in_its_gradient_is_an_error():
 @pytest.mark.thorough(but=("cupy_stand_in-texts2-None", "numpy-texts0-reference"))
 @pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize(
-    ("library", "texts"),
-    [("numpy", EXPRESSIONS), ("torch", EXPRESSIONS), ("cupy_stand_in", SAMPLE)],
+    ("library", "texts"), [("numpy", CALLED), ("torch", CALLED), ("cupy_stand_in", SAMPLE)]
 )
 def test_writing_to_output_and_gradients_changes_no_later_gradient(library, texts, backend):
-    for text in texts:
-        mechanism = pa.parse(text)
-        for masks in ({}, {"lengths": LENGTHS}):
-            try:
-                inputs = arrays_of(library, make_inputs(mechanism))
-                out, pullback = mechanism.vjp(
-                    **inputs, **arrays_of(library, masks), backend=backend
-                )
-            except ValueError:  # A mechanism that is defined for whole sequences only.
-                assert masks
-                continue
-            given = on_host({"of the output": out})
-            cotangent = arrays_of(library, given)["of the output"]
-            gradients = pullback(cotangent)
-            expected = on_host(gradients)
-            overwrite(out)
-            for array in gradients.values():
-                # No library writes to a number, or to an array that shows one number many times.
-                with suppress(TypeError, ValueError, RuntimeError):
-                    overwrite(array)
-            assert_equal({"of the output": cotangent}, given)
-            assert_equal(pullback(cotangent), expected)
+    for mechanism, masks in itertools.product(map(pa.parse, texts), ({}, {"lengths": LENGTHS})):
+        try:
+            inputs = arrays_of(library, make_inputs(mechanism))
+            out, pullback = mechanism.vjp(**inputs, **arrays_of(library, masks), backend=backend)
+        except ValueError:  # A mechanism that is defined for whole sequences only.
+            assert masks
+            continue
+        given = on_host({"of the output": out})
+        cotangent = arrays_of(library, given)["of the output"]
+        gradients = pullback(cotangent)
+        expected = on_host(gradients)
+        overwrite(out)
+        for array in gradients.values():
+            # No library writes to a number, or to an array that shows one number many times.
+            with suppress(TypeError, ValueError, RuntimeError):
+                overwrite(array)
+        assert_equal({"of the output": cotangent}, given)
+        assert_equal(pullback(cotangent), expected)
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
+@both_libraries
 def test_writing_to_the_output_of_with_lse_changes_no_gradient(library):
     inputs = arrays_of(library, make_inputs(pa.Softmax()))
     (out, lse), pullback = pa.with_lse_vjp(pa.Softmax(), **inputs)
@@ -108,17 +109,16 @@ def test_writing_to_the_output_of_with_lse_changes_no_gradient(library):
     assert_equal(pullback(*cotangents), expected)
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
+@both_libraries
 @pytest.mark.parametrize("text", STATES)
 def test_writing_to_output_and_new_cache_changes_no_gradient_of_an_extension(text, library):
     mechanism = pa.parse(text)
     inputs = arrays_of(library, make_inputs(mechanism))
-    _, cache = mechanism.extend(mechanism.init_cache(**inputs), **inputs)
-    out, extended, pullback = mechanism.extend_vjp(cache, **inputs)
-    cotangent, d_store = out * 1, {name: state * 1 for name, state in extended.store.items()}
+    out, after, pullback = mechanism.extend_vjp(extended(mechanism, inputs), **inputs)
+    cotangent, d_store = out * 1, {name: state * 1 for name, state in after.store.items()}
     expected = [on_host(gradients) for gradients in pullback(cotangent, d_store)]
     overwrite(out)
-    mechanism.extend(extended, **inputs, donate=True)
+    mechanism.extend(after, **inputs, donate=True)
     for found, wanted in zip(pullback(cotangent, d_store), expected, strict=True):
         assert_equal(found, wanted)
 
@@ -139,14 +139,24 @@ def test_in_jax_a_donated_output_changes_no_gradient_and_a_donated_input_is_an_e
 
 @pytest.mark.parametrize("text", SAMPLE)
 def test_in_pytorch_an_argument_that_is_written_to_before_the_pullback_is_an_error(text):
-    mechanism = pa.parse(text)
+    torch, mechanism = pytest.importorskip("torch"), pa.parse(text)
     arrays = {**make_inputs(mechanism), "lengths": LENGTHS}
+    _, expected = mechanism.vjp(**arrays)
     for name in arrays:
         given = arrays_of("torch", arrays)
         out, pullback = mechanism.vjp(**given)
         given[name] += 0
         with pytest.raises(RuntimeError, match=f"{name} was written to in place"):
             pullback(out)
+    with torch.inference_mode():  # Its tensors count no writes, and copies are kept.
+        given = arrays_of("torch", arrays)
+        out, pullback = mechanism.vjp(**given)
+        cotangent = out * 1
+        for array in (out, *given.values()):
+            array.zero_()
+        gradients = on_host(pullback(cotangent))
+    for name, array in expected(cotangent.numpy()).items():
+        np.testing.assert_allclose(gradients[name], array, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
 @pytest.mark.parametrize("text", STATES)
@@ -154,28 +164,11 @@ def test_in_pytorch_a_cache_that_is_written_to_before_the_pullback_is_an_error(t
     mechanism = pa.parse(text)
     inputs = arrays_of("torch", make_inputs(mechanism))
     for name in mechanism.program.slots:
-        _, cache = mechanism.extend(mechanism.init_cache(**inputs), **inputs)
+        cache = extended(mechanism, inputs)
         out, _, pullback = mechanism.extend_vjp(cache, **inputs)
         cache.store[name] += 0
         with pytest.raises(RuntimeError, match=r"the cache.s .* was written to in place"):
             pullback(out)
-
-
-@pytest.mark.parametrize("text", SAMPLE)
-def test_tensors_of_inference_mode_may_be_written_to_before_the_pullback(text):
-    torch = pytest.importorskip("torch")
-    mechanism = pa.parse(text)
-    arrays = {**make_inputs(mechanism), "lengths": LENGTHS}
-    _, pullback = mechanism.vjp(**arrays_of("torch", arrays))
-    with torch.inference_mode():
-        given = arrays_of("torch", arrays)
-        out, late = mechanism.vjp(**given)
-        cotangent = out * 1
-        for array in (out, *given.values()):
-            array.zero_()
-        found = on_host(late(cotangent))
-    for name, array in on_host(pullback(cotangent.clone())).items():
-        np.testing.assert_allclose(found[name], array, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
 @pytest.mark.thorough(but=("numpy", "torch"))
@@ -209,24 +202,22 @@ def assert_apart(*groups):
             assert not np.shares_memory(np.asarray(a), np.asarray(b)), (name, other)
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
+@both_libraries
 @pytest.mark.parametrize("t", [1, 2])
 def test_a_cache_that_is_not_donated_shares_no_memory_with_the_next_one(t, library):
-    for text in CACHED:
-        mechanism = pa.parse(text)
-        if any(pattern.is_pairwise for pattern in mechanism.inputs.values()):
-            continue
-        inputs = arrays_of(library, make_inputs(mechanism, t=t, s=t))
-        cache = mechanism.init_cache(**inputs, capacity=9)
-        out, after = mechanism.extend(cache, **inputs)
-        assert_apart({"out": out}, arrays_in(after), arrays_in(cache), inputs)
+    for mechanism in map(pa.parse, CACHED):
+        if not any(pattern.is_pairwise for pattern in mechanism.inputs.values()):
+            inputs = arrays_of(library, make_inputs(mechanism, t))
+            cache = mechanism.init_cache(**inputs, capacity=9)
+            out, after = mechanism.extend(cache, **inputs)
+            assert_apart({"out": out}, arrays_in(after), arrays_in(cache), inputs)
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
+@both_libraries
 def test_the_cache_of_a_window_survives_the_donation_of_the_next_one(library):
     mechanism = pa.Softmax(window=3)
-    inputs = arrays_of(library, make_inputs(mechanism, t=1, s=1))
-    _, cache = mechanism.extend(mechanism.init_cache(**inputs, capacity=90), **inputs)
+    inputs = arrays_of(library, make_inputs(mechanism, 1))
+    cache = extended(mechanism, inputs, capacity=90)
     expected = on_host({"out": mechanism.extend(cache, **inputs)[0]})
     _, after = mechanism.extend(cache, **inputs)
     for _ in range(4):  # The last of them moves the rows.
@@ -234,12 +225,12 @@ def test_the_cache_of_a_window_survives_the_donation_of_the_next_one(library):
     assert_equal({"out": mechanism.extend(cache, **inputs)[0]}, expected)
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
+@both_libraries
 @pytest.mark.parametrize("text", ["softmax", "softmax[window=9]", "ccq(gla)", "lucid(path)"])
 def test_an_operation_on_a_cache_gives_one_in_memory_of_its_own(text, library):
     mechanism = pa.parse(text)
     inputs = arrays_of(library, make_inputs(mechanism))
-    _, cache = mechanism.extend(mechanism.init_cache(**inputs, capacity=20), **inputs)
+    cache = extended(mechanism, inputs, capacity=20)
     snapshot = cache.snapshot()
     results = [
         cache.restore(snapshot),
@@ -249,15 +240,7 @@ def test_an_operation_on_a_cache_gives_one_in_memory_of_its_own(text, library):
         pa.Cache.concatenate([cache]),
         pa.Cache.from_state_dict(cache.state_dict()),
     ]
+    lengths = arrays_of(library, {"lengths": LENGTHS})
+    results += [cache.crop(lengths["lengths"])] if text.startswith("softmax") else []
     earlier = {"length": snapshot.length, **snapshot.store}
-    assert_apart(arrays_in(cache), earlier, *map(arrays_in, results))
-
-
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-@pytest.mark.parametrize("text", ["softmax", "softmax[window=9]"])
-def test_a_cropped_cache_is_in_memory_of_its_own(text, library):
-    mechanism = pa.parse(text)
-    inputs = arrays_of(library, make_inputs(mechanism))
-    _, cache = mechanism.extend(mechanism.init_cache(**inputs, capacity=20), **inputs)
-    lengths = arrays_of(library, {"lengths": np.asarray([5, 5], dtype=np.int32)})
-    assert_apart(arrays_in(cache), lengths, arrays_in(cache.crop(lengths["lengths"])))
+    assert_apart(arrays_in(cache), lengths, earlier, *map(arrays_in, results))

@@ -1,4 +1,4 @@
-"""PyTorch: the reference is plain differentiable code; other backends are custom operators."""
+"""PyTorch: calls compile into one graph; a backend that PyTorch can not trace is an operator."""
 
 import numpy as np
 import pytest
@@ -6,23 +6,30 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import precondattn as pa
-from precondattn.frame import full_frame
-from precondattn.frameworks.torch.autograd import operators
 from precondattn_conformance.declared import derived, expressions
 from precondattn_conformance.inputs import CallLayout, make_inputs
+from tests.representatives import CACHED, CALLED
 
 LAYOUT = CallLayout("test", t=6, s=6)
 
 
-def tensors_of(expression, *, requires_grad=True, kind="clustered", layout=LAYOUT):
-    made = make_inputs(pa.parse(expression), layout, kind)
+def tensors_of(expression, *, requires_grad=True, layout=LAYOUT):
+    made = make_inputs(pa.parse(expression), layout, "clustered")
     return {name: torch.tensor(a, requires_grad=requires_grad) for name, a in made.items()}
 
 
-def gradients(function, x, cotangent):
-    return torch.autograd.grad(function(**x), list(x.values()), cotangent)
+def results(function, x):
+    """The output, and its gradients for a cotangent of ones."""
+    out = function(**x)
+    return out, torch.autograd.grad(out, list(x.values()), torch.ones_like(out))
+
+
+def compiled(function):
+    torch.compiler.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
 # Slow: options, which other tests run uncompiled; each mechanism is compiled by default.
@@ -35,148 +42,70 @@ def gradients(function, x, cotangent):
     ],
 )
 def test_a_call_compiles_into_one_graph_with_its_gradient(expression):
-    torch.compiler.reset()
     m, x = pa.parse(expression), tensors_of(expression)
-    compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
-    expected = m(**x)
-    torch.testing.assert_close(compiled(**x), expected)
-    cotangent = torch.ones_like(expected)
-    for result, wanted in zip(
-        gradients(compiled, x, cotangent), gradients(m, x, cotangent), strict=True
-    ):
-        torch.testing.assert_close(result, wanted)
+    torch.testing.assert_close(results(compiled(m), x), results(m, x))
 
 
-def test_a_compiled_call_takes_masks_and_another_length():
-    torch.compiler.reset()
-    compiled = torch.compile(pa.Lucid(), fullgraph=True, backend="aot_eager")
+def test_a_compiled_call_takes_masks_another_length_and_a_bad_one():
+    def shorthand(q, k, v, lengths):
+        return pa.lucid(q, k, v, eps=0.0, lengths=lengths)
+
+    call = compiled(shorthand)
     for t in (6, 9, 11):
         x = tensors_of("lucid", layout=CallLayout("test", t=t, s=t))
         lengths = torch.tensor([t - 2, t])
-        torch.testing.assert_close(compiled(**x, lengths=lengths), pa.Lucid()(**x, lengths=lengths))
-
-
-def test_a_compiled_call_with_a_bad_length_gives_nan_for_that_sequence():
-    torch.compiler.reset()
-    x = tensors_of("softmax")
-    compiled = torch.compile(pa.Softmax(), fullgraph=True, backend="aot_eager")
-    out = compiled(**x, lengths=torch.tensor([7, 6]))
+        torch.testing.assert_close(call(**x, lengths=lengths), shorthand(**x, lengths=lengths))
+    out = call(**x, lengths=torch.tensor([12, 11]))
     assert out[0].isnan().all()
-    torch.testing.assert_close(out[1], pa.Softmax()(**x)[1])
+    torch.testing.assert_close(out[1], pa.Lucid(eps=0)(**x)[1])
 
 
 @pytest.mark.thorough
 def test_extend_compiles_into_one_graph():
-    torch.compiler.reset()
     m, x = pa.Lucid(), tensors_of("lucid", requires_grad=False)
     cache = m.init_cache(**x, capacity=8)
-    compiled = torch.compile(
-        lambda cache, donate, *x: m.extend(cache, *x, donate=donate),
-        fullgraph=True,
-        backend="aot_eager",
-    )
-    out, kept = compiled(cache, False, *(x[name][:, :4] for name in "qkv"))
-    more, cache = compiled(kept, True, *(x[name][:, 4:] for name in "qkv"))
+    step = compiled(lambda cache, donate, *x: m.extend(cache, *x, donate=donate))
+    out, kept = step(cache, False, *(x[name][:, :4] for name in "qkv"))
+    more, cache = step(kept, True, *(x[name][:, 4:] for name in "qkv"))
     assert not kept.store
     torch.testing.assert_close(torch.cat([out, more], dim=1), m(**x))
     assert cache.length.tolist() == [6, 6]
 
 
-def test_a_shorthand_compiles_into_one_graph_with_its_options_and_masks():
-    torch.compiler.reset()
-    x = tensors_of("lucid")
-    lengths = torch.tensor([3, 6])
-
-    def shorthand(q, k, v, lengths):
-        return pa.lucid(q, k, v, eps=0.0, lengths=lengths)
-
-    compiled = torch.compile(shorthand, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(
-        compiled(**x, lengths=lengths), pa.Lucid(eps=0)(**x, lengths=lengths)
-    )
-
-
-@pytest.mark.thorough
-def test_a_call_compiles_with_the_default_compiler():
-    torch.compiler.reset()
-    x = tensors_of("lucid")
-    torch.testing.assert_close(torch.compile(pa.Lucid(), fullgraph=True)(**x), pa.Lucid()(**x))
-
-
-@pytest.mark.parametrize("expression", ["softmax", "lucid", "laser", "lucid(laser)"])
-def test_the_reference_has_higher_derivatives_forward_mode_and_vmap(expression):
-    m, x = pa.parse(expression), tensors_of(expression, layout=CallLayout("test", b=1, t=3, s=3))
-    torch.autograd.gradgradcheck(lambda q, k, v: m(q, k, v, backend="reference"), tuple(x.values()))
-    tangents = tuple(torch.ones_like(a) for a in x.values())
-    out, moved = torch.func.jvp(lambda q, k, v: m(q, k, v), tuple(x.values()), tangents)
-    pairing = torch.sum(moved * out).detach()
-    pulled = gradients(m, x, out.detach())
-    torch.testing.assert_close(sum(g.sum() for g in pulled), pairing)
-    stack = torch.stack([x["q"], 2 * x["q"]])
-    mapped = torch.func.vmap(lambda q: m(q, x["k"], x["v"]))(stack)
-    torch.testing.assert_close(mapped[1], m(2 * x["q"], x["k"], x["v"]))
-
-
 class TestAnotherBackendInPytorch:
     """The out-of-tree backend claims lucid_solve."""
 
-    def test_gradcheck(self, third_party):
-        x = tensors_of("lucid", layout=CallLayout("test", b=1, t=4, s=4))
-        assert torch.autograd.gradcheck(pa.Lucid(), tuple(x.values()))
+    def test_its_gradient_is_used_and_can_be_differentiated(self, third_party):
+        x = tuple(tensors_of("lucid", layout=CallLayout("test", b=1, t=3, s=3)).values())
+        assert torch.autograd.gradcheck(pa.Lucid(), x)
         assert "backward of lucid_solve" in third_party.calls
+        assert torch.autograd.gradgradcheck(pa.Lucid(), x)
 
     @pytest.mark.parametrize("masks", [{}, {"lengths": [4, 6]}])
-    def test_autograd_equals_the_reference(self, third_party, masks):
+    def test_outputs_and_gradients_are_the_definitions(self, third_party, masks):
         m, x = pa.Lucid(pa.Laser()), tensors_of("lucid(laser)")
-        cotangent = torch.ones_like(m(**x))
-        result = gradients(lambda **x: m(**x, **masks), x, cotangent)
-        wanted = gradients(lambda **x: m(**x, **masks, backend="reference"), x, cotangent)
-        for a, b in zip(result, wanted, strict=True):
-            torch.testing.assert_close(a, b)
-
-    # PyTorch's own check reads `grad` of what is no leaf.
-    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-    def test_opcheck(self, third_party):
-        x = tensors_of("lucid_solve")
-        k, v = x["k"], x["v"]
-        frame = list(full_frame(6, 6, k, lengths=torch.tensor([4, 6])).arrays)
-        torch.library.opcheck(operators.forward, ("lucid_solve", "third_party", [k, v], frame))
-        k, v = k.detach(), v.detach()
-        torch.library.opcheck(operators.inference, ("lucid_solve", "third_party", [k, v], frame))
-        outputs = operators.forward("lucid_solve", "third_party", [k, v], frame)
-        args = ("lucid_solve", "third_party", [k, v], frame, outputs, torch.ones_like(v))
-        torch.library.opcheck(operators.backward, args)
-
-    def test_compile_keeps_the_operator_as_one_node(self, third_party):
-        torch.compiler.reset()
-        x = tensors_of("lucid")
-        compiled = torch.compile(pa.Lucid(), fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(**x), pa.Lucid()(**x, backend="reference"))
-        result = gradients(compiled, x, torch.ones(2, 6, 4, 6, dtype=torch.float64))
-        wanted = gradients(pa.Lucid(), x, torch.ones(2, 6, 4, 6, dtype=torch.float64))
-        for a, b in zip(result, wanted, strict=True):
-            torch.testing.assert_close(a, b)
-
-    def test_vmap_folds_into_the_batch(self, third_party):
-        x = tensors_of("lucid", requires_grad=False)
-        stack = torch.stack([x["k"], 2 * x["k"], x["k"] + 1])
-        m = pa.Lucid(pa.Laser())
-        mapped = torch.func.vmap(lambda k: m(x["q"], k, x["v"]), in_dims=0)(stack)
-        for i in range(3):
-            torch.testing.assert_close(mapped[i], m(x["q"], stack[i], x["v"]))
+        expected = results(lambda **x: m(**x, **masks, backend="reference"), x)
+        torch.testing.assert_close(results(lambda **x: m(**x, **masks), x), expected)
+        if not masks:
+            torch.testing.assert_close(results(compiled(m), x), expected)
         assert "lucid_solve" in third_party.calls
 
-    def test_the_gradient_of_a_mapped_call(self, third_party):
-        x = tensors_of("lucid", requires_grad=False)
-        stack = torch.stack([x["k"], x["k"] + 1]).requires_grad_()
-        m = pa.Lucid(pa.Laser())
-        torch.func.vmap(lambda k: m(x["q"], k, x["v"]))(stack).sum().backward()
-        for i in range(2):
-            k = stack[i].detach().requires_grad_()
-            (expected,) = torch.autograd.grad(m(x["q"], k, x["v"]).sum(), k)
-            torch.testing.assert_close(stack.grad[i], expected)
+    def test_vmap_folds_into_the_batch(self, third_party):
+        x, m = tensors_of("lucid", requires_grad=False), pa.Lucid(pa.Laser())
+        stack = torch.stack([x["k"], 2 * x["k"], x["k"] + 1]).requires_grad_()
 
-    def test_function_transforms_of_the_gradient_are_left_to_the_reference(self, third_party):
+        def call(k):
+            return m(x["q"], k, x["v"])
+
+        expected = torch.stack([call(k) for k in stack])
+        third_party.calls.clear()
+        mapped = torch.func.vmap(call)(stack)
+        assert "lucid_solve" in third_party.calls
+        torch.testing.assert_close(mapped, expected)
+        gradients = [torch.autograd.grad(out.sum(), stack) for out in (mapped, expected)]
+        torch.testing.assert_close(*gradients)
+
+    def test_transforms_of_the_gradient_and_extensions_are_left_to_the_reference(self, third_party):
         """PyTorch's custom operators have no torch.func.grad; the reference has."""
         x = tensors_of("lucid", requires_grad=False)
 
@@ -188,45 +117,18 @@ class TestAnotherBackendInPytorch:
         torch.testing.assert_close(result, torch.func.grad(loss)(x["k"], "reference"))
         with pytest.raises(pa.UnsupportedError, match="third_party"):
             torch.func.grad(loss)(x["k"], "third_party")
-
-    @pytest.mark.thorough
-    def test_second_derivatives(self, third_party):
-        x = tensors_of("lucid", layout=CallLayout("test", b=1, t=3, s=3))
-        assert torch.autograd.gradgradcheck(pa.Lucid(), tuple(x.values()))
-        assert "backward of lucid_solve" in third_party.calls
-
-    def test_an_extension_with_a_gradient_is_left_to_the_reference(self, third_party):
         m, x = pa.Lucid(), tensors_of("lucid")
-        out, _ = m.extend(m.init_cache(**x, capacity=6), **x)
-        (dv,) = torch.autograd.grad(out.sum(), x["v"])
-        (expected,) = torch.autograd.grad(m(**x, backend="reference").sum(), x["v"])
-        torch.testing.assert_close(dv, expected)
+        extended = results(lambda **x: m.extend(m.init_cache(**x, capacity=6), **x)[0], x)
+        torch.testing.assert_close(extended, results(lambda **x: m(**x, backend="reference"), x))
 
 
-def test_an_inference_call_records_nothing():
+def test_an_inference_call_records_nothing_and_gates_may_be_float32():
     x = tensors_of("lucid", requires_grad=False)
     assert not pa.Lucid()(**x).requires_grad
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_computed_in_float32_and_returned_in_the_input_dtype(dtype):
-    x = {n: a.detach().to(dtype).requires_grad_() for n, a in tensors_of("lucid").items()}
-    wide = {n: a.detach().float() for n, a in x.items()}
-    # The blocked backend also rounds what one piece passes to the next.
-    for backend, rounding in (("reference", 0), ("torch", 2 * torch.finfo(dtype).eps)):
-        out = pa.Lucid()(**x, backend=backend)
-        gradients = torch.autograd.grad(out.sum(), list(x.values()))
-        assert {out.dtype, *(g.dtype for g in gradients)} == {dtype}
-        expected = pa.Lucid()(**wide, backend=backend).to(dtype)
-        torch.testing.assert_close(out, expected, rtol=rounding, atol=rounding)
-
-
-def test_gates_of_half_precision_calls_may_be_float32():
-    x = {n: a.detach().bfloat16() for n, a in tensors_of("lucid").items()}
-    beta = torch.rand(2, 6, 2)
-    out = pa.Lucid(beta=True)(**x, lucid_beta=beta)
+    x = {n: a.bfloat16() for n, a in x.items()}
+    out = pa.Lucid(beta=True)(**x, lucid_beta=torch.rand(2, 6, 2))
     assert out.dtype == torch.bfloat16
-    assert np.isfinite(out.float().numpy()).all()
+    assert out.isfinite().all()
 
 
 class SubtractionRunner(pa.Runner):
@@ -249,64 +151,47 @@ def test_vmap_of_a_backend_whose_piece_reads_a_single_number(only_the_reference)
     pa.register_backend(Subtraction())
     m = pa.Differential()
     x = tensors_of("differential", requires_grad=False)
-    stack = torch.stack([x["q"], -x["q"]])
-    others = {name: tensor for name, tensor in x.items() if name != "q"}
     assert "subtraction" in m.explain(**x).backends
-    mapped = torch.func.vmap(lambda q: m(q=q, **others))(stack)
+    mapped = torch.func.vmap(lambda q: m(**x | {"q": q}))(torch.stack([x["q"], -x["q"]]))
     torch.testing.assert_close(mapped[1], m(**x | {"q": -x["q"]}))
-
-
-def of_three_calls(**shapes):
-    rng = np.random.default_rng(0)
-    return {n: torch.from_numpy(rng.normal(size=(3, *shape))) for n, shape in shapes.items()}
 
 
 ROWS = dict.fromkeys("qkv", (2, 9, 2, 4))
 
 
 @pytest.mark.parametrize(
-    ("expression", "inputs"),
+    ("expression", "shapes"),
     [
-        ("cross_covariance", of_three_calls(**ROWS, logit_scale=(2,))),
-        ("nystrom[landmarks=3,start=batch]", of_three_calls(**ROWS)),
+        ("cross_covariance", {**ROWS, "logit_scale": (2,)}),  # A mapped weight.
+        ("nystrom[landmarks=3,start=batch]", ROWS),  # Sequences that depend on each other.
     ],
 )
-def test_vmap_of_calls_that_are_no_longer_batch_makes_one_after_another(expression, inputs):
-    """The cases are a mapped weight, and sequences of a batch that depend on each other."""
-    m = pa.parse(expression)
-    inputs = {name: tensor.requires_grad_() for name, tensor in inputs.items()}
-    mapped = torch.func.vmap(lambda x: m(**x, backend="torch"))(inputs)
-    single = [m(**{n: a[i] for n, a in inputs.items()}, backend="torch") for i in range(3)]
-    torch.testing.assert_close(mapped, torch.stack(single))
-    inference = torch.func.vmap(lambda x: m(**x, backend="torch"))
-    without = inference({name: tensor.detach() for name, tensor in inputs.items()})
+def test_vmap_of_calls_that_are_no_longer_batch_makes_one_after_another(expression, shapes):
+    m, rng = pa.parse(expression), np.random.default_rng(0)
+    x = {n: torch.tensor(rng.normal(size=(3, *s)), requires_grad=True) for n, s in shapes.items()}
+
+    def call(x):
+        return m(**x, backend="torch")
+
+    mapped = torch.func.vmap(call)(x)
+    single = torch.stack([call({n: a[i] for n, a in x.items()}) for i in range(3)])
+    torch.testing.assert_close(mapped, single)
+    without = torch.func.vmap(call)({name: tensor.detach() for name, tensor in x.items()})
     torch.testing.assert_close(without, mapped.detach())
-    weights = torch.rand(3, dtype=torch.float64)
-    arrays = list(inputs.values())
-    found = torch.autograd.grad((weights * mapped.sum(dim=(1, 2, 3, 4))).sum(), arrays)
-    total = sum(w * out.sum() for w, out in zip(weights, single, strict=True))
-    for a, b in zip(found, torch.autograd.grad(total, arrays), strict=True):
-        torch.testing.assert_close(a, b)
+    weights = torch.rand(mapped.shape, dtype=torch.float64)
+    found, expected = (torch.autograd.grad(o, [*x.values()], weights) for o in (mapped, single))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("expression", ["lucid_solve", "gated_delta", "laser"])
 def test_gradients_without_operators_equal_those_of_operators_by_bytes(expression):
     """What counts a call sees operators; autograd alone gets the runner."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     m, x = pa.parse(expression), tensors_of(expression)
-
-    def results():
-        out = m(**x)
-        found = torch.autograd.grad(out, list(x.values()), torch.ones_like(out))
-        return out.grad_fn.name(), [out.detach(), *found]
-
-    plain, found = results()
+    out, gradients = results(m, x)
     with FlopCounterMode(display=False):
-        counted, expected = results()
-    assert plain != counted
-    for array, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(array.numpy(), other.numpy())
+        counted, expected = results(m, x)
+    assert out.grad_fn.name() != counted.grad_fn.name()
+    torch.testing.assert_close((out, gradients), (counted, expected), rtol=0, atol=0)
 
 
 def test_changing_an_input_before_its_gradient_is_an_error():
@@ -316,3 +201,37 @@ def test_changing_an_input_before_its_gradient_is_an_error():
     given.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("d", [4, 6])
+@pytest.mark.parametrize("expression", ["softmax", "laser"])
+def test_values_whose_tokens_are_contiguous(expression, d):
+    """As those of a triangular solve are; their width is that of the keys, or is padded."""
+    q, k, v = torch.randn(1, 5, 3, d), torch.randn(1, 5, 3, d), torch.randn(1, 5, 3, 4)
+    strided = v.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    assert strided.stride(1) == 1
+    m = pa.parse(expression)
+    (out, pull), (expected, pull_expected) = (m.vjp(q, k, a, backend="torch") for a in (strided, v))
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(pull(out), pull_expected(out))
+
+
+@pytest.mark.thorough(but=["path", "ccq", "gated_delta", "softmax[bias=true]"])
+@pytest.mark.parametrize("text", CALLED)
+def test_outputs_are_contiguous(text):
+    """As `out.view(b, t, h * e)` needs them, whatever the length, the gradient and the verb."""
+    m, grad = pa.parse(text), {"requires_grad": True}
+    for t in (1, 8, 65):
+        x = make_inputs(m, CallLayout("layout", t=t, s=t), "random")
+        packed = {"segment_ids": [[i // 5 for i in range(t)]] * 2}
+        for asarray, named in ((np.asarray, {}), (torch.tensor, {}), (torch.tensor, grad)):
+            given = {name: asarray(array, **named) for name, array in x.items()}
+            for masks in ({}, {"lengths": [t, (t + 1) // 2]}, packed):
+                masks = {name: asarray(mask) for name, mask in masks.items()}
+                outs = [m(**given, **masks), m.vjp(**given, **masks)[0]]
+                if text in CACHED and "bias" not in x and "segment_ids" not in masks:
+                    cache = m.init_cache(**given, capacity=t)
+                    outs.append(m.extend(cache, **given, **masks)[0])
+                for out in outs:
+                    is_torch = isinstance(out, torch.Tensor)
+                    assert out.is_contiguous() if is_torch else out.flags.c_contiguous, (t, masks)

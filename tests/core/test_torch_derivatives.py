@@ -1,4 +1,4 @@
-"""PyTorch: second derivatives through every backend, and forward-mode differentiation."""
+"""PyTorch: second derivatives, forward mode, several cotangents at once, and mapped calls."""
 
 import pytest
 
@@ -6,18 +6,44 @@ pytest.importorskip("torch")
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 import precondattn as pa
+from precondattn.frameworks.torch import vmap as torch_vmap
 from precondattn_conformance.declared import derived, expressions
 from precondattn_conformance.inputs import CallLayout, make_inputs
 
-LAYOUT = CallLayout("test", t=5, s=5)
-WHOLE = [e for e in sorted({*expressions()} - derived()) if "[" not in e]
+# PyTorch maps the gradient of its own attention call by call, and says that this is slow.
+pytestmark = pytest.mark.filterwarnings("ignore:.*_scaled_dot_product:UserWarning")
+
+LAYOUT, SMALL = CallLayout("test", t=5, s=5), CallLayout("test", b=1, t=3, s=3)
+PER_HEAD = {"softmax[sink=true]", "mesa", "windowed[bias=true]", "hedgehog[factor=2,per=head](gla)"}
+EVERY = sorted({*expressions()} - derived())
+WHOLE = [e for e in EVERY if "[" not in e]
+DECLARED = [
+    pytest.param(e, marks=pytest.mark.slow) if "[" in e and e not in PER_HEAD else e for e in EVERY
+]
 
 
-def tensors_of(m, *, requires_grad=True):
-    made = make_inputs(m, LAYOUT, "clustered")
+def tensors_of(m, *, requires_grad=False, layout=LAYOUT):
+    made = make_inputs(pa.parse(m) if isinstance(m, str) else m, layout, "clustered")
     return {name: torch.tensor(a, requires_grad=requires_grad) for name, a in made.items()}
+
+
+def tokens(m, x, start, stop):
+    axes = {name: pattern.time_axis for name, pattern in m.inputs.items()}
+    return {
+        name: a if axes[name] is None else a.narrow(axes[name], start, stop - start)
+        for name, a in x.items()
+    }
+
+
+def in_two_steps(m, x, backend=None):
+    cache, outs = m.init_cache(**x, capacity=8), []
+    for start, stop in ((0, 3), (3, 5)):
+        out, cache = m.extend(cache, **tokens(m, x, start, stop), backend=backend)
+        outs.append(out)
+    return torch.cat(outs, dim=1)
 
 
 def second_derivatives(function, x):
@@ -29,37 +55,35 @@ def second_derivatives(function, x):
     return torch.autograd.grad(loss, inputs, materialize_grads=True)
 
 
-@pytest.mark.parametrize("expression", WHOLE)
-def test_second_derivatives_are_those_of_the_reference(expression):
+@pytest.mark.parametrize(
+    ("expression", "is_in_steps"),
+    [
+        *((text, False) for text in WHOLE),
+        *((text, True) for text in ("linear", "gated_delta", "ccq(gated_delta)")),
+    ],
+)
+def test_second_derivatives_are_those_of_the_reference(expression, is_in_steps):
     m = pa.parse(expression)
-    x, lengths = tensors_of(m), torch.tensor([3, 5])
-    result = second_derivatives(lambda x: m(**x, lengths=lengths), x)
-    expected = second_derivatives(lambda x: m(**x, lengths=lengths, backend="reference"), x)
-    for a, b in zip(result, expected, strict=True):
-        torch.testing.assert_close(a, b)
+    x, lengths = tensors_of(m, requires_grad=True), torch.tensor([3, 5])
+
+    def call(x, backend=None):
+        if is_in_steps:
+            return in_two_steps(m, x, backend)
+        return m(**x, lengths=lengths, backend=backend)
+
+    expected = second_derivatives(lambda x: call(x, "reference"), x)
+    torch.testing.assert_close(second_derivatives(call, x), expected)
 
 
-@pytest.mark.parametrize("m", [pa.Linear(), pa.GatedDelta(), pa.CCQ(pa.GatedDelta())], ids=str)
-def test_second_derivatives_go_through_states_of_caches(m):
-    x = tensors_of(m)
-
-    def in_two_steps(x, backend=None):
-        cache, outs = m.init_cache(**x), []
-        for part in (slice(0, 3), slice(3, 5)):
-            tokens = {name: array[:, part] for name, array in x.items()}
-            out, cache = m.extend(cache, **tokens, backend=backend)
-            outs.append(out)
-        return torch.cat(outs, dim=1)
-
-    assert m.explain(**x).backends != ("reference",)
-    result = second_derivatives(in_two_steps, x)
-    expected = second_derivatives(lambda x: in_two_steps(x, "reference"), x)
-    for a, b in zip(result, expected, strict=True):
-        torch.testing.assert_close(a, b)
+@pytest.mark.parametrize("expression", ["softmax", "lucid", "laser", "lucid(laser)"])
+def test_the_reference_has_second_derivatives(expression):
+    m, x = pa.parse(expression), tensors_of(expression, requires_grad=True, layout=SMALL)
+    call = lambda *x: m(*x, backend="reference")  # noqa: E731
+    assert torch.autograd.gradgradcheck(call, tuple(x.values()))
 
 
 def test_a_first_derivative_keeps_no_graph_of_the_unfused_attention():
-    x = tensors_of(pa.Softmax())
+    x = tensors_of("softmax", requires_grad=True)
     (plain,) = torch.autograd.grad(pa.Softmax()(**x).sum(), x["k"])
     (again,) = torch.autograd.grad(pa.Softmax()(**x).sum(), x["k"], create_graph=True)
     assert plain.grad_fn is None
@@ -70,39 +94,243 @@ def test_a_first_derivative_keeps_no_graph_of_the_unfused_attention():
 def moved(function, x, tangents):
     """The tangent of the function's output, without any input that requires a gradient."""
     with forward_ad.dual_level():
-        dual = {n: forward_ad.make_dual(a, tangents[n]) for n, a in x.items()}
+        dual = {
+            n: forward_ad.make_dual(a, tangents[n]) if n in tangents else a for n, a in x.items()
+        }
         return forward_ad.unpack_dual(function(dual)).tangent
 
 
-@pytest.mark.parametrize("m", [pa.Softmax(), pa.Lucid(pa.Laser()), pa.GatedDelta()], ids=str)
-def test_forward_mode_keeps_the_tangent_of_a_call_and_of_steps(m):
-    x = tensors_of(m, requires_grad=False)
+@pytest.mark.parametrize("expression", ["softmax", "lucid(laser)", "gated_delta"])
+def test_forward_mode_keeps_the_tangent_of_a_call_and_of_steps(expression):
+    m = pa.parse(expression)
+    x = tensors_of(m)
     tangents = {name: torch.ones_like(array) for name, array in x.items()}
     expected = torch.func.jvp(lambda x: m(**x, backend="reference"), (x,), (tangents,))[1]
-
-    def in_two_steps(x):
-        cache = m.init_cache(**x, capacity=8)
-        first, cache = m.extend(cache, **{name: a[:, :3] for name, a in x.items()})
-        last, cache = m.extend(cache, **{name: a[:, 3:] for name, a in x.items()})
-        return torch.cat([first, last], dim=1)
-
-    torch.testing.assert_close(moved(lambda x: m(**x), x, tangents), expected)
-    torch.testing.assert_close(moved(in_two_steps, x, tangents), expected)
+    out, pull = m.vjp(**x)
+    torch.testing.assert_close((out * expected).sum(), sum(g.sum() for g in pull(out).values()))
+    for function in (lambda x: m(**x), lambda x: in_two_steps(m, x)):
+        torch.testing.assert_close(moved(function, x, tangents), expected)
 
 
 def test_forward_mode_through_one_input_of_many():
-    m = pa.Lucid()
-    x = tensors_of(m, requires_grad=False)
-    with forward_ad.dual_level():
-        v = forward_ad.make_dual(x["v"], torch.ones_like(x["v"]))
-        tangent = forward_ad.unpack_dual(m(x["q"], x["k"], v)).tangent
+    m, x = pa.Lucid(), tensors_of("lucid")
+    tangent = moved(lambda x: m(**x), x, {"v": torch.ones_like(x["v"])})
     torch.testing.assert_close(tangent, m(x["q"], x["k"], torch.ones_like(x["v"])))
 
 
 def test_a_tangent_of_the_cotangent_alone_is_refused():
-    x = tensors_of(pa.Linear())
+    x = tensors_of("linear", requires_grad=True)
     out = pa.Linear()(**x)
     with forward_ad.dual_level():
         cotangent = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
         with pytest.raises(NotImplementedError, match='backend="reference"'):
             torch.autograd.grad(out, x["v"], cotangent)
+
+
+# ------------------------------------------------------------- several cotangents, mapped calls
+
+
+def weights_like(out, *counts):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*counts, *out.shape, dtype=out.dtype, generator=generator)
+
+
+def two_of(x):
+    """Two calls: each input, and another batch of it."""
+    return {name: torch.stack([a, a.flip(0) + 0.125]) for name, a in x.items()}
+
+
+def one_after_another(function, *mapped):
+    lists = [
+        [{n: a[i] for n, a in each.items()} for i in range(2)] if isinstance(each, dict) else each
+        for each in mapped
+    ]
+    calls = [function(*each) for each in zip(*lists, strict=True)]
+    return torch.utils._pytree.tree_map(lambda *same: torch.stack(same), *calls)
+
+
+def require_mapped(function, *mapped):
+    torch.testing.assert_close(torch.vmap(function)(*mapped), one_after_another(function, *mapped))
+
+
+def pullback_of(out, x):
+    def pulled(w, **options):
+        options |= {"retain_graph": True, "materialize_grads": True}
+        return torch.autograd.grad(out, list(x.values()), w, **options)
+
+    return pulled
+
+
+@pytest.fixture
+def folded(monkeypatch):
+    """The kinds of axes by which calls became one, as they are chosen."""
+    kinds, one_call = [], torch_vmap.OneCall
+
+    class Recorded(one_call):
+        def __init__(self, piece, sizes, kind, *rest):
+            super().__init__(piece, sizes, kind, *rest)
+            kinds.append(kind)
+
+    monkeypatch.setattr(torch_vmap, "OneCall", Recorded)
+    return kinds
+
+
+@pytest.mark.parametrize("expression", DECLARED)
+def test_several_cotangents_and_mapped_inputs_are_pulled_back_as_one_after_another(expression):
+    m, x = pa.parse(expression), tensors_of(expression, requires_grad=True)
+    out = m(**x)
+    pulled, weights = pullback_of(out, x), weights_like(out, 2)
+    expected = one_after_another(pulled, weights)
+    torch.testing.assert_close(pulled(weights, is_grads_batched=True), expected)
+    torch.testing.assert_close(torch.vmap(pulled)(weights), expected)
+    x = {name: a.detach() for name, a in x.items()}
+    require_mapped(m.vjp(**x)[1], weights)
+
+    def value_and_gradients(x, w):
+        out, pullback = m.vjp(**x)
+        return out, pullback(w)
+
+    require_mapped(value_and_gradients, two_of(x), weights)
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize(
+    "expression", ["softmax", "lucid", "laser(softmax[window=3])", "path", "hedgehog(gla)", "atk"]
+)
+def test_mapped_tokens_extend_a_cache_of_all(expression, backend, is_recorded):
+    m = pa.parse(expression)
+    x = tensors_of(expression)
+    _, cache = m.extend(m.init_cache(**x, capacity=8, key_mask=True), **tokens(m, x, 0, 3))
+
+    def extended(x, mask):
+        copy = cache._replace(store={name: a.clone() for name, a in cache.store.items()})
+        options = {} if is_recorded and backend == "torch" else {"backend": backend}
+        options["donate"] = not is_recorded
+        out, longer = m.extend(copy, **tokens(m, x, 3, 5), key_mask=mask, **options)
+        return out, dict(longer.store)
+
+    with torch.set_grad_enabled(is_recorded):
+        masks = torch.tensor([[[True, False]] * 2, [[False, True]] * 2])
+        require_mapped(extended, two_of(x), masks)
+
+
+@pytest.mark.parametrize("expression", ["linear", "gated_delta", "mesa", "ccq(gla)"])
+def test_the_pullback_of_a_mapped_extension(expression):
+    m = pa.parse(expression)
+    x = tensors_of(expression)
+    _, cache = m.extend(m.init_cache(**x), **x)
+
+    def gradients(x, w):
+        _, longer, pullback = m.extend_vjp(cache, **x)
+        return pullback(w, {name: 2 * state for name, state in longer.store.items()})
+
+    weights = weights_like(m(**x), 2)
+    require_mapped(gradients, two_of(x), weights)
+    require_mapped(m.extend_vjp(cache, **x)[2], weights)
+
+
+@pytest.mark.parametrize(
+    ("expression", "kinds"),
+    [
+        ("lucid", ["b"]),
+        ("cross_covariance", ["b", "nhu"]),  # A weight for each head, and none for each sequence.
+        ("retention", ["b"]),
+        ("nystrom[landmarks=3,start=batch]", []),
+    ],
+)
+def test_gradients_of_several_cotangents_are_one_call(expression, kinds, folded):
+    x = tensors_of(expression, requires_grad=True)
+    out = pa.parse(expression)(**x)
+    torch.autograd.grad(out, list(x.values()), weights_like(out, 3), is_grads_batched=True)
+    assert folded == kinds
+
+
+@pytest.mark.parametrize(
+    ("expression", "mask"),
+    [("lucid", "lengths"), ("softmax[sink=true]", "key_mask"), ("lucid", "segment_ids")],
+)
+def test_maps_within_maps_of_cotangents_and_masks(expression, mask):
+    m, x = pa.parse(expression), tensors_of(expression, requires_grad=True)
+    masks = {
+        "lengths": torch.tensor([[4, 5], [5, 2]]),
+        "key_mask": torch.tensor([[[True, False, True, True, False]] * 2, [[True] * 5] * 2]),
+        "segment_ids": torch.tensor([[[0, 0, 1, 1, 2]] * 2, [[0, 1, 1, 1, 1]] * 2]),
+    }[mask]
+    out = torch.vmap(lambda given: m(**x, **{mask: given}))(masks)
+    expected = torch.stack([m(**x, **{mask: given}) for given in masks])
+    torch.testing.assert_close(out, expected)
+    weights, pulled = weights_like(out, 2, 3), pullback_of(expected, x)
+    plain = one_after_another(lambda row: one_after_another(pulled, row), weights)
+    legacy = torch._vmap_internals._vmap
+    for vmap in (torch.vmap, legacy):
+        torch.testing.assert_close(vmap(vmap(pulled))(weights), plain)
+    found = pullback_of(out, x)(weights[0], is_grads_batched=True)
+    torch.testing.assert_close(found, tuple(same[0] for same in plain))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("expression", ["lucid", "linear", "laser", "softmax[window=2]"])
+def test_second_derivatives_of_several_cotangents(expression):
+    m, x = pa.parse(expression), tensors_of("softmax", requires_grad=True, layout=SMALL)
+    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        assert check(m, tuple(x.values()), check_batched_grad=True)
+
+
+@pytest.mark.parametrize("function", ["jacobian", "hessian"])
+def test_vectorized_derivatives_are_the_others(function):
+    derivative = getattr(torch.autograd.functional, function)
+    x = tensors_of("lucid", layout=SMALL)
+
+    def call(q):
+        out = pa.lucid(**x | {"q": q})
+        return out.square().sum() if function == "hessian" else out
+
+    expected = derivative(call, x["q"])
+    torch.testing.assert_close(derivative(call, x["q"], vectorize=True), expected)
+
+
+def test_no_calls_have_the_shape_of_one():
+    x = tensors_of("lucid")
+    none = torch.vmap(lambda q: pa.lucid(**x | {"q": q}))(x["q"].new_empty(0, *x["q"].shape))
+    assert none.shape == (0, *pa.lucid(**x).shape)
+
+
+class RunnerWithoutShapes(pa.Runner):
+    """LUCID's solve with a residual whose shape it does not declare."""
+
+    def __init__(self, leaf):
+        self.leaf = leaf
+
+    def forward(self, inputs, frame):
+        out, residuals = self.leaf.forward(inputs, frame)
+        return out, (*residuals, out.sum() * 0)
+
+    def backward(self, inputs, frame, out, residuals, cotangent):
+        return self.leaf.backward(inputs, frame, out, residuals[:-1], cotangent)
+
+
+class WithoutShapes(pa.Backend):
+    name = "without_shapes"
+    preference = 20
+
+    def prepare(self, piece, request):
+        fits = isinstance(piece, pa.LucidSolve) and not request.verb.startswith("extend")
+        return RunnerWithoutShapes(piece) if fits else "solves"
+
+
+def test_a_backend_that_declares_no_shapes_is_called_for_each_cotangent(only_the_reference):
+    pa.register_backend(WithoutShapes())
+    x = tensors_of("lucid", requires_grad=True)
+    out = pa.Lucid()(**x)
+    pulled, weights = pullback_of(out, x), weights_like(out, 3)
+    found = pulled(weights, is_grads_batched=True)
+    torch.testing.assert_close(found, one_after_another(pulled, weights))
+    require_mapped(lambda x: pa.lucid(**x), two_of(x))
+
+
+def test_flops_of_a_step_whose_pieces_keep_no_cache_are_counted():
+    x, m = tensors_of("hedgehog(gla)"), pa.parse("hedgehog(gla)")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        m.extend(m.init_cache(**x), **x)
+    assert counter.get_total_flops() > 0

@@ -28,16 +28,6 @@ MASKS = {
     "prefix": [3],
     "attn_mask": torch.ones(1, 1, T, T).tril(-1).bool(),
 }
-QUICK = "softmax[window=3]", "laser"
-SYMBOLIC = (
-    "path",
-    "nystrom[landmarks=5,skip=true]",
-    "gla",
-    "gdn2",
-    "mlstm",
-    "lucid[beta=true]",
-    "ccq",
-)
 TOKENS, VALID = torch.arange(T)[None], torch.arange(T)[None] > 0
 LAYER = Attention(8, heads=2, mechanism="softmax", dtype=X.dtype)
 MODEL = Decoder(T, 8, heads=2, layers=["softmax", "differential"], dtype=X.dtype)
@@ -110,20 +100,21 @@ def shapes_of(m, x):
     return [(tuple(array.shape), array.dtype) for array in tensors_in(found)]
 
 
-def each_kind(expression):
-    """A mechanism with meta tensors, fake tensors and symbolic sizes, which take seconds."""
-    tier = {"meta": [], "fake": pytest.mark.thorough, "symbolic": pytest.mark.slow}
-    if expression in QUICK:
-        tier |= {"fake": [], "symbolic": []}
-    if expression in SYMBOLIC:
-        tier["symbolic"] = pytest.mark.thorough
-    for kind, marks in tier.items():
-        yield pytest.param(expression, kind, marks=marks)
+SYMBOLIC = (
+    *("lucid", "path[forget=scaled,flush=3]", "nystrom[landmarks=5,skip=true]", "mlstm", "kda"),
+    *("atk(gdn2)", "ccq"),
+)
+"""One mechanism of each kind of code: the sizes of its tensors are symbols, which takes long."""
 
 
 @pytest.mark.parametrize(
     ("expression", "kind"),
-    [case for each in (*CALLED, "laser", "mesa(gla)") for case in each_kind(each)],
+    [
+        *((text, "meta") for text in (*CALLED, "laser", "mesa(gla)")),
+        *(("softmax[window=3]", kind) for kind in ("fake", "symbolic")),
+        *(("laser", kind) for kind in ("fake", "symbolic")),
+        *(pytest.param(text, "symbolic", marks=pytest.mark.thorough) for text in SYMBOLIC),
+    ],
 )
 def test_tensors_without_entries_have_the_shapes_of_others(expression, kind):
     m = pa.parse(expression)

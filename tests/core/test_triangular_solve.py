@@ -1,5 +1,7 @@
 """The triangular solves of the oracle: their values, derivatives and transforms."""
 
+import subprocess
+import sys
 from functools import partial
 
 import numpy as np
@@ -20,12 +22,6 @@ def system(triangle):
 
 def triangle_of_ones(triangle):
     return {"lower": np.tril, "upper": np.triu}[triangle](np.ones((5, 5)))
-
-
-@both
-def test_of_numpy(triangle):
-    matrix, right = system(triangle)
-    np.testing.assert_allclose(matrix @ SOLVE[triangle](matrix, right), right, atol=1e-12)
 
 
 @both
@@ -71,3 +67,32 @@ def test_of_jax(triangle):
         mapped = jax.vmap(partial(jax.jit(solve), matrix))(both)
         for result in (solve(matrix, right), mapped[0], mapped[1] / 2):
             np.testing.assert_allclose(result, expected, atol=1e-12)
+
+
+GRADIENTS = """
+import sys
+import torch
+import precondattn as pa
+from precondattn_conformance.inputs import CallLayout, make_inputs
+
+m = pa.parse(sys.argv[1])
+x = make_inputs(m, CallLayout("long", b=1, t=160, s=160, h=2), "clustered")
+expected, pullback = m.vjp(**x, backend="reference")
+cotangent = torch.tensor(expected)
+expected = pullback(expected)
+for threads in (1, 2, 4):
+    torch.set_num_threads(threads)
+    leaves = {name: torch.tensor(array, requires_grad=True) for name, array in x.items()}
+    out = m(**leaves, backend="reference")
+    gradients = torch.autograd.grad(out, list(leaves.values()), cotangent)
+    for name, gradient in zip(leaves, gradients, strict=True):
+        torch.testing.assert_close(gradient, torch.tensor(expected[name]), rtol=1e-9, atol=1e-9)
+"""
+"""A program that does not return, or raises an error, with `torch.linalg.solve`."""
+
+
+@pytest.mark.thorough
+def test_gradients_of_many_tokens_with_several_threads():
+    """Calls of the reference return whatever PyTorch's number of threads is."""
+    pytest.importorskip("torch")
+    subprocess.run([sys.executable, "-c", GRADIENTS, "path"], check=True, timeout=120)

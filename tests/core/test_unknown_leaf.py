@@ -24,6 +24,7 @@ from precondattn.algebra import registry
 from precondattn.algebra.declaration import Inputs
 from precondattn.cache import Slot
 from precondattn.dispatch.discovery import discover
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_jax.backend import Jax
 from precondattn_portable.backend import Portable
 
@@ -33,7 +34,6 @@ LIBRARIES = {
     "jax": jnp.asarray,
     "array_api_strict": array_api_strict.asarray,
 }
-B, S, N, E = 2, 7, 3, 4
 VERBS = ("forward", "vjp", "extend", "extend_vjp")
 
 
@@ -108,24 +108,6 @@ def third_party_leaves():
             return self.product(self.weights(v, frame), v), {"value": pa.Append(x["v"])}
 
     @dataclass(frozen=True)
-    class Bounded(pa.TokenWise):
-        """o = v / max |v| where max |v| > 1. It reads entries on the host."""
-
-        name: ClassVar[str] = "bounded"
-        inputs = Inputs(v="b s n e")
-        output = "b s n e"
-
-        def largest(self, v):
-            xp = array_api_compat.array_namespace(v)
-            return max(float(xp.max(xp.abs(v))), 1.0)
-
-        def forward(self, x, frame):
-            return x["v"] / self.largest(x["v"]), ()
-
-        def backward(self, x, frame, out, residuals, cotangent):
-            return {"v": cotangent / self.largest(x["v"])}
-
-    @dataclass(frozen=True)
     class OtherDelta(pa.GatedDelta):
         """A subclass may define other mathematics than its base class."""
 
@@ -140,10 +122,10 @@ def third_party_leaves():
 
         name: ClassVar[str] = "other_rows"
 
-    return LeakyIntegrator(), RunningMean(), Bounded(), OtherDelta(), OtherRows()
+    return LeakyIntegrator(), RunningMean(), OtherDelta(), OtherRows()
 
 
-NAMES = ("leaky_integrator", "running_mean", "bounded", "other_delta", "other_rows")
+NAMES = ("leaky_integrator", "running_mean", "other_delta", "other_rows")
 
 
 @pytest.fixture(scope="module")
@@ -158,110 +140,66 @@ def leaf(request, leaves):
     return leaves[request.param]
 
 
-def inputs_of(leaf, seed=0):
-    rng = np.random.default_rng(seed)
-    sizes = {"b": B, "s": S, "t": S, "n": N, "h": N, "u": N, "d": E, "e": E}
-    x = {name: rng.normal(size=p.shape(sizes)) for name, p in leaf.inputs.items()}
-    if "k" in x:
-        x["k"] /= np.linalg.norm(x["k"], axis=-1, keepdims=True)
-    return (
-        x
-        | {name: -abs(x[name]) for name in "g" if name in x}
-        | ({"beta": abs(x["beta"]) / 4} if "beta" in x else {})
-    )
-
-
-def numpy_of(array):
-    return np.asarray(array.detach() if isinstance(array, torch.Tensor) else array)
+def inputs_of(leaf, library="numpy"):
+    x = make_inputs(leaf, CallLayout("test", b=2, t=7, s=7), "clustered")
+    return {name: LIBRARIES[library](array) for name, array in x.items()}
 
 
 def assert_close(result, expected):
-    np.testing.assert_allclose(numpy_of(result), expected, rtol=1e-12, atol=1e-12)
+    result = result.detach() if isinstance(result, torch.Tensor) else result
+    np.testing.assert_allclose(np.asarray(result), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_verb_runs_on_the_reference(leaf, library):
-    x = inputs_of(leaf)
-    mine = {name: LIBRARIES[library](array) for name, array in x.items()}
-    expected, pullback = leaf.vjp(**x, backend="reference")
-    gradients = pullback(np.cos(expected))
-
-    assert leaf.explain(**mine).backends == ("reference",)
-    assert leaf.explain(**mine, verb="vjp").backends == ("reference",)
-    assert_close(leaf(**mine), expected)
-    out, pull = leaf.vjp(**mine)
-    assert_close(out, expected)
-    for name, gradient in pull(LIBRARIES[library](np.cos(expected))).items():
-        assert_close(gradient, gradients[name])
-
-    if leaf.name == "bounded":
-        return  # It divides by the maximum over all tokens, which a step does not have.
-    first, last = (
-        {name: array[:, part, ...] for name, array in mine.items()}
-        for part in (slice(0, 4), slice(4, S))
-    )
-    cache = leaf.init_cache(**mine, capacity=S)
-    assert leaf.explain(**first, cache=cache).backends == ("reference",)
-    a, cache = leaf.extend(cache, **first)
-    b, cache = leaf.extend(cache, **last)
-    assert_close(np.concatenate([numpy_of(a), numpy_of(b)], axis=1), expected)
+    expected, pullback = leaf.vjp(**inputs_of(leaf), backend="reference")
+    gradients, cotangent = pullback(np.cos(expected)), LIBRARIES[library](np.cos(expected))
+    x, named = inputs_of(leaf, library), {"capacity": 7}
+    cache = leaf.init_cache(**x, **named)
+    for options in ({}, {"verb": "vjp"}, {"cache": cache}):
+        assert leaf.explain(**x, **options).backends == ("reference",)
+    assert_close(leaf(**x), expected)
+    out, pull = leaf.vjp(**x)
+    pullbacks = [pull]
+    if leaf.name in ("leaky_integrator", "other_delta"):
+        assert leaf.explain(**x, cache=cache, verb="vjp").backends == ("reference",)
+        _, _, step_pullback = leaf.extend_vjp(cache, **x)
+        pullbacks.append(lambda d: step_pullback(d)[0])
+    for pull in pullbacks:
+        for name, gradient in pull(cotangent).items():
+            assert_close(gradient, gradients[name])
+    for part in (slice(0, 4), slice(4, 7)):
+        some = {name: array[:, part, ...] for name, array in x.items()}
+        out, cache = leaf.extend(cache, **some)
+        assert_close(out, expected[:, part])
 
 
-@pytest.mark.parametrize("name", ["leaky_integrator", "other_delta"])
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_the_gradient_of_a_step_runs_on_the_reference(leaves, name, library):
+@pytest.mark.parametrize("name", ["leaky_integrator", "running_mean", "other_delta"])
+def test_the_gradient_of_a_library_is_the_same(leaves, name):
+    """Of other_rows the closed form takes the norm as constant, and autograd does not."""
     leaf = leaves[name]
-    x = {name: LIBRARIES[library](array) for name, array in inputs_of(leaf).items()}
-    cache = leaf.init_cache(**x)
-    assert leaf.explain(**x, cache=cache, verb="vjp").backends == ("reference",)
-    out, _, step_pullback = leaf.extend_vjp(cache, **x)
-    full, pullback = leaf.vjp(**x)
-    assert_close(out, numpy_of(full))
-    gradients, _ = step_pullback(out)
-    for name, gradient in pullback(out).items():
-        assert_close(gradients[name], numpy_of(gradient))
-
-
-def test_autograd_of_torch_has_the_same_gradient(leaf):
-    if leaf.name in ("bounded", "other_rows"):
-        pytest.skip("their closed form takes the norm as constant, autograd does not")
-    x = {name: torch.tensor(a, requires_grad=True) for name, a in inputs_of(leaf).items()}
-    assert leaf.explain(**x).backends == ("reference",)
-    out = leaf(**x)
-    out.backward(torch.cos(out.detach()))
-    _, pullback = leaf.vjp(**inputs_of(leaf))
-    for name, gradient in pullback(np.cos(out.detach().numpy())).items():
+    out, pullback = leaf.vjp(**inputs_of(leaf))
+    expected = pullback(np.cos(out))
+    x = {name: a.requires_grad_() for name, a in inputs_of(leaf, "torch").items()}
+    torch.sin(leaf(**x)).sum().backward()
+    of_jax = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(leaf(**x)))))(inputs_of(leaf))
+    for name, gradient in expected.items():
         assert_close(x[name].grad, gradient)
+        assert_close(of_jax[name], gradient)
 
 
-def test_grad_of_jax_has_the_same_gradient(leaves):
-    for leaf in (leaves["leaky_integrator"], leaves["running_mean"]):
-        x = inputs_of(leaf)
-        result = jax.jit(jax.grad(lambda x, leaf=leaf: jnp.sum(jnp.sin(leaf(**x)))))(x)
-        out, pullback = leaf.vjp(**x)
-        for name, gradient in pullback(np.cos(out)).items():
-            assert_close(result[name], gradient)
-
-
-def test_explain_gives_a_reason_for_every_other_backend(leaf):
-    x = inputs_of(leaf)
-    for library, asarray in LIBRARIES.items():
-        mine = {name: asarray(array) for name, array in x.items()}
-        plan = leaf.explain(**mine)
-        reasons = {c.backend: c.support.reason for c in plan.plan.considered if not c.support.ok}
-        wanted = [b for b in discover().backends if not b.only_by_name and b.name != "reference"]
-        assert {b.name for b in wanted} == set(reasons)
+def test_every_other_backend_declines_it_with_a_reason_on_every_device(leaf):
+    others = [b for b in discover().backends if b.name != "reference"]
+    for library in LIBRARIES:
+        plan = leaf.explain(**inputs_of(leaf, library)).plan
+        reasons = {c.backend: c.support.reason for c in plan.considered if not c.support.ok}
+        assert {b.name for b in others if not b.only_by_name} == set(reasons)
         assert all(reasons.values())
-        for backend in wanted:
-            if library in backend.libraries:
+        for backend in others:
+            if backend.name in reasons and library in backend.libraries:
                 assert f"for {leaf.name}" in reasons[backend.name]
-
-
-def test_every_backend_declines_it_on_every_device(leaf):
     shapes = tuple((name, array.shape) for name, array in inputs_of(leaf).items())
-    for backend in discover().backends:
-        if backend.name == "reference":
-            continue
+    for backend in others:
         for library, device, verb, dtype in product(
             backend.libraries or ("numpy",), ("cpu", "cuda", "tpu"), VERBS, ("float32", "bfloat16")
         ):

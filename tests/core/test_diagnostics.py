@@ -1,0 +1,180 @@
+"""Diagnostics: every library, half precision, bad arguments; and the histogram of probabilities."""
+
+import re
+
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn.arrays import dtype_name
+from precondattn.diagnostics import (
+    jacobian_norms,
+    leverage_scaling,
+    lucid_key_jacobian,
+    probability_histogram,
+    weights,
+)
+from tests.core.in_every_library import LIBRARIES, assert_same_in
+from tests.mathematics.attention_problems import logits
+from tests.mathematics.identities import causal_mask
+
+RNG = np.random.default_rng(0)
+Q, K, V = (
+    RNG.normal(size=(2, 5, 4, 3)),
+    RNG.normal(size=(2, 5, 2, 3)),
+    RNG.normal(size=(2, 5, 2, 2)),
+)
+BETA, ROWS = RNG.uniform(0, 2, size=(2, 5, 2)), 10 ** RNG.normal(size=(12, 4))
+DECADES = 10.0 ** np.arange(-7, 0)
+LUCID, SOFTMAX = pa.Lucid(), pa.Softmax()
+
+
+def softmax(t=5, s=8, causal=True):
+    """Sharp attention of 4 query heads to 2 key heads, of which some keys are equal or zero."""
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, t, 4, 3)), rng.normal(size=(2, s, 2, 3))
+    k[:, 1:3], k[:, -1] = k[:, :1], 0
+    scores = logits(12 * q, k)
+    if causal:
+        scores[..., ~causal_mask(t, s)] = -np.inf
+    a = np.exp(scores - scores.max(-1, keepdims=True))
+    return a / a.sum(-1, keepdims=True)
+
+
+FUNCTIONS = {
+    "jacobian of q": (lambda *x: jacobian_norms(LUCID, *x, tokens=(1,))["q"], Q[:, -2:], K, V),
+    "jacobian of k": (lambda *x: jacobian_norms(LUCID, *x, tokens=(1,))["k"], Q[:, -2:], K, V),
+    "leverage": (leverage_scaling, ROWS),
+    "key jacobian": (
+        lambda *x: sum(lucid_key_jacobian(pa.Lucid(beta=True), *x)),
+        *(Q[:, -1:], K, V, BETA),
+    ),
+    "probabilities": (probability_histogram, softmax(8, 8)),
+    "visible": (
+        lambda a, visible: probability_histogram(a, visible=visible),
+        *(softmax(8, 8), causal_mask(8, 8, window=3)),
+    ),
+    "weights": (lambda *x: weights(LUCID, *x), Q, K, V),
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_library_gives_equal_results_in_its_own_arrays(name, library):
+    function, *arrays = FUNCTIONS[name]
+    assert_same_in(library, function, *arrays)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "visible"])
+def test_half_precision_is_computed_in_float32(name, dtype):
+    torch = pytest.importorskip("torch")
+    function, *arrays = FUNCTIONS[name]
+    narrow = [torch.asarray(x).to(getattr(torch, dtype)) for x in arrays]
+    found, expected = function(*narrow), function(*(x.double() for x in narrow))
+    assert dtype_name(found) == "float32"
+    assert (found - expected).abs().max() < 1e-4 * max(1, float(expected.abs().max()))
+
+
+def norms(**wrong):
+    jacobian_norms(pa.PerDimScale(), Q, K, V, per_dim=np.ones(3), **wrong)
+
+
+def of_keys(attn, *arrays):
+    lucid_key_jacobian(attn, *(arrays or (Q, K, V)))
+
+
+A = softmax()
+HIDDEN = np.ones((8, 5), dtype=bool)
+REFUSED = [
+    (lambda: norms(of="qk"), ValueError, "of must be names of inputs of per_dim_scale"),
+    (lambda: norms(of="qk"), ValueError, "among q, k, v; found 'qk'"),
+    (lambda: norms(of=()), ValueError, "of must be names"),
+    (lambda: norms(of=("per_dim",)), ValueError, "found ('per_dim',)"),
+    (lambda: norms(tokens=(5,)), ValueError, "whole numbers from 0 to t - 1 = 4; found (5,)"),
+    (lambda: norms(tokens=(-1,)), ValueError, "found (-1,)"),
+    (lambda: norms(tokens=()), ValueError, "tokens must be whole numbers"),
+    (
+        lambda: jacobian_norms(pa.Nystrom(2, start="batch"), Q, K, V),
+        ValueError,
+        "the output of a sequence depends on the others",
+    ),
+    (lambda: leverage_scaling(ROWS.tolist()), TypeError, "found list"),
+    (lambda: leverage_scaling(ROWS.astype(int)), TypeError, "floating dtype; found int64"),
+    (lambda: leverage_scaling(ROWS[0]), ValueError, "an array (..., n, d); found shape (4,)"),
+    (lambda: leverage_scaling(ROWS, 0), ValueError, "a whole number, 1 or above; found 0"),
+    (lambda: leverage_scaling(ROWS, True), ValueError, "found True"),
+    (lambda: of_keys(SOFTMAX), TypeError, "attn must be a Lucid; found"),
+    (lambda: of_keys(pa.Lucid(normalize="rows")), ValueError, "normalize='keys'; found 'rows'"),
+    *(
+        (lambda text=text: of_keys(pa.Lucid(pa.parse(text))), ValueError, f"found {text}")
+        for text in ("softmax[bias=true]", "softmax[causal=false]", "path")
+    ),
+    (lambda: of_keys(LUCID, Q, K[..., :2], V), ValueError, "d"),
+    (lambda: of_keys(pa.Lucid(beta=True)), TypeError, "lucid_beta"),
+    *(
+        (lambda e=e: probability_histogram(A, e), ValueError, "positive numbers that ascend")
+        for e in ((), (0.1, 0.01), (0.1, 0.1), (0.0, 0.1), (-1, 0.1), (np.nan,))
+    ),
+    (lambda: probability_histogram(A - 1e-9), ValueError, "at least 0 where they are visible"),
+    (lambda: probability_histogram(A[0, 0, 0]), ValueError, "must be an array (..., t, s)"),
+    (
+        lambda: probability_histogram(A, visible=HIDDEN * 1.0),
+        TypeError,
+        "visible must be a boolean array of numpy",
+    ),
+    (
+        lambda: probability_histogram(A, visible=HIDDEN),
+        ValueError,
+        "visible must broadcast to the shape (2, 4, 5, 8)",
+    ),
+    (
+        lambda: weights(pa.ConditionedQuery(), K, K, contraction=K[..., 0]),
+        TypeError,
+        "conditioned_query reads no values v",
+    ),
+    (lambda: weights("lucid", K, K, K), TypeError, "a mechanism, such as pa.Lucid(), is expected"),
+    (lambda: weights(SOFTMAX, K, K), TypeError, "softmax: missing v"),
+    (lambda: weights(SOFTMAX, K, K, [1.0]), TypeError, "v must be an array; found list"),
+    (lambda: weights(SOFTMAX, K, K, K[0]), ValueError, "v is declared (b s n e)"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED)
+def test_bad_arguments_are_named(call, error, words):
+    with pytest.raises(error, match=re.escape(words)):
+        call()
+
+
+# ------------------------------------ the histogram of attention probabilities (LASER, Fig. 1)
+
+
+@pytest.mark.parametrize(("t", "s"), [(8, 8), (5, 8), (1, 8), (8, 6)])
+def test_shares_are_counts_of_what_a_causal_query_sees(t, s):
+    a, seen = softmax(t, s, causal=t <= s), causal_mask(t, s)
+    out = probability_histogram(a)
+    for b, h in np.ndindex(2, 4):
+        counts, _ = np.histogram(a[b, h][seen], bins=[-1, *DECADES, 2])
+        np.testing.assert_allclose(out[b, h], counts / seen.sum(), rtol=1e-14)
+    np.testing.assert_allclose(out.sum(-1), 1)
+
+
+def test_the_cumulative_sum_is_the_share_below_each_edge():
+    a, edges = softmax(causal=False), (1e-20, 3e-4, 0.2)
+    visible = np.ones(a.shape[-2:], dtype=bool)
+    below = np.cumsum(probability_histogram(a, edges, visible), axis=-1)
+    for i, edge in enumerate(edges):
+        np.testing.assert_allclose(below[..., i], np.mean(a < edge, axis=(-1, -2)))
+    assert probability_histogram(np.full((4, 4), 0.25), (0.25,)).tolist() == [0, 1]  # Not below.
+    # The smaller of two scores that differ by x has the probability 1 / (1 + eˣ).
+    for x, place in ((1.0, 7), (5.0, 5), (10.0, 3), (17.0, 0)):
+        assert probability_histogram(1 / (1 + np.exp(np.array([[-x, x]]))))[place] >= 0.5
+
+
+def test_pairs_that_are_not_visible_are_not_counted():
+    a = softmax(8, 8)
+    visible = causal_mask(8, 8)[None] & (np.arange(2) < 1)[:, None, None]
+    out = probability_histogram(a, visible=visible[:, None])
+    np.testing.assert_array_equal(out[0], probability_histogram(a)[0])
+    assert np.all(np.isnan(out[1]))
+    probability_histogram(np.where(causal_mask(8, 8), a, -1))  # Nor are their values read.
