@@ -143,9 +143,13 @@ def backend(request, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("backend", "text", "changes", "reason"), REFUSED, indirect=["backend"], ids=str
+    ("backend", "call", "reason"),
+    [(backend, (text, changes), reason) for backend, text, changes, reason in REFUSED],
+    indirect=["backend"],
+    ids=str,
 )
-def test_calls_without_kernels_are_declined_with_the_reason(backend, text, changes, reason):
+def test_calls_without_kernels_are_declined_with_the_reason(backend, call, reason):
+    text, changes = call
     piece = Group(group_of(text)) if text.startswith("lucid") and "_" not in text else leaf_of(text)
     library = {"pallas": "jax", "cupy": "numpy"}[backend.name]
     refusal = backend.refusal(piece, request_of(piece, library=library, **changes))

@@ -55,7 +55,7 @@ def hard(m, x):
 def row(expression, s, mask="none", *, t=None, h=4, n=2, library="numpy", **small):
     name = f"{expression}-{s}-{mask}-{library}-{'-'.join(map(str, small.values()))}"
     small = {where.replace("__", "."): size for where, size in small.items()}
-    return pytest.param(expression, s, mask, t or s, h, n, library, small, id=name)
+    return pytest.param((expression, s, mask, t or s, h, n, library, small), id=name)
 
 
 ROWS_OF_TABLE = (
@@ -127,12 +127,9 @@ ROWS_OF_TABLE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("expression", "s", "mask", "t", "h", "n", "library", "small"), ROWS_OF_TABLE
-)
-def test_output_and_gradients_are_those_of_the_definition(
-    expression, s, mask, t, h, n, library, small, small_blocks_of, monkeypatch
-):
+@pytest.mark.parametrize("made", ROWS_OF_TABLE)
+def test_output_and_gradients_are_those_of_the_definition(made, small_blocks_of, monkeypatch):
+    expression, s, mask, t, h, n, library, small = made
     m = pa.parse(expression)
     layout = CallLayout("test", b=2, t=t, s=s, h=h, n=n, d=5, e=3)
     x = make_inputs(m, layout, "clustered")
