@@ -21,7 +21,8 @@ OF_JAX = {"caching": SMOKE[1:2], "gradients": SMOKE[:1]}
 MORE_OF_JAX = {"outputs": SMOKE[:3], "states": SMOKE[1:2]}
 
 # Slow: options and compositions in PyTorch and JAX. The reference is the same code in every
-# library: NumPy runs all of it, and each mechanism runs in PyTorch and JAX without options.
+# library: NumPy runs all of it, and each mechanism runs in PyTorch and JAX without options. Of the
+# dtypes of half precision, PyTorch runs float16, and JAX bfloat16.
 # Slow are also more layouts and checks in JAX, and compositions in NumPy: they connect pieces that
 # run alone here, and `test_blocked_conformance.py` connects faster pieces in the same way.
 #
@@ -34,12 +35,7 @@ MORE_OF_JAX = {"outputs": SMOKE[:3], "states": SMOKE[1:2]}
     by_mechanism(
         [
             *thorough(slow_unless(is_declared_alone, groups("full", "numpy", ("float64",)))),
-            *thorough(
-                slow_unless(
-                    is_plain,
-                    groups("smoke", "torch", ("float64", "float32", "float16", "bfloat16")),
-                )
-            ),
+            *thorough(slow_unless(is_plain, groups("smoke", "torch", ("float64", "float16")))),
             *groups("smoke", "array_api_strict", ("float64",)),
             *groups_of("array_api_strict", "float32", CACHES),
             *thorough(slow_unless(is_plain, groups_of("jax", "float64", OF_JAX))),
