@@ -12,7 +12,7 @@ from precondattn_conformance.checks import CHECKS
 from precondattn_conformance.declared import derived, expressions
 from precondattn_conformance.grid import FEWER_MASKED
 from precondattn_conformance.runner import Report, run_case
-from precondattn_conformance.status import FAILED
+from precondattn_conformance.status import FAILED, PASSED
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,10 @@ def fewer_queries(library, dtype, mechanisms):
     return only(lambda mechanism: mechanism in mechanisms, groups_of(library, dtype, data))
 
 
-def check(group, backend):
-    report = Report([run_case(case, (backend,)) for case in group.cases])
+def check(group, *backends, some=False):
+    """No case fails; with `some`, one passes, and is not skipped."""
+    report = Report([run_case(case, backends) for case in group.cases])
     failed = [f"{o.case.id}: {o.reason}" for o in report.outcomes if o.status == FAILED]
     assert not failed, "\n".join(failed)
     assert report.is_good
+    assert not some or any(o.status == PASSED for o in report.outcomes)

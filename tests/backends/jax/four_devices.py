@@ -20,15 +20,15 @@ QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=
 
 def assert_pass_on_four_devices(name):
     """The tests of a file, by its path from this folder."""
-    assert_pass_on_devices(name, 4)
+    assert_pass_on_devices([name], 4)
 
 
-def assert_pass_on_devices(name, count, flags="", marked="not slow"):
-    """The marked tests of a file, by its path from this folder."""
-    tests = Path(__file__).parent / name
+def assert_pass_on_devices(names, count, flags="", marked="not slow"):
+    """The marked tests of files, by their paths from this folder, in one process."""
+    tests = [Path(__file__).parent / name for name in names]
     plain = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", marked]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *plain, tests],
+        [sys.executable, "-m", "pytest", *plain, *tests],
         env={
             **os.environ,
             **ENVIRONMENT,

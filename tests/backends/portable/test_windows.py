@@ -1,10 +1,9 @@
-"""Windows in groups, as long sequences have them, and compiled for any number of tokens."""
+"""Windows whose values are far apart, and compiled for any number of tokens."""
 
 import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn_portable.windowed import WindowedBlocks
 from tests.mathematics.identities import assert_close
 
 
@@ -13,34 +12,6 @@ def problem(expression, tokens, fewer=0):
     sizes = {"b": 2, "t": tokens - fewer, "s": tokens, "h": 4, "n": 2, "d": 6, "e": 3}
     x = {name: rng.normal(size=p.shape(sizes)) for name, p in m.inputs.items()}
     return m, x, rng.normal(size=(2, tokens - fewer, 4, 3))
-
-
-@pytest.mark.parametrize("groups", ["one window", "a few windows"])
-@pytest.mark.parametrize("mask", ["none", "lengths", "keys"])
-@pytest.mark.parametrize(
-    ("expression", "tokens", "fewer"),
-    [
-        ("windowed[size=2/3,shift=1/2,grid=8,bias=true]", 61, 0),
-        ("windowed[size=4,shift=3,bias=true]", 23, 2),
-        ("windowed[size=4,read=log_mean_exp]", 24, 0),
-    ],
-)
-def test_windows_in_groups_are_the_definition(monkeypatch, expression, tokens, fewer, mask, groups):
-    # Padding has no fewer queries than keys.
-    m, x, cotangent = problem(expression, tokens, 0 if mask == "lengths" else fewer)
-    together = 1 if groups == "one window" else 700
-    monkeypatch.setattr(WindowedBlocks, "entries_together", together)
-    masks = {
-        "none": {},
-        "lengths": {"lengths": [tokens - 9, tokens]},
-        "keys": {"key_mask": np.random.default_rng(1).random((2, tokens)) < 0.7},
-    }[mask]
-    out, pullback = m.vjp(**x, **masks, backend="portable")
-    expected, of_definition = m.vjp(**x, **masks, backend="reference")
-    assert_close(out, expected)
-    gradients = of_definition(cotangent)
-    for name, gradient in pullback(cotangent).items():
-        assert_close(gradient, gradients[name])
 
 
 @pytest.mark.parametrize("library", ["numpy", "jax"])

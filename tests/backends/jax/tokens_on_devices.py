@@ -1,6 +1,6 @@
 """The layouts of `context_parallel` that divide tokens in JAX, on 2, 4 and 8 devices.
 
-`test_parallel.py` runs these tests in a process of its own.
+`test_devices.py` runs these tests in a process of its own.
 """
 
 import re
@@ -26,12 +26,6 @@ WITHIN = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 3e-2}
 def double():
     with jax.enable_x64(True):
         yield
-
-
-@pytest.fixture
-def short_blocks(monkeypatch):
-    """Several blocks of a solve in each part, of which the last may be shorter."""
-    monkeypatch.setattr(solve, "BLOCK", 2)
 
 
 def mesh_of(devices, kind=AxisType.Auto):
@@ -126,31 +120,98 @@ def check(
         require_near(gradient, true, f"the gradient of {name}", WITHIN[dtype])
 
 
-def test_keys_go_around_with_padding_in_float32():
-    check(
-        "softmax[softcap=5,scale=0.3]",
-        "zigzag",
-        8,
-        6,
-        masks=("lengths", "key_mask"),
-        dtype="float32",
-    )
+FOUR = {"h": 4, "n": 4}
+PADDED, PACKED, KEYS = ("lengths",), ("segment_ids",), ("key_mask",)
+LAYOUTS = ("contiguous", "zigzag", "cyclic[block=2]")
+SOLVE = "lucid_solve[beta=true]"
+RINGS = ("softmax", "laser", "differential")
+GATHERED = (
+    *("path", "path[window=3]", "path[forget=unscaled]", "qk_norm(path)"),
+    *("softmax[window=3]", "softmax[forget=unscaled]", "softmax[sink=true]"),
+    *("softmax[distance=slopes]", "softmax[distance=buckets]"),
+)
 
 
-def test_keys_of_packed_segments_go_around_in_many_parts():
-    check("softmax", "cyclic[block=3]", 2, 6, masks=("segment_ids",))
+def case(expression, layout, devices, each, *masks, **options):
+    name = "-".join(map(str, (expression, layout, devices, *masks, *options.values())))
+    return pytest.param(expression, layout, devices, each, masks, options, id=name)
 
 
-def test_keys_of_laser_go_around():
-    check("laser", "contiguous", 2, 5)
+CASES = (
+    # Keys go around a ring.
+    case("softmax[softcap=5,scale=0.3]", "zigzag", 8, 6, *PADDED, *KEYS, dtype="float32"),
+    case("softmax", "cyclic[block=3]", 2, 6, *PACKED),
+    case("laser", "contiguous", 2, 5),
+    # Weights of pieces before a ring get their gradient.
+    case("temperature[per=head](softmax[causal=false])", "contiguous", 2, 5, n=4),
+    case("softmax", "contiguous", 2, 5, dtype="bfloat16", kind="random"),
+    # States are scanned and multiplied by transitions, or by a factor for each number.
+    case("gated_delta", "contiguous", 4, 5, *PADDED, **FOUR),
+    case("gated_delta", "contiguous", 4, 5, *PACKED, *KEYS, bounds=[5, 18], **FOUR),
+    case("ccq(gla)", "contiguous", 2, 5, **FOUR),
+    # Blocks of a solve are given to all, and keys of PaTH are gathered.
+    case(SOLVE, "zigzag", 4, 6, *PADDED, short=True),
+    case("path", "zigzag", 4, 6, *PADDED, *KEYS),
+)
+SLOW = (
+    *(
+        case(name, "contiguous", 4, 5, *masks, bounds=bounds, **FOUR)
+        for name, masks, bounds in (
+            ("ccq(gla)", (*PACKED, *PADDED), [2, 7, 12]),
+            ("linear", PACKED, [5]),
+            ("kda", PACKED, [3]),
+            ("mesa(ssd)", (*PACKED, *KEYS), [5]),
+            ("gsa", PACKED, [2, 16]),
+            ("atk(gated_delta)", PACKED, [5, 10]),
+            ("dplr", PACKED, [5]),
+        )
+    ),
+    *(case(name, "contiguous", 4, 5, *m, **FOUR) for name in SCANNED for m in ((), PADDED)),
+    *(
+        case(name, "contiguous", 8, 5, dtype=dtype, **FOUR)
+        for name in ("elu1(linear)", "gla", "gated_delta")
+        for dtype in ("float32", "bfloat16")
+    ),
+    *(
+        case(SOLVE, layout, 4, 6, mask, kind="duplicate", short=True)
+        for layout in ("contiguous", "zigzag", "cyclic[block=3]")
+        for mask in (*PADDED, *KEYS, *PACKED)
+    ),
+    *(
+        case(name, "zigzag", 2, 6, *PADDED)
+        for name in (
+            *("lucid[normalize=none]", "lucid[normalize=queries_and_keys,beta=true]"),
+            "lucid(laser)",
+        )
+    ),
+    *(
+        case(name, "contiguous", 8, 3, dtype=dtype, kind="random")
+        for name in ("lucid", "path")
+        for dtype in ("float32", "bfloat16")
+    ),
+    case("lucid", "cyclic[block=2]", 2, 4, dtype="float32", kind="duplicate"),
+    *(
+        case(name, layout, 4, 10 if name in RINGS else 6, *masks, kind="duplicate")
+        for name in (*RINGS, *GATHERED)
+        for layout in LAYOUTS
+        for masks in ((), (*PACKED, *KEYS), PADDED)
+    ),
+    *(case("softmax[causal=false]", layout, 4, 6, *KEYS) for layout in LAYOUTS[1:]),
+    case("softmax[causal=false]", "contiguous", 4, 6, *KEYS, *PACKED),
+)
 
 
-def test_weights_of_pieces_before_a_ring_get_their_gradient():
-    check("temperature[per=head](softmax[causal=false])", "contiguous", 2, 5, n=4)
-
-
-def test_half_precision_goes_around_and_is_computed_in_float32():
-    check("softmax", "contiguous", 2, 5, dtype="bfloat16", kind="random")
+@pytest.mark.parametrize(
+    ("expression", "layout", "devices", "each", "masks", "options"),
+    [*CASES, *(pytest.param(*of.values, id=of.id, marks=pytest.mark.slow) for of in SLOW)],
+)
+def test_output_and_gradients_are_those_of_one_device(
+    expression, layout, devices, each, masks, options, monkeypatch
+):
+    if options.get("short"):  # Several blocks of a solve in each part, and a shorter last one.
+        monkeypatch.setattr(solve, "BLOCK", 2)
+    options = {name: of for name, of in options.items() if name != "short"}
+    check(expression, layout, devices, each, masks=masks, **options)
 
 
 def test_half_precision_is_float32_between_pieces_that_send_no_values():
@@ -162,27 +223,6 @@ def test_half_precision_is_float32_between_pieces_that_send_no_values():
     found = attn(**x)
     assert found.dtype == "bfloat16"
     assert np.array_equal(found, once)  # The result is rounded once, at the end.
-
-
-def test_states_are_scanned_and_multiplied_by_transitions():
-    check("gated_delta", "contiguous", 4, 5, masks=("lengths",), h=4, n=4)
-
-
-@pytest.mark.parametrize(
-    ("expression", "masks", "bounds"),
-    [
-        ("gated_delta", ("segment_ids", "key_mask"), [5, 18]),
-        pytest.param("ccq(gla)", ("segment_ids", "lengths"), [2, 7, 12], marks=pytest.mark.slow),
-        pytest.param("linear", ("segment_ids",), [5], marks=pytest.mark.slow),
-        pytest.param("kda", ("segment_ids",), [3], marks=pytest.mark.slow),
-        pytest.param("mesa(ssd)", ("segment_ids", "key_mask"), [5], marks=pytest.mark.slow),
-        pytest.param("gsa", ("segment_ids",), [2, 16], marks=pytest.mark.slow),
-        pytest.param("atk(gated_delta)", ("segment_ids",), [5, 10], marks=pytest.mark.slow),
-        pytest.param("dplr", ("segment_ids",), [5], marks=pytest.mark.slow),
-    ],
-)
-def test_states_of_packed_segments_are_scanned(expression, masks, bounds):
-    check(expression, "contiguous", 4, 5, masks=masks, bounds=bounds, h=4, n=4)
 
 
 @pytest.mark.slow
@@ -203,108 +243,6 @@ def test_a_state_that_is_nan_spoils_its_own_segment_only(expression):
         np.testing.assert_allclose(gradient, true[name], rtol=1e-10, atol=1e-10, err_msg=name)
 
 
-def test_sums_with_a_factor_for_each_number_are_scanned():
-    check("ccq(gla)", "contiguous", 2, 5, h=4, n=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mask", [(), ("lengths",)])
-@pytest.mark.parametrize("expression", SCANNED)
-def test_states_of_every_recurrence_are_scanned(expression, mask):
-    check(expression, "contiguous", 4, 5, masks=mask, h=4, n=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("expression", ["elu1(linear)", "gla", "gated_delta"])
-def test_states_in_other_precisions(expression, dtype):
-    check(expression, "contiguous", 8, 5, dtype=dtype, h=4, n=4)
-
-
-@pytest.mark.usefixtures("short_blocks")
-def test_blocks_of_a_solve_are_given_to_all_with_padding():
-    check("lucid_solve[beta=true]", "zigzag", 4, 6, masks=("lengths",))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "cyclic[block=3]"])
-@pytest.mark.parametrize("mask", ["lengths", "key_mask", "segment_ids"])
-@pytest.mark.usefixtures("short_blocks")
-def test_solves_in_every_layout(layout, mask):
-    check("lucid_solve[beta=true]", layout, 4, 6, masks=(mask,), kind="duplicate")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "expression",
-    ["lucid[normalize=none]", "lucid[normalize=queries_and_keys,beta=true]", "lucid(laser)"],
-)
-def test_compositions_with_a_solve(expression):
-    check(expression, "zigzag", 2, 6, masks=("lengths",))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_solves_in_other_precisions(dtype):
-    check("lucid", "contiguous", 8, 3, dtype=dtype, kind="random")
-
-
-@pytest.mark.slow
-def test_a_solve_and_a_ring_in_float32_with_keys_that_coincide():
-    check("lucid", "cyclic[block=2]", 2, 4, dtype="float32", kind="duplicate")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "cyclic[block=2]"])
-@pytest.mark.parametrize("mask", [(), ("segment_ids", "key_mask"), ("lengths",)])
-@pytest.mark.parametrize("expression", ["softmax", "laser", "differential"])
-def test_rings_in_every_layout(expression, layout, mask):
-    check(expression, layout, 4, 10, masks=mask, kind="duplicate")
-
-
-def test_keys_of_path_are_gathered_with_padding():
-    check("path", "zigzag", 4, 6, masks=("lengths", "key_mask"))
-
-
-GATHERED = (
-    *("path", "path[window=3]", "path[forget=unscaled]", "qk_norm(path)"),
-    *("softmax[window=3]", "softmax[forget=unscaled]", "softmax[sink=true]"),
-    *("softmax[distance=slopes]", "softmax[distance=buckets]"),
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "cyclic[block=2]"])
-@pytest.mark.parametrize("mask", [(), ("segment_ids", "key_mask"), ("lengths",)])
-@pytest.mark.parametrize("expression", GATHERED)
-def test_keys_are_gathered_in_every_layout(expression, layout, mask):
-    check(expression, layout, 4, 6, masks=mask, kind="duplicate")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_keys_are_gathered_in_other_precisions(dtype):
-    check("path", "contiguous", 8, 3, dtype=dtype, kind="random")
-
-
-def test_gathered_keys_are_as_many_bytes_as_explained():
-    m, x = problem("path", 20)
-    attn = context_parallel(m, mesh_of(4), "cp", layout="contiguous")
-    x = {name: jnp.asarray(a) for name, a in x.items()}
-    own = [name for name, pattern in m.inputs.items() if "s" in pattern.letters]
-    assert set(collectives(compiled(attn, 4, x))) == {"all-gather"}
-    plan = attn.explain(**x)
-    assert plan.bytes_sent == {f"{name} for out": 3 * x[name].nbytes // 4 for name in own}
-    assert "the keys of all devices" in str(plan)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "cyclic[block=2]"])
-def test_rings_without_causality(layout):
-    packed = ("segment_ids",) if layout == "contiguous" else ()
-    check("softmax[causal=false]", layout, 4, 6, masks=("key_mask", *packed))
-
-
 def compiled(attn, devices, x):
     """The text of a call on sharded arrays."""
     sharding = NamedSharding(mesh_of(devices), P(None, "cp"))
@@ -319,38 +257,41 @@ def collectives(text):
     return {kind: count for kind, count in found.items() if count}
 
 
-def test_keys_go_to_the_next_device_only_and_as_many_bytes_as_explained():
-    m, x = problem("softmax", 20)
-    attn = context_parallel(m, mesh_of(4), "cp", layout="contiguous")
-    x = {name: jnp.asarray(a) for name, a in x.items()}
+EXPLAINED = {
+    "path": ({"all-gather": ...}, "the keys of all devices"),
     # k and v, once before the loop of P − 2 rounds and once in it.
-    assert collectives(compiled(attn, 4, x)) == {"collective-permute": 4}
-    plan = attn.explain(**x)
-    sent = {f"{name} for out": 3 * x[name].nbytes // 4 for name in "kv"}
-    assert plan.bytes_sent == sent
-    assert "5 tokens on each of 4 devices" in str(plan)
-    assert "the keys of two other devices at a time" in str(plan)
-
-
-def test_states_are_sent_in_as_many_rounds_as_explained():
-    m, x = problem("gated_delta", 20, h=4, n=4)
-    attn = context_parallel(m, mesh_of(4), "cp", layout="contiguous")
-    x = {name: jnp.asarray(a) for name, a in x.items()}
+    "softmax": ({"collective-permute": 4}, "the keys of two other devices at a time"),
     # F in each of log₂ P rounds, T in all but the last, and S_begin.
-    assert collectives(compiled(attn, 4, x)) == {"collective-permute": 4}
-    (b, _, _, d), (_, _, n, e) = x["k"].shape, x["v"].shape
-    sent = {"states for out": 3 * 8 * b * n * d * e, "transitions for out": 8 * b * n * d * d}
-    assert attn.explain(**x).bytes_sent == sent
+    "gated_delta": ({"collective-permute": 4}, "5 tokens on each of 4 devices"),
+    # The sum is in the loop over blocks.
+    "lucid_solve": ({"all-reduce": 1}, "5 tokens on each of 4 devices"),
+}
+"""The collectives of a compiled program, and words of its explanation."""
 
 
-def test_a_solved_block_is_one_sum_and_as_many_bytes_as_explained():
-    m, x = problem("lucid_solve", 8)
-    attn = context_parallel(m, mesh_of(4), "cp", layout="contiguous")
+def sent_by(m, x):
+    """The bytes that a call of four devices sends."""
+    if m == pa.GatedDelta():
+        (b, _, _, d), (_, _, n, e) = x["k"].shape, x["v"].shape
+        return {"states for out": 3 * 8 * b * n * d * e, "transitions for out": 8 * b * n * d * d}
+    if m == pa.LucidSolve():
+        # A sum over P devices sends 2 (P − 1) / P of what it adds up, here of all blocks.
+        return {f"{name} for out": 6 * x[of].nbytes // 4 for name, of in (("k", "k"), ("y", "v"))}
+    own = [name for name, pattern in m.inputs.items() if "s" in pattern.letters]
+    return {f"{name} for out": 3 * x[name].nbytes // 4 for name in own}
+
+
+@pytest.mark.parametrize("expression", EXPLAINED)
+def test_as_much_is_sent_as_is_explained(expression):
+    m, x = problem(expression, 20, **(FOUR if expression == "gated_delta" else {}))
     x = {name: jnp.asarray(a) for name, a in x.items()}
-    assert collectives(compiled(attn, 4, x)) == {"all-reduce": 1}  # It is in the loop over blocks.
-    # A sum over P devices sends 2 (P − 1) / P of what it adds up, here of all blocks.
-    sent = {"k for out": 6 * x["k"].nbytes // 4, "y for out": 6 * x["v"].nbytes // 4}
-    assert attn.explain(**x).bytes_sent == sent
+    attn = context_parallel(m, mesh_of(4), "cp", layout="contiguous")
+    expected, words = EXPLAINED[expression]
+    found = collectives(compiled(attn, 4, x))
+    assert found == {kind: found.get(kind) if n is ... else n for kind, n in expected.items()}
+    plan = attn.explain(**x)
+    assert plan.bytes_sent == sent_by(m, x)
+    assert words in str(plan)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """The suite's check `sharding` on four devices: it passes, and it finds planted faults.
 
-`test_sharding_check.py` runs these tests, in a process that has four devices.
+`test_devices.py` runs these tests, in a process that has several devices.
 """
 
 import jax

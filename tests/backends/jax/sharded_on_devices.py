@@ -1,6 +1,6 @@
 """Calls on four devices: the collectives of their compiled text, and their results.
 
-`test_sharding.py` runs these tests, in a process that has four devices.
+`test_devices.py` runs these tests, in a process that has several devices.
 """
 
 import re
@@ -151,28 +151,25 @@ def test_an_axis_of_vmap_is_one_more_axis_to_shard(spec):
     assert all(g.sharding.spec == spec for g in gradients.values())
 
 
-def test_in_a_shard_map_a_call_is_that_of_one_device():
-    m, x = pa.Lucid(), inputs_of("lucid")
-    spec = P("data", None, "model")
-    mapped = jax.shard_map(jax.grad(partial(loss, m)), mesh=BOTH, in_specs=spec, out_specs=spec)
-    check(mapped, x, placed(x, BOTH, spec))
+@pytest.mark.parametrize(
+    ("expression", "mask"),
+    [
+        *((name, None) for name in ("lucid", "laser", "path", "gated_delta")),
+        ("softmax", "segment_ids"),
+    ],
+)
+def test_in_a_shard_map_a_call_is_that_of_one_device(expression, mask):
+    m, x = pa.parse(expression), inputs_of(expression)
+    masks = CallLayout("", b=4, t=9, s=9, mask=mask).masks() if mask else {}
 
-
-def test_in_a_shard_map_a_packed_call_is_that_of_one_device():
-    m, x, ids = (
-        pa.Softmax(),
-        inputs_of("softmax"),
-        CallLayout("", b=4, t=9, s=9, mask="segment_ids"),
-    )
-    given = (x, jnp.asarray(ids.masks()["segment_ids"]))
-
-    def gradient(x, ids):
-        return jax.grad(lambda x: loss(m, x, segment_ids=ids))(x)
+    def gradient(x, masks):
+        return jax.grad(lambda x: loss(m, x, **masks))(x)
 
     spec = P("data", None, "model")
     mapped = jax.shard_map(gradient, mesh=BOTH, in_specs=(spec, P("data")), out_specs=spec)
-    result = jax.jit(mapped)(*given)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), result, gradient(*given))
+    given = {name: jnp.asarray(array) for name, array in masks.items()}
+    sharded = (placed(x, BOTH, spec), given)
+    check(lambda given: mapped(*given), (x, given), sharded)
 
 
 def test_plain_calls_of_sharded_arrays_stay_sharded():

@@ -1,6 +1,6 @@
 """`context_parallel` of JAX on four devices: outputs, gradients and collectives.
 
-`test_parallel.py` runs these tests in a process of its own.
+`test_devices.py` runs these tests in a process of its own.
 """
 
 import jax

@@ -1,0 +1,226 @@
+"""What all backends with kernels share: refusals, masked keys, and options of attention."""
+
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn.algebra.group import Group, group_of
+from precondattn.dispatch.discovery import discover
+from precondattn.dispatch.recognition import is_lucid
+from precondattn.kernel_backend.attention_options import declined_option
+from precondattn_conformance.cases import cases
+from precondattn_conformance.runner import run_case
+from precondattn_conformance.status import PASSED
+from tests.backends.kernel_problems import leaf_of, request_of
+from tests.kernel_tools.toolchain import needs_simulator
+
+OPTIONS = {
+    "softcap=2": "a soft cap",
+    "sink=true": "a sink",
+    "distance=slopes": "slopes of distances",
+    "distance=buckets": "buckets of distances",
+    "read=mean_and_log_sum": "the logarithms of its sums",
+}
+LIBRARIES = {"triton": "torch", "pallas": "jax", "tpu": "jax", "cupy": "numpy"}
+UNSUPPORTED = {
+    "triton": ("distance=buckets", "read=mean_and_log_sum"),
+    "pallas": tuple(OPTIONS),
+    "cupy": tuple(OPTIONS),
+}
+"""The options that a backend's kernels for softmax attention with a window do not have."""
+
+STEP, T0 = {"verb": "extend"}, (2, 0, 4, 8)
+REFUSED = (
+    *(
+        (backend, leaf, changes, reason)
+        for backend in ("cupy", "pallas", "tpu")
+        for leaf, changes, reason in (
+            ("lucid_solve", {}, None),
+            ("lucid_solve[window=3]", {}, "no window"),
+            ("lucid_solve[normalize=rows]", {}, "unit diagonal"),
+            ("lucid_solve[metric=transported]", {}, "dot product"),
+            ("lucid_solve", {"dtype": "float64"}, "float64"),
+            ("lucid_solve", {"d": 264}, "d=264"),
+            ("lucid_solve", {"e": 520}, "e=520"),
+            ("lucid_solve", {"v": (0, 20, 2, 8)}, "empty"),
+            ("lucid_solve", STEP, "no step"),
+            ("linear", {"d": 264}, "d=264"),
+            ("gated_delta", {"e": 520}, "e=520"),
+            ("gated_delta", {"v": (0, 20, 2, 8)}, "empty"),
+            ("conditioned_query", {"d": 300}, "d=300"),
+            ("path", {}, "no kernels"),
+        )
+    ),
+    *(
+        (backend, leaf, changes, reason)
+        for backend in ("cupy", "pallas")
+        for leaf, changes, reason in (
+            ("softmax", {}, None),
+            ("softmax[window=4,scale=2]", {}, None),
+            ("laser(softmax[causal=false])", {}, None),
+            ("softmax[bias=true]", {}, "a bias"),
+            ("softmax[forget=scaled]", {}, "a forget gate"),
+            ("laser(softmax[bias=true])", {}, "a bias"),
+            ("laser(softmax[forget=scaled])", {}, "a forget gate"),
+            ("softmax", {"q": T0}, "empty"),
+            ("kda", {"d": 264}, "d=264"),
+        )
+    ),
+    *(
+        ("cupy", leaf, changes, reason)
+        for leaf, changes, reason in (
+            ("lucid_solve", {"b": 256, "n": 256}, "65535 heads"),
+            ("softmax", {"d": 1, "e": 3}, None),
+            ("softmax", {"d": 256, "e": 512}, None),
+            ("softmax", {"d": 257}, "keys of at most 256 channels; found 257"),
+            ("softmax", {"e": 513}, "values of at most 512 channels; found 513"),
+            ("softmax", {"h": 65536}, "at most 65535 sequences"),
+            ("softmax", {"t": 2**30}, "fewer than"),
+            ("laser", {"e": 513}, "at most 512 channels; found 513"),
+            ("laser", {"e": 129, "dtype": "float16"}, "at most 128 channels; found 129"),
+            ("softmax", STEP, None),
+            ("softmax", {**STEP, "d": 256, "e": 128}, None),
+            ("softmax", {**STEP, "q": (2, 2, 4, 8)}, "one token; found t=2"),
+            ("softmax[window=3]", STEP, "no window"),
+            ("softmax[bias=true]", STEP, "a bias"),
+            ("softmax", {**STEP, "d": 257}, "keys of at most 256 channels; found 257"),
+            ("softmax", {**STEP, "e": 129}, "values of at most 128 channels; found 129"),
+            ("softmax", {**STEP, "h": 65536}, "at most 65535 sequences"),
+            ("gsa", {}, "no kernels"),
+            ("linear", {"b": 40000}, "65535 heads"),
+            ("unit_rows[axis=channel]", {}, "not of channels"),
+            ("unit_rows", {"dtype": "float16", "verb": "forward"}, None),
+            ("unit_rows", {"dtype": "float16"}, "if eps is at least"),
+            ("lucid", STEP, None),
+            ("lucid", {**STEP, "h": 63, "n": 1, "d": 256, "e": 256}, None),
+            ("lucid", {**STEP, "h": 64, "n": 1}, "and 64"),
+            ("lucid", {**STEP, "d": 257}, "d=257"),
+            ("lucid", {**STEP, "q": (2, 2, 4, 8)}, "t=2"),
+            ("lucid", {**STEP, "b": 0}, "empty"),
+            ("lucid(softmax[window=3])", STEP, "plain LUCID"),
+            ("lucid(laser)", STEP, "plain LUCID"),
+        )
+    ),
+    ("pallas", "lucid_solve", {"device": "cuda"}, "interprets"),
+    ("pallas", "softmax", STEP, "no step"),
+    ("pallas", "softmax", {"e": 136}, "found 136"),
+    ("pallas", "gla", {"d": 264}, "d=264"),
+    ("pallas", "gsa", {"s": (2, 20, 2, 300)}, "found m=300"),
+    *(
+        ("tpu", leaf, changes, reason)
+        for leaf, changes, reason in (
+            ("linear", {"h": 64, "d": 256, "e": 512}, "32 queries to a state"),
+            ("linear[normalize=true]", {"h": 12, "d": 256, "e": 512}, "e=640"),
+            ("softmax", {}, "has no kernels for softmax on a TPU"),
+            ("laser", {}, "no kernels"),
+            ("lucid", STEP, "no kernels"),
+            ("linear", {"dtype": "float16"}, "supports float32, bfloat16; found float16"),
+            *(
+                (leaf, {}, f" are not computed {with_what}")
+                for leaf, with_what in (
+                    ("gla", "with a gate for each channel"),
+                    ("kda", "with a gate for each channel"),
+                    ("comba", "with an erase key that reads before the decay"),
+                    ("delta_product", "with an axis of 2 steps"),
+                )
+            ),
+            ("gsa", {}, "slots are not computed"),
+        )
+    ),
+)
+
+
+@pytest.fixture
+def backend(request, monkeypatch):
+    """A backend, by its name in the parameters; Pallas on a GPU or on a TPU."""
+    if request.param in ("pallas", "tpu"):
+        module = pytest.importorskip("precondattn_pallas.backend")
+        interpreted = module.TPU if request.param == "tpu" else module.CUDA
+        monkeypatch.setattr(module, "_interpreted", lambda: interpreted)
+    return discover().named("pallas" if request.param == "tpu" else request.param)
+
+
+@pytest.mark.parametrize(
+    ("backend", "call", "reason"),
+    [(backend, (text, changes), reason) for backend, text, changes, reason in REFUSED],
+    indirect=["backend"],
+    ids=str,
+)
+def test_calls_without_kernels_are_declined_with_the_reason(backend, call, reason):
+    text, changes = call
+    piece = Group(group_of(text)) if text.startswith("lucid") and "_" not in text else leaf_of(text)
+    library = {"pallas": "jax", "cupy": "numpy"}[backend.name]
+    refusal = backend.refusal(piece, request_of(piece, library=library, **changes))
+    assert refusal is None if reason is None else reason in refusal
+
+
+@pytest.mark.parametrize("backend", ["cupy", "pallas"], indirect=True)
+def test_on_a_cpu_kernels_run_only_if_they_are_named(backend):
+    x = np.ones((3, 2, 20, 2, 8), np.float32)
+    x = x if backend.name == "cupy" else pytest.importorskip("jax").numpy.asarray(x)
+    assert backend.name not in pa.Lucid().explain(*x).backends
+    assert pa.Lucid().explain(*x, backend=backend.name).backends == (backend.name,) * 2
+    with pytest.raises(pa.UnsupportedError, match="no kernels for path"):
+        pa.Path()(*x, w=x[1] / 3, beta=x[1][..., 0], backend=backend.name)
+
+
+@pytest.mark.parametrize("backend", sorted(UNSUPPORTED), indirect=True)
+@pytest.mark.parametrize("verb", ["forward", "vjp"])
+def test_a_kernel_backend_declines_options_that_it_has_no_kernel_for(backend, verb):
+    def refusal(mechanism):
+        library = LIBRARIES[backend.name]
+        return backend.refusal(mechanism, request_of(mechanism, verb, library, d=16, e=16))
+
+    assert refusal(pa.parse("softmax[window=4]")) is None
+    for option in OPTIONS:
+        base = pa.parse(f"softmax[window=4,{option}]")
+        reason = refusal(base)
+        assert (reason is None) == (option not in UNSUPPORTED[backend.name])
+        if reason is not None:
+            # If the table has no entry for a read, the class for another read is not asked.
+            assert reason.endswith((f"with {OPTIONS[option]}", f"no kernels for {base}"))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_reason_names_the_option_and_lucid_around_it_is_not_plain_lucid(option):
+    mechanism = pa.parse(f"softmax[{option}]")
+    reason = f"has no kernel for attention with {OPTIONS[option]}"
+    assert declined_option(mechanism, "attention") == reason
+    assert declined_option(pa.Softmax(), "attention") is None
+    assert not is_lucid(pa.parse(f"lucid(softmax[{option}])").program)
+    assert is_lucid(pa.parse("lucid").program)
+
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+
+@pytest.mark.parametrize(
+    ("backends", "library", "mechanism"),
+    [
+        *(
+            pytest.param(("triton", "torch"), "torch", name, marks=needs_triton)
+            for name in ("lucid", "path[flush=3]")
+        ),
+        (("pallas", "jax"), "jax", "lucid"),
+        *(
+            pytest.param(("cupy", "portable"), "numpy", name, marks=needs_simulator)
+            for name in ("lucid", "softmax", "laser")
+        ),
+    ],
+)
+@pytest.mark.parametrize("check", ["caching", "splits"])
+def test_a_token_whose_key_is_masked_attends_to_the_cache(check, backends, library, mechanism):
+    pytest.importorskip(library)
+    chosen = {
+        "only_libraries": (library,),
+        "only_mechanisms": (mechanism,),
+        "only_checks": (check,),
+        "only_dtypes": ("float32",),
+    }
+    result = [case for case in cases("full", **chosen) if "-masked-" in case.id]
+    assert result
+    for case in result:
+        outcome = run_case(case, backends)
+        assert outcome.status == PASSED, outcome.reason
