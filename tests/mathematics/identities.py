@@ -1,4 +1,4 @@
-"""Comparisons, slices of inputs, and calls that several tests of identities share."""
+"""Comparisons and slices of inputs that several tests of identities share."""
 
 import numpy as np
 
@@ -30,34 +30,3 @@ def identity_values(k):
 def grouped(x, group):
     """(b, s, h, ·) as (b, s, n, group, ·)."""
     return x.reshape(*x.shape[:2], x.shape[2] // group, group, x.shape[-1])
-
-
-def alone(x, i):
-    """The inputs of sequence i of a batch; inputs of fewer than three axes have no batch axis."""
-    return {name: array[i : i + 1] if array.ndim >= 3 else array for name, array in x.items()}
-
-
-def central_differences(loss, x, step=1e-5):
-    """The gradient of a function of one array."""
-    gradient = np.zeros_like(x)
-    for index in np.ndindex(x.shape):
-        ends = []
-        for sign in (1, -1):
-            moved = x.copy()
-            moved[index] += sign * step
-            ends.append(loss(moved))
-        gradient[index] = (ends[0] - ends[1]) / (2 * step)
-    return gradient
-
-
-def assert_gradients_are_central_differences(layer, x, cotangent, tolerance=1e-7):
-    """The gradient of every input, by `vjp`, to a share of its largest entry (or of 1)."""
-    _, pullback = layer.vjp(**x)
-    gradients = pullback(cotangent)
-    assert set(gradients) == set(x)
-    for name, gradient in gradients.items():
-        assert gradient.shape == x[name].shape
-        expected = central_differences(
-            lambda moved, name=name: np.sum(cotangent * layer(**(x | {name: moved}))), x[name]
-        )
-        assert np.abs(gradient - expected).max() <= tolerance * max(1, np.abs(expected).max())

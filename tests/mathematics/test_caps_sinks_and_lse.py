@@ -182,12 +182,6 @@ def test_keys_that_are_alike_change_nothing(kind, backend):
     check({"softcap": 1.0, "sink": True}, {}, backend, kind)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("t", "s", "h", "n"), [(65, 65, 2, 2), (63, 129, 3, 1), (1, 65, 2, 1)])
-def test_tokens_one_off_a_block_and_fewer_queries_than_keys(t, s, h, n, backend):
-    check({"softcap": 1.0, "sink": True}, {}, backend, t=t, s=s, h=h, n=n, b=1)
-
-
 def test_a_mask_of_every_key_leaves_the_sink_alone():
     x = problem({"sink": True})
     hidden = np.zeros((2, 9), dtype=bool)
@@ -264,48 +258,9 @@ def test_lucid_solves_the_same_system_with_a_cap_or_a_sink(option):
     assert plain.program.leaves[0] == other.program.leaves[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("laser(softmax[sink=true])", "weights that sum to one"),
-        ("row_normalized(softmax[sink=true])", "sink scales every row of its output"),
-        ("row_normalized(lucid(softmax[sink=true]))", "sink scales every row of its output"),
-        ("laser(softmax[read=mean_and_log_sum])", "weights that sum to one"),
-        ("row_normalized(softmax[read=mean_and_log_sum])", "logarithm"),
-        ("differential(softmax[read=mean_and_log_sum])", "logarithm"),
-    ],
-)
-def test_a_preconditioner_that_can_not_use_them_refuses_with_the_reason(text, reason):
-    with pytest.raises(TypeError, match=reason):
-        pa.parse(text)
-
-
-def test_the_read_in_exponential_space_refuses_a_sink():
-    with pytest.raises(ValueError, match="weights that sum to one"):
-        pa.Softmax(read="log_mean_exp", sink=True)
-
-
 def test_a_sink_shortens_every_row_and_does_not_turn_it():
     x = problem({})
     plain, sunk = pa.softmax(**x), pa.softmax(**x, sink=np.zeros(4))
     shares = np.linalg.vector_norm(sunk, axis=-1) / np.linalg.vector_norm(plain, axis=-1)
     assert np.all(shares < 1)
     np.testing.assert_allclose(sunk, shares[..., None] * plain, atol=1e-14)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "lucid(softmax[softcap=2,sink=true])",
-        "laser(softmax[softcap=2])",
-        "ccq(softmax[softcap=2,sink=true])",
-        "differential(softmax[softcap=2,sink=true])",
-        "qk_norm(softmax[softcap=2,sink=true])",
-        "temperature(softmax[softcap=2,sink=true])",
-        "per_dim_scale(softmax[softcap=2,sink=true])",
-        "row_normalized(softmax[softcap=2])",
-        "row_normalized(differential(softmax[sink=true]))",
-    ],
-)
-def test_these_preconditioners_accept_them(text):
-    assert str(pa.parse(text)) == text

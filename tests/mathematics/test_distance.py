@@ -202,18 +202,6 @@ def test_jax_reads_a_cache_at_the_same_distances():
     np.testing.assert_allclose(out, m(**x)[:, 24:], atol=1e-11)
 
 
-@pytest.mark.parametrize("text", ["lucid({})", "laser({})", "differential({})", "temperature({})"])
-def test_preconditioners_take_the_input(text):
-    m = pa.parse(text.format("softmax[distance=slopes]"))
-    dense = pa.parse(text.format("softmax[bias=true]"))
-    rng = np.random.default_rng(0)
-    sizes = {"b": 1, "t": 9, "s": 9, "h": 2, "n": 2, "d": 4, "e": 4}
-    x = {name: 1 + rng.random(p.shape(sizes)) for name, p in m.inputs.items()}
-    others = {name: a for name, a in x.items() if name != "slopes"}
-    pairs = pairs_of(pa.Softmax(distance="slopes"), x, 9, 9)[0][None]
-    np.testing.assert_allclose(m(**x), dense(**others, bias=pairs), atol=1e-12)
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("buckets", "longest"), [(32, 128), (9, 20), (20, 50), (64, 1000)])
 def test_buckets_are_those_of_transformers(buckets, longest, causal):
@@ -259,25 +247,6 @@ def test_no_array_of_pairs_is_made(monkeypatch):
     pa.Softmax(distance="slopes")(**x, backend="portable")
     assert sum(entries) > 2 * 512 * 512 // 2
     assert max(entries) == 2 * 64 * 64
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"buckets": 8}, "buckets belongs to distance='buckets'; found buckets=8"),
-        ({"distance": "slopes", "max_distance": 8}, "max_distance belongs to distance='buckets'"),
-        ({"distance": "buckets", "buckets": 1}, "buckets must be 2 or above with causal=true"),
-        (
-            {"distance": "buckets", "buckets": 3, "causal": False},
-            "buckets must be 4 or above with causal=false; found 3",
-        ),
-        ({"distance": "buckets", "max_distance": 16}, "max_distance must be above 16, .*found 16"),
-        ({"distance": "alibi"}, "distance must be one of 'none', 'slopes', 'buckets'; found"),
-    ],
-)
-def test_options_that_have_no_buckets_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        pa.Softmax(**options)
 
 
 def test_a_shorthand_takes_the_input_and_refuses_another_number_of_rows():

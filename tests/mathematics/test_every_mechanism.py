@@ -1,6 +1,6 @@
 """Identities that hold for every expression, whatever it computes, in float64.
 
-What a mechanism computes is compared with its definition in a file of its own.
+What a mechanism computes is compared with its definition in `test_definitions.py`.
 """
 
 import re

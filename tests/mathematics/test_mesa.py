@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import precondattn as pa
+from tests.mathematics.definitions import assert_is_defined
 from tests.mathematics.identities import assert_close
-
-BACKENDS = ["reference", "portable"]
 
 
 def problem(seed=0, b=2, s=90, h=2, d=6, e=5, duplicate=False):
@@ -27,42 +26,15 @@ def problem(seed=0, b=2, s=90, h=2, d=6, e=5, duplicate=False):
     }
 
 
-def by_tokens(q, k, v, g, beta_mesa, lam_mesa):
-    out = np.zeros((*q.shape[:3], v.shape[3]))
-    for b, h in np.ndindex(q.shape[0], q.shape[2]):
-        moment, state = np.zeros((q.shape[3],) * 2), np.zeros((q.shape[3], v.shape[3]))
-        for t in range(q.shape[1]):
-            key, decay = k[b, t, h], np.exp(g[b, t, h])
-            moment = decay * moment + beta_mesa[b, t, h] * np.outer(key, key)
-            state = decay * state + np.outer(key, v[b, t, h])
-            solution = np.linalg.solve(moment + np.diag(lam_mesa[h]), q[b, t, h])
-            out[b, t, h] = solution @ state
-    return out
-
-
 MESA = pa.Mesa(pa.SSD(), beta=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("duplicate", [False, True])
-def test_it_is_its_definition_token_by_token(duplicate, backend):
+def test_many_tokens_with_equal_keys_are_those_of_the_definition(duplicate):
     x = problem(duplicate=duplicate)
-    assert_close(MESA(**x, backend=backend), by_tokens(**x))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_any_split_of_the_tokens_is_the_full_call(backend):
-    x = problem()
-    cache = MESA.init_cache(**x)
-    shapes = {name.partition("(")[0]: a.shape for name, a in cache.store.items()}
+    assert_is_defined(MESA, x)
+    shapes = {n.partition("(")[0]: a.shape for n, a in MESA.init_cache(**x).store.items()}
     assert shapes["mesa_moment"] == (2, 2, 6, 6)
-    outs, start = [], 0
-    for stop in (70, 71, 90):
-        part = {n: a if n == "lam_mesa" else a[:, start:stop] for n, a in x.items()}
-        out, cache = MESA.extend(cache, **part, backend=backend)
-        outs.append(out)
-        start = stop
-    assert_close(np.concatenate(outs, axis=1), by_tokens(**x))
 
 
 @pytest.mark.parametrize("base", ["linear", "gla", "retention", "gated_delta"])
@@ -110,16 +82,3 @@ def test_in_jax_a_query_whose_residual_is_not_reached_is_nan():
     out = np.asarray(pa.Mesa(beta=True, iterations=1)(**x, backend="jax"))
     assert np.any(np.isnan(out))
     assert np.all(np.isfinite(MESA(**x, backend="jax")))
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("mesa(softmax)", "the base has none"),
-        ("mesa(ccq(linear))", "normalises its queries"),
-        ("mesa(differential(linear))", r"write differential\(mesa\(linear\)\)$"),
-    ],
-)
-def test_a_base_that_it_can_not_precondition_is_refused_with_the_reason(text, reason):
-    with pytest.raises(TypeError, match=reason):
-        pa.parse(text)

@@ -1,7 +1,7 @@
 """mLSTM where gates are extreme, denominators small and states relative to any maximum.
 
-Outputs, gradients and states in general are compared with a loop over tokens in `test_linear.py`
-and `test_state_gradients.py`, and with xLSTM's in `test_peers.py`.
+Outputs, gradients and states in general are compared with a loop over tokens in
+`test_definitions.py`, and with xLSTM's in `test_peers.py`.
 """
 
 import numpy as np

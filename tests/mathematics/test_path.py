@@ -1,11 +1,12 @@
-"""PaTH, and LUCID over it, against their definitions and the consequences.
+"""PaTH, and LUCID over it: what follows from reflections, and what their caches hold.
 
-With H_t = I − β_t w_t w_tᵀ the scores are A_ij = q_iᵀ H_i H_{i−1} … H_{j+1} k_j, written here as
-products of matrices, pair by pair. LUCID over PaTH solves with Φ_ij = exp(s A_ij − s d), whose A is
-that of the normalised keys with themselves and the same reflections.
-Unless a test says so everything is float64, and has to hold to 1e-10 of the largest number it
-speaks of. Gradients are those of the loops by complex steps, f(x + iε)/ε, which round nothing off.
+With H_t = I − β_t w_t w_tᵀ the scores are A_ij = q_iᵀ H_i H_{i−1} … H_{j+1} k_j. LUCID over PaTH
+solves with Φ_ij = exp(s A_ij − s d), whose A is that of the normalised keys with themselves and the
+same reflections. Outputs and gradients of ordinary inputs are compared in `test_definitions.py`.
+Unless a test says so everything is float64, and has to hold to 1e-10 of the largest number.
 """
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,286 +14,378 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import precondattn as pa
-from tests.mathematics.identities import identity_values
-from tests.mathematics.path_definition import (
-    BETAS,
-    DIRECTIONS,
-    KEYS,
-    UNIT,
-    PathProblem,
-    assert_close,
-    assert_gradients,
-    at,
-    path_by_loops,
-    problems,
-    reflection,
-    sampled,
-    scores_of_all_heads,
-)
+from tests.mathematics.base_definitions import Tokens, path_scores
+from tests.mathematics.definitions import assert_is_defined, definition, normed
+from tests.mathematics.identities import assert_close, causal_mask, identity_values
+from tests.mathematics.problems import Problem, problems
+
+BETAS = {"zeros": 0.0, "ones": 1.0, "twos": 2.0, "mixed": (0.0, 0.5, 1.0, 2.0)}
+DIRECTIONS = ("unit", "keys", "repeated", "raw", "zero")
+FLUSHES = (1, 2, 3, 5)
+BOTH = ("path[{}]", "lucid(path[{}])")
 
 
-def scores_of(q, k, w, beta):
-    """A (b, h, t, s) as the library computes it.
+def inputs_of(p, m, directions="unit", betas="mixed"):
+    """Directions w of length 1, of any length (raw), or zero, and β of a kind."""
+    x = p.x(m)
+    match directions:
+        case "keys":
+            size = np.linalg.norm(p.k, axis=-1, keepdims=True)
+            x["w"] = p.k / np.where(size == 0, 1, size)
+        case "repeated":
+            x["w"] = np.broadcast_to(x["w"][:, :1], x["w"].shape).copy()
+        case "raw":
+            x["w"] = x["w"] * p.rng.uniform(0.2, 1.1, size=(*p.k.shape[:3], 1))
+        case "zero":
+            x["w"] = 0 * x["w"]
+    x["beta"] = p.rng.choice(np.atleast_1d(BETAS[betas]), size=x["beta"].shape)
+    return x
 
-    A zero key with score 0 comes first: a key's weight divided by that of the zero key is e^A.
-    """
 
-    def after_a_zero(x):
-        return np.concatenate([np.zeros_like(x[:, :1]), x], axis=1)
+def at(x, tokens):
+    return {name: array[:, tokens] for name, array in x.items()}
 
-    k, w, beta = (after_a_zero(x) for x in (k, w, beta))
-    weights = pa.Path(scale=1.0)(q, k, identity_values(k), w=w, beta=beta).transpose(0, 2, 1, 3)
+
+def scores_by_loops(x, q=None):
+    """A (b, n, t, s), of queries of as many heads as keys."""
+    q = x["q"] if q is None else q
+    everywhere = np.arange(x["k"].shape[1])
+    tokens = Tokens(everywhere[len(everywhere) - q.shape[1] :], everywhere, len(everywhere))
+    rows = [(q[b], *(x[name][b] for name in ("k", "w", "beta"))) for b in range(len(q))]
+    return np.stack([path_scores(*row, tokens).real for row in rows])
+
+
+@pytest.mark.parametrize("kind", ["random", "clustered", "duplicate", "zero"])
+@pytest.mark.parametrize("directions", DIRECTIONS)
+@pytest.mark.parametrize("text", ["path", "lucid(path)"])
+def test_reflections_of_every_kind_give_the_output_and_gradient_of_the_definition(
+    text, directions, kind
+):
+    m = pa.parse(text)
+    for betas in BETAS:
+        p = Problem(0, kind, s=7, t=5 if kind == "random" else 7, n=2, group=2)
+        assert_is_defined(m, inputs_of(p, m, directions, betas))
+
+
+def test_scores_are_those_of_the_closed_form():
+    """A = tril(q kᵀ) − tril(q wᵀ) (I + diag(β) stril(w wᵀ))⁻¹ diag(β) stril(w kᵀ)."""
+    x = inputs_of(Problem(s=9, n=2, d=4), pa.Path(), "raw")
+    scores = scores_by_loops(x)
+    for b, n in np.ndindex(2, 2):
+        q, k, w, beta = (x[name][b, :, n] for name in ("q", "k", "w", "beta"))
+        z = np.linalg.inv(np.eye(9) + beta[:, None] * np.tril(w @ w.T, -1)) * beta
+        closed = np.tril(q @ k.T) - np.tril(q @ w.T) @ z @ np.tril(w @ k.T, -1)
+        assert_close(scores[b, n], closed)
+
+
+@given(problems(["random", "clustered"], square=True, grouped=False), st.sampled_from(list(BETAS)))
+def test_scores_are_bounded_by_the_lengths_of_query_and_key(p, betas):
+    """A zero key comes first: a key's weight divided by that of the zero key is e^A."""
+    m = pa.Path(scale=1.0)
+    x = inputs_of(p, m, "unit", betas) | {"q": p.q / 2, "k": p.k / 2}
+    lengths = [np.linalg.norm(x[name], axis=-1) for name in "qk"]
+    bound = np.einsum("btn,bsn->bnts", *lengths)
+    before = {n: np.concatenate([0 * x[n][:, :1], x[n]], axis=1) for n in ("k", "w", "beta")}
+    weights = m(
+        x["q"],
+        before.pop("k"),
+        identity_values(np.pad(x["k"], [(0, 0), (1, 0), *[(0, 0)] * 2])),
+        **before,
+    )
+    weights = weights.transpose(0, 2, 1, 3)
     scores = np.zeros_like(weights)
     np.log(weights / weights[..., :1], out=scores, where=weights > 0)
-    return scores[..., 1:]
-
-
-def closed_form(q, k, w, beta):
-    """A of one head, tril(q kᵀ) − tril(q wᵀ) Z stril(w kᵀ)."""
-    s = len(k)
-    z = np.linalg.inv(np.eye(s) + beta[:, None] * np.tril(w @ w.T, -1)) * beta
-    return np.tril(q @ k.T) - np.tril(q @ w.T) @ z @ np.tril(w @ k.T, -1)
-
-
-@sampled
-@given(problems(grouped=False))
-def test_scores_are_the_same_in_every_form(p):
-    per_head = [np.swapaxes(x, 1, 2) for x in (p.q, p.k, p.w, p.beta)]
-    expected = scores_of_all_heads(p.q, p.k, p.w, p.beta)
-    size = 1 + np.abs(expected).max()
-    assert_close(scores_of(p.q, p.k, p.w, p.beta), expected, size)
-    closed = [
-        [closed_form(*head) for head in zip(*heads, strict=True)]
-        for heads in zip(*per_head, strict=True)
-    ]
-    assert_close(np.array(closed), expected, size)
-
-
-@sampled
-@given(problems(directions=["unit", "keys", "repeated"], betas=BETAS, longest=16))
-def test_scores_are_bounded_by_the_lengths_of_query_and_key(p):
-    q, k = p.q / 2, p.k / 2
-    keys = np.repeat(k, p.group, axis=2)
-    bound = np.einsum("bth,bsh->bhts", np.linalg.norm(q, axis=-1), np.linalg.norm(keys, axis=-1))
-    assert np.all(np.abs(scores_of(q, k, p.w, p.beta)) <= bound + 1e-10)
+    assert np.all(np.abs(scores[..., 1:]) <= bound + 1e-10)
+    assert_close(scores[..., 1:], scores_by_loops(x), size=1 + np.abs(scores).max())
 
 
 @pytest.mark.parametrize("length", [1.3, -1.3])
 def test_directions_are_used_as_they_are_and_may_expand(length):
     k = np.ones((1, 5, 1, 1))
-    w, beta = np.full_like(k, length), np.full((1, 5, 1), 2.0)
+    m, x = pa.Path(scale=1.0), {"w": np.full_like(k, length), "beta": np.full((1, 5, 1), 2.0)}
     factor = 1 - 2 * length**2  # −2.38
     steps = np.arange(5)[:, None] - np.arange(5)
-    expected = np.where(steps >= 0, factor ** np.maximum(steps, 0), 0)
-    assert_close(scores_of(0.5 * k, k, w, beta)[0, 0], 0.5 * expected)
+    scores = np.where(steps >= 0, 0.5 * factor ** np.maximum(steps, 0), -np.inf)
+    weights = np.exp(scores - np.logaddexp.reduce(scores, axis=-1, keepdims=True))
+    assert_close(m(0.5 * k, k, identity_values(k), **x)[0, :, 0], weights)
 
 
-@sampled
-@given(problems(directions=UNIT, betas=["twos"], grouped=False))
-def test_beta_of_two_is_a_dot_product_of_reflected_queries_and_keys(p):
+def test_beta_of_two_is_a_dot_product_of_reflected_queries_and_keys():
+    p = Problem(s=8, n=2)
+    x = inputs_of(p, pa.Path(), "unit", "twos")
     q, k = np.zeros_like(p.q), np.zeros_like(p.k)
-    for b, n in np.ndindex(p.k.shape[0], p.k.shape[2]):
-        product = np.eye(p.k.shape[-1])
-        for t in range(p.k.shape[1]):
-            product = product @ reflection(p.w[b, t, n], 2.0)  # H_1 … H_t
+    for b, n in np.ndindex(2, 2):
+        product = np.eye(3)
+        for t in range(8):
+            w = x["w"][b, t, n]
+            product = product @ (np.eye(3) - 2 * np.outer(w, w))  # H_1 … H_t
             q[b, t, n], k[b, t, n] = product @ p.q[b, t, n], product @ p.k[b, t, n]
-    assert_close(pa.Path()(**p.inputs), pa.Softmax()(q, k, p.v), size=np.abs(p.v).max())
+    assert_close(pa.Path()(**x), pa.Softmax()(q, k, p.v))
 
 
-@sampled
-@given(p=problems(square=False), scale=st.none() | st.floats(0.1, 2))
-def test_output_is_the_definition_written_as_loops(p, scale):
-    expected = path_by_loops(**p.inputs, scale=scale)
-    assert_close(pa.Path(scale=scale)(**p.inputs), expected, size=np.abs(p.v).max())
-    assert_close(pa.Path(scale=scale, flush=3)(**p.inputs), expected, size=np.abs(p.v).max())
-
-
-@pytest.mark.parametrize("keys", KEYS)
-@pytest.mark.parametrize("directions", DIRECTIONS)
-@pytest.mark.parametrize("betas", BETAS)
-def test_output_is_the_definition_for_every_kind_of_input(keys, directions, betas):
-    p = PathProblem(np.random.default_rng(0), keys, directions, betas, s=7, n=2, group=2)
-    assert_close(pa.Path()(**p.inputs), path_by_loops(**p.inputs))
-
-
-@pytest.mark.parametrize("layer", ["path", "path[forget=scaled]", "lucid(path)"])
-@sampled
-@given(p=problems(), count=st.integers(1, 8), first=st.integers(0, 8))
-def test_the_last_queries_alone_have_the_same_masks(layer, p, count, first):
-    inputs, t = p.gated if "forget" in layer else p.inputs, p.k.shape[1]
-    layer, segments = pa.parse(layer), np.tile(np.arange(t) >= first, (2, 1)).astype(int)
-    is_visible = p.rng.random((2, t)) < 0.7
-    for masks in ({"key_mask": is_visible}, {"segment_ids": segments}):
-        out = layer(**inputs, **masks)
-        last = layer(**inputs | {"q": p.q[:, -count:]}, **masks)
-        assert_close(last, out[:, -count:], size=1 + np.abs(out).max())
-
-
-def test_a_bias_is_added_to_the_scaled_logits():
-    p = PathProblem(np.random.default_rng(0), s=6, t=4, group=2)
-    bias = p.rng.normal(size=(2, 2, 4, 6))
-    out = pa.Path(bias=True)(**p.inputs, bias=bias)
-    assert_close(out, path_by_loops(**p.inputs, bias=bias))
-
-
-@sampled
-@given(p=problems(square=False), g=st.booleans(), window=st.integers(1, 9))
-def test_a_window_masks_keys_and_changes_no_score(p, g, window):
-    inputs = p.gated if g else p.inputs
-    layer = pa.Path(window=window, forget="unscaled" if g else "none")
-    out = layer(**inputs)
-    assert_close(out, path_by_loops(**inputs, window=window), size=np.abs(p.v).max())
-
-
-@pytest.mark.parametrize("zero_input", ["w", "beta"])
-@sampled
-@given(p=problems(square=False))
-def test_without_reflections_path_is_softmax(zero_input, p):
-    named = {"w": p.w, "beta": p.beta} | {zero_input: 0 * getattr(p, zero_input)}
-    expected = pa.Softmax()(p.q, p.k, p.v)
-    assert_close(pa.Path()(p.q, p.k, p.v, **named), expected, size=np.abs(p.v).max())
-    gated = pa.Softmax(forget="scaled")(p.q, p.k, p.v, g=p.g)
-    out = pa.Path(forget="scaled")(p.q, p.k, p.v, g=p.g, **named)
-    assert_close(out, gated, size=np.abs(p.v).max())
-
-
-@pytest.mark.parametrize("layer", ["path", "lucid(path)"])
-@sampled
-@given(p=problems(), c=st.floats(0.1, 10))
-def test_only_beta_times_the_square_of_a_direction_matters(layer, p, c):
-    layer = pa.parse(layer)
-    out = layer(**p.inputs)
-    size = 1 + np.abs(out).max()
-    signs = p.rng.choice([-1.0, 1.0], size=(*p.beta.shape, 1))
-    assert_close(layer(**p.inputs | {"w": -p.w}), out, size)
-    assert_close(layer(**p.inputs | {"w": signs * p.w}), out, size)
-    assert_close(layer(**p.inputs | {"w": c * p.w, "beta": p.beta / c**2}), out, size)
-
-
-@pytest.mark.parametrize("layer", ["path", "lucid(path)"])
-@sampled
-@given(p=problems())
-def test_a_common_rotation_of_queries_keys_and_directions_does_not_matter(layer, p):
-    layer, d = pa.parse(layer), p.k.shape[-1]
-    rotation, _ = np.linalg.qr(p.rng.normal(size=(d, d)))
-    rotated = {name: getattr(p, name) @ rotation for name in "qkw"}
-    out = layer(**p.inputs)
-    assert_close(layer(**p.inputs | rotated), out, size=1 + np.abs(out).max())
-
-
-@pytest.mark.parametrize("layer", ["path", "lucid(path)"])
-@sampled
-@given(p=problems())
-def test_the_reflection_of_the_first_token_has_no_effect(layer, p):
-    out = pa.parse(layer)(**p.inputs)
-    changed = {name: getattr(p, name).copy() for name in ("w", "beta")}
+@pytest.mark.parametrize("text", ["path", "lucid(path)"])
+def test_the_reflection_of_the_first_token_and_signs_and_lengths_have_no_effect(text):
+    """Only β w wᵀ matters, from the second token on."""
+    m, p = pa.parse(text), Problem(s=8, n=2, group=2)
+    x = inputs_of(p, m)
+    out = m(**x)
+    changed = {name: x[name].copy() for name in ("w", "beta")}
     changed["w"][:, 0], changed["beta"][:, 0] = 5.0, 1.7
-    assert_close(pa.parse(layer)(**p.inputs | changed), out, size=1 + np.abs(out).max())
+    assert_close(m(**x | changed), out)
+    c = p.rng.choice([-3.0, -1.0, 0.5], size=x["beta"].shape)
+    assert_close(m(**x | {"w": c[..., None] * x["w"], "beta": x["beta"] / c**2}), out)
 
 
 @pytest.mark.parametrize("forget", ["unscaled", "scaled"])
-@sampled
-@given(p=problems(square=False), scale=st.none() | st.floats(0.1, 2))
-def test_output_with_a_forget_gate_is_the_definition(forget, p, scale):
-    out = pa.Path(forget=forget, scale=scale)(**p.gated)
-    expected = path_by_loops(**p.gated, forget=forget, scale=scale)
-    assert_close(out, expected, size=np.abs(p.v).max())
-
-
-@sampled
-@given(p=problems(square=False), scale=st.floats(0.1, 2))
-def test_a_scaled_gate_is_an_unscaled_one_times_the_scale(p, scale):
-    out = pa.Path(forget="scaled", scale=scale)(**p.gated)
-    scaled = p.inputs | {"g": scale * p.g}
-    assert_close(pa.Path(forget="unscaled", scale=scale)(**scaled), out, size=np.abs(p.v).max())
-
-
-@pytest.mark.parametrize("forget", ["unscaled", "scaled"])
-@sampled
-@given(p=problems(square=False))
-def test_a_gate_of_zero_is_no_gate(forget, p):
-    out = pa.Path(forget=forget)(**p.inputs, g=0 * p.g)
-    assert_close(out, pa.Path()(**p.inputs), size=np.abs(p.v).max())
-
-
-@pytest.mark.parametrize("forget", ["unscaled", "scaled"])
-@sampled
-@given(p=problems(), data=st.data())
-def test_a_closed_gate_forgets_all_that_came_before(forget, p, data):
-    layer, t = pa.Path(forget=forget), p.k.shape[1]
-    cut = data.draw(st.integers(0, t - 1))
-    g = np.where(np.arange(t)[:, None] == cut, -1e4, 0.0) + np.zeros_like(p.g)
-    out, pullback = layer.vjp(**p.inputs, g=g)
-    parts = [
-        pa.Path()(**at(p.inputs, slice(None), x))
-        for x in (slice(cut), slice(cut, t))
-        if x != slice(0)
-    ]
-    assert_close(out, np.concatenate(parts, axis=1), size=np.abs(p.v).max())
-    assert all(np.all(np.isfinite(x)) for x in pullback(p.like_output()).values())
-    closed, pullback = layer.vjp(**p.inputs, g=np.full_like(p.g, -1e4))
-    assert_close(closed, np.repeat(p.v, p.group, axis=2))
+def test_a_closed_gate_forgets_all_that_came_before(forget):
+    m, plain, p = pa.Path(forget=forget), pa.Path(), Problem(s=8, n=2, group=2)
+    x = inputs_of(p, m)
+    for cut in (0, 3, 7):
+        g = np.where(np.arange(8)[:, None] == cut, -1e4, 0.0) + np.zeros_like(x["g"])
+        assert_is_defined(m, x | {"g": g})
+        rest = {name: a for name, a in x.items() if name != "g"}
+        out = m(**x | {"g": g})
+        assert_close(out[:, cut:], plain(**at(rest, slice(cut, None))))
+    closed, pullback = m.vjp(**x | {"g": np.full_like(x["g"], -1e4)})
+    assert_close(closed, np.repeat(p.v, 2, axis=2))
     gradients = pullback(p.like_output())
     for name in ("q", "k", "w", "beta", "g"):
         assert_close(gradients[name], 0.0, size=1)
 
 
-def assert_past_is_unchanged(layer, now, moved, past):
-    """All inputs of the future may change, or any one of them."""
-    later = np.arange(now["k"].shape[1]) >= past
+@pytest.mark.parametrize("text", ["path", "path[forget=unscaled]"])
+def test_enormous_reflections_of_the_future_change_no_bit_of_past_outputs(text):
+    m, p = pa.parse(text), Problem(s=8, n=2, group=2)
+    x = inputs_of(p, m)
+    before = m(**x)[:, :5]
     moved = {
-        name: np.where(later.reshape(-1, *[1] * (x.ndim - 2)), moved[name], x)
-        for name, x in now.items()
+        name: np.concatenate([a[:, :5], 1e3 * a[:, 5:] - 0.5], axis=1) for name, a in x.items()
     }
-    before = layer(**now)[:, :past]
-    for changed in (moved, *({name: moved[name]} for name in now)):
-        np.testing.assert_array_equal(layer(**now | changed)[:, :past], before)
+    for changed in (moved, *({name: moved[name]} for name in x)):
+        np.testing.assert_array_equal(m(**x | changed)[:, :5], before)
 
 
-@pytest.mark.parametrize("layer", ["path", "path[forget=unscaled]"])
-@sampled
-@given(p=problems(), past=st.integers(1, 8))
-def test_enormous_reflections_of_the_future_change_no_bit_of_past_outputs(layer, p, past):
-    now = p.gated if "forget" in layer else p.inputs
-    moved = {name: 1e3 * x - 0.5 for name, x in p.gated.items()}
-    assert_past_is_unchanged(pa.parse(layer), now, moved, past)
+def test_long_directions_of_one_segment_do_not_affect_the_next():
+    p = Problem(s=9)
+    x, first = inputs_of(p, pa.Path()), np.arange(9) < 4
+    x["w"] = np.where(first[:, None, None], 1e3 * x["w"], x["w"])
+    packed, pullback = pa.Path().vjp(**x, segment_ids=np.tile(1 - first, (2, 1)))
+    alone, pullback_alone = pa.Path().vjp(**at(x, ~first))
+    assert_close(packed[:, ~first], alone)
+    cotangent = np.where(first[:, None, None], 0, p.like_output())
+    gradients, expected = pullback(cotangent), pullback_alone(cotangent[:, ~first])
+    for name in expected:
+        assert_close(gradients[name][:, ~first], expected[name])
+        assert np.all(gradients[name][:, first] == 0)
 
 
-@pytest.mark.parametrize("betas", BETAS)
+# LUCID over PaTH
+
+
+def kernels(x, eps):
+    """I + stril(Φ) of every head, (b, n, s, s)."""
+    keys = normed(x["k"], "rms", eps)
+    d, scores = keys.shape[-1], scores_by_loops(x | {"k": keys}, keys)
+    below = np.tril(np.ones(scores.shape[-2:]), -1)
+    return np.exp((scores - d) * d**-0.5) * below + np.eye(len(below))
+
+
+def inverse_of(m, k, **named):
+    """P (b, n, s, s), by which LUCID maps values to the solved values that a cache stores."""
+    cache, values = m.init_cache(k, k, identity_values(k), capacity=k.shape[1]), identity_values(k)
+    return m.extend(cache, k, k, values, **named)[1].store["y"].transpose(0, 2, 1, 3)
+
+
+@pytest.mark.parametrize("kind", ["random", "clustered", "duplicate"])
+def test_a_normalised_query_equal_to_its_key_retrieves_its_value_scaled(kind):
+    p, m = Problem(0, kind, s=8, n=2), pa.Lucid(pa.Path(), eps=0)
+    x = inputs_of(p, m)
+    expected = p.v / kernels(x, 0).sum(-1).transpose(0, 2, 1)[..., None]
+    kn, size = normed(p.k, "rms", 0), np.abs(p.v).max()
+    assert_close(m(**x | {"q": kn, "k": kn}), expected, size)
+    both = pa.Lucid(pa.Path(), eps=0, normalize="queries_and_keys")
+    assert_close(both(**x | {"q": p.k}), expected, size)
+
+
+@pytest.mark.parametrize("flush", [1, 3])
+@pytest.mark.parametrize("directions", ["unit", "keys", "repeated"])
+def test_unit_directions_bound_the_kernel_and_its_inverse_whatever_the_keys(directions, flush):
+    m = pa.Lucid(pa.Path(flush=flush))
+    for kind in ("random", "clustered", "duplicate", "zero"):
+        x = inputs_of(Problem(1, kind, s=20, n=2), m, directions)
+        inverse = inverse_of(m, x["k"], w=x["w"], beta=x["beta"])
+        n = inverse.shape[-1]
+        assert np.abs(inverse).max() <= 1 + 1e-12
+        assert np.sum(inverse**2, axis=-2).max() <= 2 + 1e-12
+        assert np.linalg.cond(inverse).max() <= n * np.sqrt(n + 1) * (1 + 1e-10)
+        matrix = np.linalg.inv(inverse)
+        assert matrix.max() <= 1 + 1e-9
+        assert_close(matrix, kernels(x, 1e-6), size=10)
+
+
+def test_long_directions_exceed_the_bound():
+    k = np.ones((1, 7, 1, 2))
+    w, beta = 1.1 * k / np.sqrt(2), np.full((1, 7, 1), 2.0)  # Factors of −1.42.
+    assert np.abs(inverse_of(pa.Lucid(pa.Path()), k, w=w, beta=beta)).max() > 10
+
+
+def test_the_dot_product_is_refused_where_it_is_the_base_s_own():
+    for base in (pa.Softmax(), pa.Laser(), pa.Softmax(causal=False)):
+        with pytest.raises(TypeError, match=r"path transports keys, .* none; write lucid"):
+            pa.Lucid(base, metric="dot")
+
+
+# Caches
+
+
+def decode(m, x, widths):
+    """The output of blocks of these widths, and the last cache."""
+    cuts = [0, *np.cumsum(widths).tolist()]
+    cache, outs = m.init_cache(*(x[name] for name in "qkv"), capacity=cuts[-1]), []
+    for start, stop in pairwise(cuts):
+        out, cache = m.extend(cache, **at(x, slice(start, stop)))
+        outs.append(out)
+    return np.concatenate(outs, axis=1), cache
+
+
+def with_flush(text, flush):
+    return pa.parse(text.format(f"flush={flush}"))
+
+
 @pytest.mark.parametrize("directions", DIRECTIONS)
-def test_gradient_is_that_of_the_definition(directions, betas):
-    p = PathProblem(np.random.default_rng(0), "random", directions, betas, s=4, t=3, group=2, d=2)
-    assert_gradients(pa.Path(), path_by_loops, p.inputs)
+@pytest.mark.parametrize("flush", FLUSHES)
+@pytest.mark.parametrize("text", BOTH)
+def test_decoding_one_by_one_over_many_flushes_is_the_definition(text, flush, directions):
+    m, length = with_flush(text, flush), max(6, 3 * flush + 1)
+    x = inputs_of(Problem(0, "clustered", s=length, group=2), m, directions)
+    out, _ = decode(m, x, [1] * length)
+    assert_close(out, definition(m, x)[0].real)
 
 
-@pytest.mark.parametrize("keys", KEYS)
-def test_gradient_is_that_of_the_definition_for_keys_of_every_kind(keys):
-    p = PathProblem(np.random.default_rng(1), keys, "unit", "mixed", s=5, n=2, group=2, d=3, b=1)
-    assert_gradients(
-        pa.Path(window=3, scale=0.7), lambda **x: path_by_loops(**x, window=3, scale=0.7), p.inputs
-    )
+@pytest.mark.parametrize("text", BOTH)
+@pytest.mark.parametrize("flush", FLUSHES)
+def test_the_cache_stores_keys_as_of_the_last_flush_and_the_reflections_since(text, flush):
+    m, p = with_flush(text, flush), Problem(s=8, n=2)
+    x = inputs_of(p, m)
+    for length in range(1, 9):
+        caches = [decode(m, at(x, slice(length)), widths)[1] for widths in ([length], [1] * length)]
+        flushed = length - length % flush
+        for cache in caches:
+            keys = cache.store["path(k,w,beta)"]
+            for b, j, n in np.ndindex(2, flushed, 2):
+                key = p.k[b, j, n]
+                for t in range(j + 1, flushed):
+                    w = x["w"][b, t, n]
+                    key = key - x["beta"][b, t, n] * w * (w @ key)
+                assert_close(keys[b, j, n], key, size=1)
+            for name in ("w", "beta") if flush > 1 else ():
+                since = cache.store[f"pending({name})"][:, : length - flushed]
+                np.testing.assert_array_equal(since, x[name][:, flushed:length])
 
 
-@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("flush", FLUSHES)
+def test_a_cache_stores_the_norm_of_the_original_key(flush):
+    m, p = pa.Lucid(pa.Path(flush=flush)), Problem(0, "clustered", s=11, n=2, group=2)
+    x = inputs_of(p, m, "keys")
+    x["beta"] = np.full_like(x["beta"], 0.5)  # Keys shrink by half each time.
+    out, cache = decode(m, x, [1] * 11)
+    assert_close(out, m(**x))
+    original = np.sqrt(np.mean(p.k**2, axis=-1) + 1e-6)
+    assert_close(cache.store["rms(k)"], original)
+    moved = np.sqrt(np.mean(cache.store["path(k,w,beta)"][:, 0] ** 2, axis=-1))
+    assert np.all(moved < 0.01 * original[:, 0])
+
+
+@pytest.mark.parametrize("flush", FLUSHES)
+def test_a_cache_with_the_dot_product_holds_both_keys(flush):
+    m = pa.Lucid(pa.Path(flush=flush), metric="dot")
+    x = inputs_of(Problem(s=11, n=2, group=2), m)
+    out, cache = decode(m, x, [1, 4, 1, 1, 4])
+    assert_close(out, definition(m, x)[0].real)
+    assert {"k", "path(k,w,beta)", "rms(k)", "y"} <= set(cache.store)
+
+
+@pytest.mark.parametrize(
+    "text", ["path[{}]", "path[{},window=3]", "path[{},forget=unscaled]", "lucid(path[{}])"]
+)
+@pytest.mark.parametrize("flush", [1, 3])
+def test_masked_keys_in_a_ragged_cache_neither_reflect_nor_are_attended_to(text, flush):
+    m = with_flush(text, flush)
+    x = inputs_of(Problem(s=10, group=2), m)
+    mask = np.random.default_rng(1).random((2, 10)) < 0.6
+    cache, outs = m.init_cache(*(x[name] for name in "qkv"), capacity=10, key_mask=True), []
+    for start, stop, counts in ((0, 4, [4, 1]), (4, 5, [0, 1]), (5, 10, [3, 5])):
+        part, seen = at(x, slice(start, stop)), mask[:, start:stop]
+        out, cache = m.extend(cache, **part, key_mask=seen, lengths=counts)
+        outs.append(out)
+    out = np.concatenate(outs, axis=1)
+    for i, valid in enumerate(([0, 1, 2, 3, 5, 6, 7], [0, 4, 5, 6, 7, 8, 9])):
+        alone = {name: a[i : i + 1, valid] for name, a in x.items()}
+        expected = definition(m, alone, key_mask=mask[i : i + 1, valid])[0].real
+        assert_close(out[i : i + 1, valid], expected, size=1 + np.abs(expected).max())
+        assert np.all(np.delete(out[i], valid, axis=0) == 0)
+
+
+def scores_by_key_cache(q, k, w, beta):
+    """A of one head by reflecting every past key at every token, in linear memory."""
+    scores, keys = np.zeros((len(q), len(k))), k.copy()
+    for i in range(len(q)):
+        keys[:i] -= beta[i] * np.outer(keys[:i] @ w[i], w[i])
+        scores[i, : i + 1] = keys[: i + 1] @ q[i]
+    return scores
+
+
+def long_reference(q, k, v, w, beta, lucid):
+    """The output in float64 for one head of each sequence, which may be hundreds of tokens long."""
+    out, d = np.zeros_like(v), q.shape[-1]
+    for b in range(len(q)):
+        q1, k1, y, w1, beta1 = (x[b, :, 0].copy() for x in (q, k, v, w, beta))
+        if lucid:
+            kn = normed(k1, "rms", 1e-6)
+            phi = np.exp((scores_by_key_cache(kn, kn, w1, beta1) - d) * d**-0.5)
+            for t in range(len(y)):
+                y[t] -= phi[t, :t] @ y[:t]
+        logits = scores_by_key_cache(q1, k1, w1, beta1) * d**-0.5
+        logits = np.where(causal_mask(len(y), len(y)), logits, -np.inf)
+        out[b, :, 0] = np.exp(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)) @ y
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("flush", [1, 7])
+@pytest.mark.parametrize("text", BOTH)
+def test_hundreds_of_single_steps_stay_accurate(text, flush, dtype):
+    """In float64 the few steps are those of the definition, which checks the long reference."""
+    m, is_lucid = with_flush(text, flush), text.startswith("lucid")
+    p = Problem(s=9 if dtype == "float64" else 200, d=8)
+    x = inputs_of(p, m)
+    if dtype == "float64":
+        assert_close(long_reference(**x, lucid=is_lucid), definition(m, x)[0].real)
+        return
+    if dtype == "bfloat16":
+        torch = pytest.importorskip("torch")
+        given = {name: torch.tensor(a).to(torch.bfloat16) for name, a in x.items()}
+        exact = {name: a.double().numpy() for name, a in given.items()}
+    else:
+        given = {name: a.astype(dtype) for name, a in x.items()}
+        exact = {name: a.astype(np.float64) for name, a in given.items()}
+    cache, outs = m.init_cache(*(given[name] for name in "qkv"), capacity=200), []
+    for t in range(200):
+        out, cache = m.extend(cache, **at(given, slice(t, t + 1)), donate=True)
+        assert dtype in str(out.dtype)
+        outs.append(out.double().numpy() if dtype == "bfloat16" else out)
+    expected = long_reference(**exact, lucid=is_lucid)
+    within = 2e-2 if dtype == "bfloat16" else 2e-5
+    assert np.abs(np.concatenate(outs, axis=1) - expected).max() <= within * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("how", ["at once", "one by one"])
 @pytest.mark.parametrize("forget", ["unscaled", "scaled"])
-def test_gradient_with_a_forget_gate_is_that_of_the_definition(forget, t):
-    p = PathProblem(np.random.default_rng(0), s=4, t=t, group=2, d=2)
-    layer = pa.Path(forget=forget)
-    assert_gradients(layer, lambda **x: path_by_loops(**x, forget=forget), p.gated)
-    extreme = p.gated | {"g": p.rng.choice([-1e4, 0.0], size=p.g.shape)}
-    assert_gradients(layer, lambda **x: path_by_loops(**x, forget=forget), extreme)
-
-
-def test_gradient_at_beta_of_zero_agrees_with_finite_differences():
-    p = PathProblem(np.random.default_rng(0), betas="zeros", s=5, group=2)
-    cotangent, step = p.like_output(), 1e-6
-    _, pullback = pa.Path().vjp(**p.inputs)
-    gradient = pullback(cotangent)["beta"]
-    assert np.abs(gradient[:, 1:]).min() > 1e-4
-    for index in np.ndindex(p.beta.shape):
-        sides = []
-        for sign in (1, -1):
-            beta = p.beta.copy()
-            beta[index] += sign * step
-            sides.append(np.sum(cotangent * pa.Path()(**p.inputs | {"beta": beta})))
-        assert abs((sides[0] - sides[1]) / (2 * step) - gradient[index]) < 1e-7
+def test_a_closed_gate_in_single_precision_leaves_later_gates_accurate(forget, how):
+    m = pa.Path(forget=forget)
+    x = inputs_of(Problem(s=12), m)
+    x["g"][:, 3] = -1e4
+    x = {name: a.astype(np.float32) for name, a in x.items()}
+    out = m(**x) if how == "at once" else decode(m, x, [1] * 12)[0]
+    expected = definition(m, {name: a.astype(np.float64) for name, a in x.items()})[0].real
+    assert np.abs(out - expected).max() <= 2e-5 * np.abs(expected).max()

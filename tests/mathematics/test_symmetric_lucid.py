@@ -68,28 +68,6 @@ def test_it_is_attention_to_values_times_a_dense_inverse(kind, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_masked_tokens_are_removed(backend):
-    x = problem()
-    kept = np.random.default_rng(1).uniform(size=(2, 19)) < 0.7
-    out = lucid(backend, x, {"key_mask": kept})
-    assert_close(np.where(kept[..., None, None], out, 0), by_inverse(**x, kept=kept))
-    lengths = np.asarray([19, 11])
-    assert_close(
-        lucid(backend, x, {"lengths": lengths}),
-        by_inverse(**x, kept=np.arange(19) < lengths[:, None]),
-    )
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_sequences_are_solved_one_by_one(backend):
-    x = problem(b=1)
-    ids = np.repeat([0, 1, 2], [9, 3, 7])[None]
-    parts = [{name: a[:, ids[0] == i] for name, a in x.items()} for i in range(3)]
-    expected = np.concatenate([by_inverse(**part) for part in parts], axis=1)
-    assert_close(lucid(backend, x, {"segment_ids": ids}), expected)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_fewer_queries_read_all_solved_values(backend):
     x = problem()
     few = {**x, "q": x["q"][:, 12:]}
@@ -155,27 +133,6 @@ def test_tiny_and_huge_values_are_solved(size):
     x = problem()
     scaled = {**x, "v": size * x["v"]}
     assert_close(lucid("portable", scaled) / size, lucid("reference", x))
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("lucid[rho=0.1]", "rho belong"),
-        ("lucid[tolerance=0.1,iterations=3]", "tolerance and iterations belong"),
-        ("lucid[beta=true](softmax[causal=false])", "no order in which values are written"),
-        ("lucid[normalize=rows](softmax[causal=false])", "needs a unit diagonal"),
-        ("lucid(softmax[causal=false,window=3])", "indefinite"),
-    ],
-)
-def test_what_has_no_symmetric_solve_is_refused_with_the_reason(text, reason):
-    with pytest.raises(TypeError, match=reason):
-        pa.parse(text)
-
-
-def test_it_has_no_cache():
-    x = problem()
-    with pytest.raises(ValueError, match="is not causal, so it can not have a cache"):
-        pa.Lucid(pa.Softmax(causal=False)).init_cache(**x, capacity=8)
 
 
 def test_a_window_would_make_the_matrix_indefinite():
