@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn_conformance import expecting, libraries
+from precondattn_conformance import expecting, extremes, libraries
 from precondattn_conformance.case import Case
 from precondattn_conformance.cases import case_of, cases, designed
 from precondattn_conformance.checks import CHECK, Check
@@ -140,6 +140,14 @@ def test_on_a_trained_models_keys_lucid_is_far_from_softmax(layout):
     condition = np.linalg.cond(pa.LucidSolve()(keys, identity)[0].transpose(1, 0, 2))
     assert condition.min() > 5
     assert condition.max() < 100
+
+
+def test_there_is_a_jump_of_gates_in_the_first_or_in_the_last_token_of_a_block():
+    gates = extremes._with_jumps_at_edges(np.zeros((1, 65, 2)))
+    jumps = {(int(t), int(head)) for t, head in np.argwhere(gates[0] == extremes.JUMP)}
+    for edge in (16, 32, 48, 64):
+        before, after = ({h for t, h in jumps if t == token} for token in (edge - 1, edge))
+        assert before ^ after == {0, 1}
 
 
 def test_one_wrong_element_fails():
