@@ -1,4 +1,4 @@
-"""A run without any named backend, library or mechanism: cases, processes, first output."""
+"""The cases of a run by what it names, from nothing to a mechanism; processes, first output."""
 
 import io
 import os
@@ -88,10 +88,7 @@ def test_wide_keys_are_left_out_only_where_every_token_has_a_matrix(every, share
     "named", [{"backend": ("portable",)}, {"libraries": ("numpy",)}, {"mechanisms": ("softmax",)}]
 )
 def test_a_run_that_names_something_has_all_cases(named):
-    chosen = {
-        "only_libraries": named.get("libraries", ()),
-        "only_mechanisms": ("softmax",),
-    }
+    chosen = {"only_libraries": named.get("libraries", ()), "only_mechanisms": ("softmax",)}
     session = Session(**{"mechanisms": ("softmax",), **named})
     assert session.cases() == list(cases("smoke", **chosen, blocks=session.blocks))
 
@@ -110,18 +107,11 @@ def test_full_has_a_part_of_options_and_compositions_unless_one_is_named(mechani
     assert len({case.check for case in set(part) - smoke}) > 3
 
 
-def of_ids(*ids):
-    return [case_of(text) for text in ids]
-
-
 def test_of_several_processes_one_begins_with_what_is_compiled():
     pytest.importorskip("jax")
-    todo = of_ids(
-        "outputs-numpy-float32-plain-clustered-lucid",
-        "outputs-jax-float32-plain-clustered-lucid",
-        "gradients-jax-float32-plain-clustered-lucid",
-        "outputs-numpy-float32-plain-clustered-laser",
-    )
+    ids = ("outputs-numpy", "lucid"), ("outputs-jax", "lucid"), ("gradients-jax", "lucid")
+    ids = (*ids, ("outputs-numpy", "laser"))
+    todo = [case_of(f"{check}-float32-plain-clustered-{name}") for check, name in ids]
     eager, compiled = lanes_of(todo, 2)
     assert list(eager) == [todo[:1], todo[3:]]
     assert list(compiled) == [todo[1:3]]
@@ -131,16 +121,10 @@ def test_of_several_processes_one_begins_with_what_is_compiled():
 
 def test_two_processes_find_what_one_finds_in_the_same_order(tmp_path):
     pytest.importorskip("jax")
-    found = {}
+    found, path = {}, tmp_path / "record.json"
+    chosen = {"mechanisms": ("l2_norm", "unit_rows"), "libraries": ("numpy", "jax")}
     for jobs in (0, 2):
-        path = tmp_path / f"{jobs}.json"
-        session = Session(
-            mechanisms=("l2_norm", "unit_rows"),
-            libraries=("numpy", "jax"),
-            checks=("outputs",),
-            dtypes=("float32",),
-            jobs=jobs,
-        )
+        session = Session(**chosen, checks=("outputs",), dtypes=("float32",), jobs=jobs)
         printed = io.StringIO()
         assert conformance(session, Console(file=printed, width=120), record=path) == 0
         record = load(path)
@@ -184,3 +168,44 @@ def test_a_process_compiles_quickly_unless_its_user_has_chosen_options(monkeypat
     monkeypatch.setenv(FLAGS, "--xla_dump_to=x")
     with compiling_quickly():
         assert os.environ[FLAGS] == "--xla_dump_to=x"
+
+
+def of_library(library, **named):
+    return [c for c in Session(**named).cases() if c.library == library]
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "gated_delta", "lucid"])
+def test_a_named_mechanism_has_in_jax_every_check_that_it_has_in_pytorch(mechanism):
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    found, expected = (
+        {c.check for c in of_library(library, mechanisms=(mechanism,))}
+        for library in ("jax", "torch")
+    )
+    assert expected - found <= {"strides", "autocast", "threads"}
+    of_design = [c for c in of_library("jax", mechanisms=(mechanism,)) if c.layout.block]
+    assert len(of_design) > 2
+
+
+def test_a_named_library_has_all_masks_and_gradients_in_jax_in_one_size():
+    pytest.importorskip("jax")
+    chosen = [c for c in of_library("jax", libraries=("jax",)) if c.mechanism == "softmax"]
+    checks = {c.check for c in chosen}
+    assert {"outputs", "gradients", "packing", "padding", "future", "stability"} <= checks
+    assert {"lengths", "segment_ids", "key_mask", None} == {c.layout.mask for c in chosen}
+    assert len({(c.layout.b, c.layout.t, c.layout.h) for c in chosen}) == 1
+
+
+def test_a_run_of_everything_has_no_more_of_jax_than_outputs(shared):
+    pytest.importorskip("jax")
+    chosen = [c for c in shared if c.library == "jax"]
+    assert {(c.check, c.layout.name, c.dtype) for c in chosen} == {("outputs", "plain", "float32")}
+    assert len({c.mechanism for c in chosen}) == len(chosen)
+
+
+def test_without_float64_the_cases_of_jax_are_in_float32():
+    pytest.importorskip("jax")
+    only = {"only_mechanisms": ("softmax",), "only_libraries": ("jax",)}
+    chosen = cases("smoke", **only, is_narrow=lambda expression, library: True)
+    of_masks = [c for c in chosen if c.check == "outputs" and c.layout.name == "masked"]
+    assert {c.dtype for c in of_masks} == {"float32"}

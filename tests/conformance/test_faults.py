@@ -1,14 +1,20 @@
-"""The suite on planted faults: level full detects all of them, level smoke most."""
+"""Planted faults: level full detects all, level smoke most, each in the checks of its kind."""
 
 import io
-from collections import Counter
 from dataclasses import replace
+from zlib import crc32
 
+import numpy as np
 import pytest
 from rich.console import Console
 
+from precondattn.cache.capacity import _padded as padded
+from precondattn.cache.kept import states_at
+from precondattn.cache.sequences import reorder
+from precondattn.spec.linear_family import LinearFamily
+from precondattn_conformance.cases import case_of
 from precondattn_conformance.faults.catalogue import MINIMUM, OF_EACH_STAGE, faults, subjects
-from precondattn_conformance.faults.fault import FORWARD, Fault
+from precondattn_conformance.faults.fault import FORWARD, STAGES, Fault, inside
 from precondattn_conformance.faults.selftest import (
     SMOKE,
     SMOKE_SHARE,
@@ -20,6 +26,8 @@ from precondattn_conformance.faults.selftest import (
     run_self_test,
     show,
 )
+from precondattn_conformance.runner import run_case
+from precondattn_conformance.status import FAILED
 
 
 def kind(fault):
@@ -39,20 +47,6 @@ def of_each_kind():
     return [*first.values()]
 
 
-def groups(chosen, number):
-    """Groups of mechanisms with about equal numbers of faults, to divide among workers."""
-    count = Counter(fault.mechanism for fault in chosen)
-    filled = [0] * number
-    group_of = {}
-    for mechanism, size in count.most_common():
-        group_of[mechanism] = smallest = filled.index(min(filled))
-        filled[smallest] += size
-    actual = [[] for _ in range(number)]
-    for fault in chosen:
-        actual[group_of[fault.mechanism]].append(fault)
-    return actual
-
-
 QUICK = {
     "softmax, forward of blocks: the maximum over a row's first keys as that of the whole row",
     "softmax, forward+backward of leaves: the key mask of the first 64 keys only",
@@ -63,22 +57,21 @@ QUICK = {
 """Faults of a range, a mask, a cache, a ragged batch, and a second call."""
 
 
-def quick():
-    """One fault of each operator, and a few faults written by hand."""
+def test_smoke_detects_a_fault_of_each_operator():
     of_operators = {fault.operator: fault for fault in reversed(of_each_kind()) if fault.operator}
     by_hand = [fault for fault in of_each_kind() if fault.name in QUICK]
     assert len(by_hand) == len(QUICK)
-    return [*of_operators.values(), *by_hand]
-
-
-def test_smoke_detects_a_fault_of_each_operator():
     with planting() as carriers:
-        verdicts = [run_fault(carriers[fault.carrier], fault, SMOKE) for fault in quick()]
+        verdicts = [
+            run_fault(carriers[fault.carrier], fault, SMOKE)
+            for fault in (*of_operators.values(), *by_hand)
+        ]
     assert not [verdict.fault for verdict in verdicts if not verdict.is_caught]
 
 
-def all_are_detected(chosen):
-    """Assert that all are detected, most by smoke, and that carriers without a fault pass."""
+def all_are_detected(chosen, number, groups):
+    """All faults of a group of mechanisms are, most by smoke; carriers without a fault pass."""
+    chosen = [fault for fault in chosen if crc32(fault.mechanism.encode()) % groups == number]
     actual = run_self_test(only=chosen, workers=1)
     assert not [verdict.fault for verdict in actual.survivors]
     assert not actual.failing_carriers
@@ -88,13 +81,13 @@ def all_are_detected(chosen):
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", range(4))
 def test_full_detects_a_fault_of_each_kind_and_smoke_most(number):
-    all_are_detected(groups(of_each_kind(), 4)[number])
+    all_are_detected(of_each_kind(), number, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(8))
 def test_full_detects_all_faults_and_smoke_most(number):
-    all_are_detected(groups(faults(), 8)[number])
+    all_are_detected(faults(), number, 8)
 
 
 def test_every_mechanism_has_faults_in_every_method_that_it_has():
@@ -103,51 +96,33 @@ def test_every_mechanism_has_faults_in_every_method_that_it_has():
     assert OF_EACH_STAGE >= 2
     assert {"forward", "backward", "step"} <= set(subjects()["lucid"])
     assert "step_backward" in subjects()["gated_delta"]
-    assert "step" not in subjects()["softmax"] or "step_backward" not in subjects()["softmax"]
 
 
-def planted(change, stage=FORWARD):
-    return Fault("softmax", "softmax", (stage,), "leaves", "", "tried", change)
+@pytest.mark.parametrize(
+    ("change", "stage", "is_changed", "broken"),
+    [
+        (lambda result: result, FORWARD, False, ""),
+        (lambda result: replace(result, out=result.out * (1 + 1e-15)), FORWARD, True, ""),
+        (lambda result: result.nothing, FORWARD, False, "nothing"),
+        (lambda result: result, "step_backward", False, "never reached"),
+    ],
+    ids=["no effect", "rounded otherwise", "raises an error", "never runs"],
+)
+def test_what_is_no_detected_fault_does_not_count_as_one(change, stage, is_changed, broken):
+    def planted(truth, call):
+        return change(truth(call))
 
-
-def tried(fault):
+    fault = Fault("softmax", "softmax", (stage,), "leaves", "", "tried", planted)
     with planting() as carriers:
-        return run_fault(carriers[fault.carrier], fault, SMOKE)
-
-
-def test_a_fault_without_effect_is_reported_as_undetected():
-    verdict = tried(planted(lambda truth, call: truth(call)))
+        verdict = run_fault(carriers["leaves"], fault, SMOKE)
     assert not verdict.is_caught
-    assert not verdict.broken
-    assert verdict.changed == 0
+    assert (verdict.changed > 0) == is_changed
+    assert broken in verdict.broken if broken else not verdict.broken
     console = Console(file=io.StringIO(), width=200)
     assert show(SelfTest(SMOKE, [verdict]), console) == 1
     printed = console.file.getvalue()
     assert "1 faults, 0 caught" in printed
-    assert "survived softmax, forward of leaves: tried" in printed
-    assert "0 results of smoke were wrong" in printed
-
-
-def test_an_undetected_change_is_distinguished_from_no_change():
-    def rounded_otherwise(truth, call):
-        result = truth(call)
-        return replace(result, out=result.out * (1 + 1e-15))
-
-    verdict = tried(planted(rounded_otherwise))
-    assert not verdict.is_caught
-    assert verdict.changed > 0
-
-
-def test_a_fault_that_raises_an_error_does_not_count_as_detected():
-    verdict = tried(planted(lambda truth, call: truth(call).nothing))
-    assert not verdict.is_caught
-    assert "nothing" in verdict.broken
-
-
-def test_a_fault_that_never_runs_does_not_count_as_detected():
-    verdict = tried(planted(lambda truth, call: truth(call), stage="step_backward"))
-    assert not verdict.is_caught
-    assert verdict.broken == "never reached"
+    assert f"survived softmax, {stage} of leaves: tried" in printed
 
 
 def test_the_exit_code_is_0_only_if_all_faults_are_detected():
@@ -156,3 +131,94 @@ def test_the_exit_code_is_0_only_if_all_faults_are_detected():
     assert show(good, console) == 0
     assert "smoke caught 100.0 %" in console.file.getvalue()
     assert show(SelfTest(SMOKE, [FaultVerdict("one", "full")]), console) == 1
+
+
+def zeros(state):
+    return {name: 0 * buffer for name, buffer in state.items()}
+
+
+def of_the_token_before(gate):
+    return lambda self, x, frame: np.roll(gate(self, x, frame), 1, axis=2)
+
+
+STATE_FAULTS = {
+    "forgets the first state": (
+        "run",
+        lambda run: lambda self, state, x, frame: run(self, zeros(state), x, frame),
+        {"caching", "states"},
+    ),
+    "drops the gradient of the last state": (
+        "run_vjp",
+        lambda vjp: (
+            lambda self, state, x, frame, d, last: vjp(self, state, x, frame, d, zeros(last))
+        ),
+        {"states"},
+    ),
+    "gives no gradient to the first state": (
+        "run_vjp",
+        lambda vjp: lambda self, *args: (vjp(self, *args)[0], zeros(args[0])),
+        {"states"},
+    ),
+    "decays by the gate of the token before": (
+        "log_decay",
+        of_the_token_before,
+        {"outputs", "gradients", "caching", "states"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATE_FAULTS)
+def test_a_fault_of_a_state_fails_in_the_checks_of_states(name):
+    method, change, caught_by = STATE_FAULTS[name]
+    planted = inside(LinearFamily, method, change)
+    fault = Fault("gated_delta", "gated_delta", STAGES, "leaves", "", name, planted)
+    checks = ("outputs", "gradients", "caching", "states")
+    cases = {
+        check: case_of(f"{check}-numpy-float64-plain-clustered-gated_delta") for check in checks
+    }
+    with planting() as carriers:
+        carriers["leaves"].carry(fault)
+        status = {each: run_case(case, "faulty-leaves").status for each, case in cases.items()}
+    assert {check for check in checks if status[check] == FAILED} == caught_by
+
+
+BROKEN_OPERATIONS = {
+    "crop leaves the cache as it is": ("cache.crop", "lucid", lambda cache, *_, **__: cache),
+    "grow puts unused rows first": (
+        "capacity._padded",
+        "lucid",
+        lambda buffer, kind, capacity: np.roll(
+            padded(buffer, kind, capacity), capacity - buffer.shape[1], axis=1
+        ),
+    ),
+    "rewritten rows are cropped": ("cache.fixed_buffers", "path", lambda cache: []),
+    "restore keeps the states": (
+        "cache.restore",
+        "gla",
+        lambda cache, earlier, *, donate: cache._replace(length=earlier.length),
+    ),
+    "crop restores a state one token late": (
+        "crop.states_at",
+        "gla",
+        lambda cache, length: states_at(cache, length + 1),
+    ),
+    "crop restores the states of another sequence": (
+        "crop.states_at",
+        "gla",
+        lambda cache, length: {n: a[::-1] for n, a in states_at(cache, length).items()},
+    ),
+    "reorder keeps the order": (
+        "sequences.reorder",
+        "gla",
+        lambda cache, indices, verb="": reorder(cache, sorted(indices), verb),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_OPERATIONS)
+def test_a_broken_operation_on_caches_is_detected(monkeypatch, name):
+    place, expression, broken = BROKEN_OPERATIONS[name]
+    case = case_of(f"cache_operations-numpy-float64-plain-clustered-{expression}")
+    assert run_case(case, "reference").status == "passed"
+    monkeypatch.setattr(f"precondattn.cache.{place}", broken)
+    assert run_case(case, "reference").status == FAILED

@@ -2,8 +2,7 @@
 
 import io
 import json
-import subprocess
-import sys
+import re
 from importlib.resources import files
 
 import jsonschema
@@ -13,7 +12,7 @@ from rich.console import Console
 
 import precondattn as pa
 from precondattn.method_backend import MethodRunner
-from precondattn_conformance import backend_from_function, check
+from precondattn_conformance import backend_from_function
 from precondattn_conformance.case import Case
 from precondattn_conformance.command import conformance
 from precondattn_conformance.conventions import EMPTY_ROWS, MEANING, PROBES, needed
@@ -25,50 +24,26 @@ from precondattn_conformance.session import Session
 
 torch = pytest.importorskip("torch")
 
-
-def weights(scores):
-    return scores.softmax(-1)
-
-
-def attend(q, k, v, key_mask, *, tiled=False, top_left=False, hidden=None, weights=weights):
-    """Softmax attention with options for other common conventions."""
-    group = q.shape[2] // k.shape[2]
-    k, v = (x.repeat(1, 1, group, 1) if tiled else x.repeat_interleave(group, 2) for x in (k, v))
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    t, s = q.shape[2], k.shape[2]
-    visible = torch.ones(t, s, dtype=torch.bool).tril(0 if top_left else s - t)[None, None]
-    if key_mask is not None:
-        visible = visible & key_mask[:, None, None, :]
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    if hidden is None:
-        empty = ~visible.any(-1, keepdim=True)
-        p = weights(scores.masked_fill(~visible & ~empty, -torch.inf)).masked_fill(empty, 0.0)
-    else:
-        p = weights(hidden(scores, visible))
-    return (p @ v).transpose(1, 2)
+from tests.conformance.plain_functions import attend  # noqa: E402
+from tests.conformance.plain_functions import checked as compared  # noqa: E402
 
 
 def right(q, k, v, key_mask=None):
     return attend(q, k, v, key_mask)
 
 
-def top_left(q, k, v, key_mask=None):
-    return attend(q, k, v, key_mask, top_left=True)
+def with_options(**options):
+    """Attention that follows another convention."""
+    return lambda q, k, v, key_mask=None: attend(q, k, v, key_mask, **options)
 
 
-def tiled(q, k, v, key_mask=None):
-    return attend(q, k, v, key_mask, tiled=True)
+def with_hidden(value):
+    """Attention whose hidden scores are replaced, also in rows without keys."""
+    return with_options(hidden=lambda s, seen: s.masked_fill(~seen, value(s.dtype)))
 
 
-def nan_of_no_key(q, k, v, key_mask=None):
-    return attend(q, k, v, key_mask, hidden=lambda s, seen: s.masked_fill(~seen, -torch.inf))
-
-
-def mean_of_no_key(q, k, v, key_mask=None):
-    def hidden(scores, visible):
-        return scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-
-    return attend(q, k, v, key_mask, hidden=hidden)
+def smallest(dtype):
+    return torch.finfo(dtype).min
 
 
 def additive(q, k, v):
@@ -78,45 +53,43 @@ def additive(q, k, v):
     return attend(q, k, v, None, hidden=hidden)
 
 
-def in_float32(q, k, v, key_mask=None):
-    return attend(q, k, v, key_mask, weights=lambda s: s.float().softmax(-1).to(s.dtype))
-
-
+tiled = with_options(tiled=True)
+top_left = with_options(top_left=True)
+mean_of_no_key = with_hidden(smallest)
 LACKS = {
-    top_left: "bottom_right",
-    tiled: "head_order",
-    nan_of_no_key: "empty_rows",
-    mean_of_no_key: "empty_rows",
-    additive: "hidden_nan",
-    in_float32: "float64",
+    "top_left": (top_left, "bottom_right"),
+    "tiled": (tiled, "head_order"),
+    "nan_of_no_key": (with_hidden(lambda dtype: -torch.inf), "empty_rows"),
+    "mean_of_no_key": (mean_of_no_key, "empty_rows"),
+    "additive": (additive, "hidden_nan"),
+    "in_float32": (
+        with_options(weights=lambda s: s.float().softmax(-1).to(s.dtype)),
+        "float64",
+    ),
 }
 
 
-def checked(function, *lacking, **options):
+def checked(function, *lacking, checks=()):
     promises = pa.CONVENTIONS - set(lacking)
-    dtypes = {"float64", "float32"}
-    return check(function, "softmax", promises=promises, dtypes=dtypes, progress=False, **options)
+    return compared(function, "softmax", *checks, promises=promises, dtypes={"float64", "float32"})
 
 
 def verdicts(result):
     return {each.convention: each.verdict for each in result.promises}
 
 
-@pytest.mark.parametrize("function", LACKS)
-def test_a_convention_that_is_promised_and_broken_is_named_and_fails(function):
-    result = checked(function)
-    assert not result.passed
-    broken = [each for each in result.promises if each.verdict == "broken"]
-    assert [each.convention for each in broken] == [LACKS[function]]
-    assert broken[0].why.startswith(
-        f"softmax breaks {LACKS[function]} ({MEANING[LACKS[function]]}): the output"
+@pytest.mark.parametrize("name", LACKS)
+def test_a_broken_convention_fails_and_without_its_promise_the_rest_is_compared_and_right(name):
+    function, lacking = LACKS[name]
+    promised = checked(function)
+    assert not promised.passed
+    broken = [each for each in promised.promises if each.verdict == "broken"]
+    assert [each.convention for each in broken] == [lacking]
+    assert re.search(
+        rf"breaks {lacking} \({re.escape(MEANING[lacking])}\): the output", broken[0].why
     )
-    assert f"{LACKS[function]}: broken" in str(result)
+    assert f"{lacking}: broken" in str(promised)
 
-
-@pytest.mark.parametrize("function", LACKS)
-def test_without_the_promise_the_rest_is_compared_and_right(function):
-    lacking = LACKS[function]
     result = checked(function, lacking)
     assert result.passed, str(result)
     told = {each.convention: each for each in result.promises}
@@ -127,15 +100,12 @@ def test_without_the_promise_the_rest_is_compared_and_right(function):
     assert diagnosis(of(function, lacking)) == []
     # Almost no other case is lost: those that can not be compared decline with the promise as
     # reason.
-    lost = len(checked(function).compared) - len(result.compared)
+    lost = len(promised.compared) - len(result.compared)
     assert lost == sum(n for why, n in result.declined.items() if "does not promise" in why)
     assert lost <= 5
 
-
-@pytest.mark.parametrize("function", LACKS)
-def test_another_promise_that_is_missing_excuses_nothing(function):
-    others = pa.CONVENTIONS - {LACKS[function]}
-    assert not checked(function, *others).passed
+    # Other promises that are missing excuse nothing.
+    assert not checked(function, *(pa.CONVENTIONS - {lacking})).passed
 
 
 def test_what_is_kept_without_a_promise_is_told():
@@ -291,29 +261,3 @@ def test_a_case_of_an_unpromised_convention_is_declined_by_its_id(run):
     reasons = [each["reason"] for each in record["outcomes"]]
     assert reasons[0].startswith("right does not promise head_order (of h query heads")
     assert reasons[1].startswith("right does not promise bottom_right (with fewer queries")
-
-
-def test_the_call_that_tells_runs_in_a_process_of_its_own(tmp_path):
-    (tmp_path / "unaligned.py").write_text(
-        "import numpy as np, precondattn as pa\n"
-        "from precondattn_conformance import backend_from_function\n"
-        "def first(q, k, v):\n"
-        "    t = q.shape[1]\n"
-        "    return pa.softmax(q, k[:, :t], v[:, :t], backend='reference')\n"
-        "promises = pa.CONVENTIONS - {'bottom_right'}\n"
-        "backend = backend_from_function(first, 'softmax', library='numpy', gradient=False,\n"
-        "    promises=promises)\n"
-    )
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "precondattn", "conformance", "--import", "unaligned:backend"),
-            *("--check", "outputs", "--jobs", "1"),
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "bottom_right: not promised, and not kept; head_order: kept" in done.stdout
