@@ -1,10 +1,10 @@
 """The Pallas backend: which leaves are computed by which kernels.
 
-On a GPU: LUCID's solve, a step of LUCID, softmax attention, also in windows, LASER and recurrences
-in chunks. On a TPU: LUCID's solve and the recurrences, by separate kernels. Where there is neither,
-JAX interprets the kernels on a CPU, for checking only: the backend then supports arrays on a CPU,
-and runs only if it is requested by name. It interprets a GPU's kernels, or a TPU's if the
-environment has PRECONDATTN_PALLAS_INTERPRET=tpu.
+On a GPU: LUCID's solve, a step of LUCID, softmax attention, LASER and recurrences in chunks. On a
+TPU: LUCID's solve and the recurrences, by separate kernels. Where there is neither, JAX interprets
+the kernels on a CPU, for checking only: the backend then supports arrays on a CPU, and runs only if
+it is requested by name. It interprets a GPU's kernels, or a TPU's if the environment has
+PRECONDATTN_PALLAS_INTERPRET=tpu.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ KERNELS: dict[str, KernelTable] = {
                 LOG_MEAN_EXP: "precondattn_pallas.softmax.laser:LaserKernels",
             },
         ),
-        pa.Windowed: "precondattn_pallas.windowed.leaf:WindowedKernels",
         (pa.LucidSolve, pa.Softmax): "precondattn_pallas.lucid.step:LucidStep",
     },
     TPU: {

@@ -19,8 +19,6 @@ from precondattn.frame import Frame
 from precondattn_kernel_tools.pallas_compiler import TPU, Variant
 from precondattn_pallas.backend import CUDA, kernels_of
 
-SWIN = "windowed[size=7,shift=3,grid=64/64,bias=true]"
-
 # Listed by hand: a variant is a whole call, and one recurrence stands for all with its kernels.
 CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("lucid_solve[beta=true]", ("bfloat16",), ((256, 256), (128, 128), (64, 64))),
@@ -40,9 +38,6 @@ CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("comba", ("float16",), ((128, 128),)),
     ("preconditioned_key", ("bfloat16",), ((128, 128),)),
     ("laser", ("float16",), ((128, 128), (64, 64))),
-    (SWIN, ("bfloat16", "float32"), ((128, 128), (64, 64), (32, 32))),
-    (SWIN, ("float16",), ((256, 256), (32, 32))),
-    ("windowed[size=200,shift=100]", ("bfloat16",), ((64, 64),)),
 )
 """Mechanisms, dtypes, and widths of keys and values. Narrower arrays have the same tiles."""
 

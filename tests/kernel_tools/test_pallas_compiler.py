@@ -91,8 +91,7 @@ def test_every_configuration_of_pallas_is_compiled_ahead_of_time(monkeypatch):
         compiled.add((kernel, half, cut))
         return cut
 
-    modules = ("softmax.attention", "windowed.leaf", "recurrence.chunk_arrays")
-    for module in (*modules, "lucid.solve", "lucid.step"):
+    for module in ("softmax.attention", "recurrence.chunk_arrays", "lucid.solve", "lucid.step"):
         monkeypatch.setattr(f"precondattn_pallas.{module}.configuration", noted)
     result = list(variants.variants("sm_90"))
     assert len({variant.name for variant in result}) == len(result)

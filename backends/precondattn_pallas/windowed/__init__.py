@@ -1,1 +1,0 @@
-"""Softmax within the windows of a grid of tokens."""
