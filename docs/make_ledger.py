@@ -26,9 +26,9 @@ known about their speed. [Checking kernels](kernels.md) describes how kernels ar
 GPU, and `docs/make_ledger.py` generates this page.
 
 A kernel is compiled in several variants: for dtypes, widths, options and compute capabilities. Each
-cell has the largest numbers of a kernel's variants for one target: registers of a thread, bytes that
-it spills to memory, and KiB of shared memory of a block. The reports in `docs/measurements/kernels`
-have the numbers of each variant.
+cell has the largest numbers of a kernel's variants for one target: registers of a thread, bytes
+that it spills to memory, and KiB of shared memory of a block. The reports in
+`docs/measurements/kernels` have the numbers of each variant.
 """
 
 Variant = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Docstrings of public callables have the form of numpydoc, so that `help()` and editors read them."""
+"""Docstrings of public callables have the form of numpydoc, which `help()` and editors show."""
 
 import inspect
 

@@ -191,7 +191,7 @@ class Asked(dict):
 
 @pytest.mark.thorough
 def test_every_kernel_has_a_row(monkeypatch):
-    """What a row asks tiles for while it is traced, apart from steps and windows."""
+    """What a row asks tiles for while it is traced, apart from steps."""
     names = {key.kernel for key in REGISTRY.untuned}
     asked = Asked(dict.fromkeys(names, Configuration(16, 16)))
     monkeypatch.setattr(REGISTRY, "_forced", asked)
@@ -203,8 +203,7 @@ def test_every_kernel_has_a_row(monkeypatch):
             return kernels.backward(leaf, x, Frame(None, None), out, kept, d_out)
 
         jax.eval_shape(both, in_jax(truth.x), jnp.asarray(truth.cotangent))
-    left = {name for name in names - asked.names if not name.startswith("window_")}
-    assert left == {"lucid_decode"}
+    assert names - asked.names == {"lucid_decode"}
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,11 @@ from tests.backends.kernel_problems import error, frame_of, truth_of, truth_of_r
 __all__ = ["frame_of"]
 
 WIDE, HIGH = Configuration(16, 32), Configuration(32, 16)
-KINDS = ("forward", "query_gradient", "key_gradient", "table_gradient")
+KINDS = ("forward", "query_gradient", "key_gradient")
 SMALL = {
     "lucid_inverse": Configuration(16, 64),
     **dict.fromkeys(("lucid_update", "lucid_gradient", "lucid_decode"), Configuration(16, 16)),
-    **{
-        f"{leaf}_{kind}": HIGH if kind == "query_gradient" else WIDE
-        for leaf in ("attention", "window")
-        for kind in KINDS
-    },
+    **{f"attention_{kind}": HIGH if kind == "query_gradient" else WIDE for kind in KINDS},
 }
 
 
