@@ -159,7 +159,7 @@ def test_counted_flops_are_those_declared_and_counting_changes_no_gradient(expre
     out, of_call = counted(lambda: m(**x, backend=backend))
     _, of_gradient = counted(lambda: out.sum().backward())  # In another counter.
     plain = m(**{name: array.detach() for name, array in x.items()}, backend=backend)
-    assert plain.equal(out)
+    pytest.importorskip("torch").testing.assert_close(plain, out.detach())
     if forward:  # Its leaves all declare FLOPs.
         assert (of_call, of_gradient) == (int(forward), int(whole) - int(forward))
 

@@ -125,6 +125,18 @@ def test_its_pullback_is_differentiable():
     torch.testing.assert_close(second("loop"), second("reference"))
 
 
+def test_the_flops_of_its_gradient_are_counted():
+    torch = pytest.importorskip("torch")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x = {name: torch.tensor(a, requires_grad=True) for name, a in arrays().items()}
+    with FlopCounterMode(display=False) as forward:
+        out = pa.GLA()(**x, backend="loop")
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    assert backward.get_total_flops() == 2 * forward.get_total_flops() > 0
+
+
 def test_what_autograd_has_not_recorded_is_an_error():
     torch = pytest.importorskip("torch")
 

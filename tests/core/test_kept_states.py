@@ -246,7 +246,8 @@ def test_traced_lengths_give_the_same_states_and_nan_where_none_is_kept():
     for lengths in ([16, 16], [29, 24]):
         counts = [lengths[0] - 3, lengths[1] - 2]
         expected = m.extend(cache, **new, lengths=counts)[1].states["S"]
-        for found, _ in cropped(cache, jax.numpy.asarray(lengths)):
+        for found, out in cropped(cache, jax.numpy.asarray(lengths)):
+            assert not np.isnan(out).any()
             np.testing.assert_allclose(found, expected, atol=1e-5)
     for _, out in cropped(cache, jax.numpy.asarray([9, 16])):
         assert np.isnan(out[0]).all()

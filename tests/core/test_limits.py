@@ -5,6 +5,7 @@ import functools
 import gc
 import pickle
 import sys
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -39,6 +40,14 @@ def test_what_nests_deeper_is_refused():
     mechanism = pa.parse(nested(NESTED))
     with pytest.raises(ValueError, match=f"elu1: at most {NESTED} preconditioners"):
         pa.Elu1(mechanism)
+
+
+def test_an_option_may_be_named_depth():
+    @dataclass(frozen=True)
+    class Deep(pa.Softmax):  # No name, so it is not registered.
+        depth: int = pa.options.count(NESTED + 1)
+
+    assert pa.Elu1(Deep()).base.depth == NESTED + 1
 
 
 def calls_of(function):
