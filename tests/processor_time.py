@@ -110,7 +110,7 @@ def scaled(run: dict[str, float], loop: float) -> Counter[str]:
     return Counter({file: factor * s for file, s in run.items() if file != LOOP})
 
 
-class Comparison(NamedTuple):
+class BudgetComparison(NamedTuple):
     """A run beside the budget."""
 
     seconds: float
@@ -130,13 +130,13 @@ class Comparison(NamedTuple):
         return "\n  ".join([f"{said}, of which 110 % are allowed. These files grew:", *grown])
 
 
-def compare(run: dict[str, float], budget: dict[str, float]) -> Comparison:
+def compare(run: dict[str, float], budget: dict[str, float]) -> BudgetComparison:
     """The sums of both, and the files that grew by more than a second."""
     now = scaled(run, budget[LOOP])
     before = scaled(budget, budget[LOOP])
     grown = [(file, before[file], s) for file, s in now.items() if s > before[file] + 1]
     grown.sort(key=lambda each: each[1] - each[2])
-    return Comparison(now.total(), before.total(), grown)
+    return BudgetComparison(now.total(), before.total(), grown)
 
 
 def raised_beside_tests(root: Path) -> list[str]:

@@ -25,7 +25,7 @@ EXTREME = (0.0, -1e-6, -20.0, -1e4)
 """Gates that are open, closed, or nearly so."""
 
 
-class Row(NamedTuple):
+class KernelRow(NamedTuple):
     """A call of the kernels of a leaf."""
 
     leaf: pa.Leaf
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 def row(name, leaf, t, dtype="float32", *, masks=None, how=None, **given):
     """A parameter of a test: `given` goes to `problem`, `how` to the `check` of a backend."""
-    made = Row(leaf_of(leaf), t, given, masks or {}, dtype, how or {})
+    made = KernelRow(leaf_of(leaf), t, given, masks or {}, dtype, how or {})
     return pytest.param(made, id=f"{leaf}: {name}")
 
 

@@ -189,7 +189,7 @@ def leak():
     return output(change)
 
 
-class Row(NamedTuple):
+class FoundFault(NamedTuple):
     case: str
     made: Callable
     says: str
@@ -208,60 +208,62 @@ OPTIONS = "order_of_calls-numpy-float64-plain-clustered"
 REFUSALS = "refusals-numpy-float64-plain-random-softmax"
 LEAK = "numpy-float32-leak-random-softmax"
 PLANTED = (
-    Row(f"outputs-{PLAIN}", too_large(), "^the output is off by 0.5"),
-    Row(
+    FoundFault(f"outputs-{PLAIN}", too_large(), "^the output is off by 0.5"),
+    FoundFault(
         f"outputs-{PLAIN}",
         lambda: input_written,
         "^the input q was written to; a call may not change it; 1 of 448.*"
         "b=0, t=0, h=0, d=0: 7 after the call, ",
     ),
-    Row(f"outputs-{LEAK}", one_off((3, 60, 5, 7), 0.01), "^the output is off by 0.01"),
-    Row(
+    FoundFault(f"outputs-{LEAK}", one_off((3, 60, 5, 7), 0.01), "^the output is off by 0.01"),
+    FoundFault(
         f"leaks-{LEAK}",
         one_off((3, 60, 5, 7), 0.01),
         "^no leak, but a wrong result: the output is off by 0.01.*worst at b=3, t=60, h=5, e=7: ",
     ),
-    Row(
+    FoundFault(
         f"leaks-{LEAK}",
         leak,
         r"^each call keeps 9\d\d.\d MiB after its results were released",
     ),
-    Row(
+    FoundFault(
         f"gradients-{PLAIN}",
         lambda: key_gradient(lambda d_k: 1.5 * d_k),
         "^vjp of k is off by 0.5",
         (BACKWARD,),
     ),
     # Only the step is wrong, so no plain call is mentioned.
-    Row(
+    FoundFault(
         "caching-torch-float32-plain-clustered-softmax",
         too_large(),
         "^(?!.*the plain call).* is off by 0.5",
         (STEP,),
     ),
-    Row(f"splits-{PLAIN}", too_large(), "is off by 0.5", (STEP,)),
-    Row(f"alternation-{RAGGED}", too_large(), "is off by", (STEP,)),
-    Row(f"cache_operations-{RAGGED}", too_large(), "is off by", (STEP,)),
-    Row("states-numpy-float64-plain-clustered-gated_delta", too_large(), "is off by 0.5", (STEP,)),
-    Row(
+    FoundFault(f"splits-{PLAIN}", too_large(), "is off by 0.5", (STEP,)),
+    FoundFault(f"alternation-{RAGGED}", too_large(), "is off by", (STEP,)),
+    FoundFault(f"cache_operations-{RAGGED}", too_large(), "is off by", (STEP,)),
+    FoundFault(
+        "states-numpy-float64-plain-clustered-gated_delta", too_large(), "is off by 0.5", (STEP,)
+    ),
+    FoundFault(
         "packing-torch-float32-packed-zero-softmax",
         too_large(lambda call: call.frame.k_segment is not None),
         "is off by 0.5",
     ),
-    Row(f"padding-{RAGGED}", too_large(), "is off by 0.5"),
-    Row(
+    FoundFault(f"padding-{RAGGED}", too_large(), "is off by 0.5"),
+    FoundFault(
         "future-numpy-float32-plain-clustered-softmax",
         lambda: nan_of_all_sequences,
         "^the output elsewhere is off by nan",
     ),
-    Row(
+    FoundFault(
         "stability-numpy-float64-plain-huge_logits-softmax",
         too_large(),
         "^the output is off by 0.5",
     ),
-    Row("dtypes-numpy-float64-plain-random-softmax", too_large(), "is off by 0.5"),
+    FoundFault("dtypes-numpy-float64-plain-random-softmax", too_large(), "is off by 0.5"),
     *(
-        Row(
+        FoundFault(
             f"determinism-{PLAIN}",
             race(every),
             r"^the output is not deterministic: call .*1 of 336 elements differ, most at "
@@ -269,22 +271,22 @@ PLANTED = (
         )
         for every in (2, 7)
     ),
-    Row(
+    FoundFault(
         f"determinism-{PLAIN}",
         residuals_that_are_spent,
         "^the gradient of k differs when the same pullback is called again",
         BOTH,
     ),
-    Row(
+    FoundFault(
         "order_of_calls-torch-float64-plain-clustered-softmax",
         residuals_by_shape,
         "is off by",
         BOTH,
     ),
-    Row(f"{OPTIONS}-softmax", option_of_the_first_call, "is off by"),
-    Row(f"{OPTIONS}-softmax", option_of_an_earlier_call, "is off by"),
+    FoundFault(f"{OPTIONS}-softmax", option_of_the_first_call, "is off by"),
+    FoundFault(f"{OPTIONS}-softmax", option_of_an_earlier_call, "is off by"),
     *(
-        Row(
+        FoundFault(
             f"{OPTIONS}-lucid_solve",
             default_of(option),
             rf"^the output of lucid_solve\[{option}=.*"
@@ -292,34 +294,36 @@ PLANTED = (
         )
         for option in ("scale", "eps")
     ),
-    Row(f"purity-{PLAIN}", lambda: buffer_written, "was written to", (STEP,)),
-    Row(f"strides-{PLAIN}", lambda: as_if_dense, "^(?!.*the plain call).* is off by"),
-    Row(
+    FoundFault(f"purity-{PLAIN}", lambda: buffer_written, "was written to", (STEP,)),
+    FoundFault(f"strides-{PLAIN}", lambda: as_if_dense, "^(?!.*the plain call).* is off by"),
+    FoundFault(
         f"strides-{PLAIN}",
         one_off((0, 0, 0, 0), 1.0),
         "; the plain call is wrong too: look at `outputs` first$",
     ),
-    Row(
+    FoundFault(
         REFUSALS,
         taken_for_its_parent(*BOTH),
         r"takes a derived leaf \(a class derived from Softmax.*"
         "for Softmax itself: the output is that of Softmax",
         BOTH,
     ),
-    Row(REFUSALS, taken_for_its_parent(BACKWARD), r"is wrong on a derived leaf \(a class", BOTH),
-    Row(
+    FoundFault(
+        REFUSALS, taken_for_its_parent(BACKWARD), r"is wrong on a derived leaf \(a class", BOTH
+    ),
+    FoundFault(
         REFUSALS,
         lambda: raises_on_a_derived_leaf,
         r"claims a derived leaf \(a class.*Decline it: decide by `type\(mechanism\) is` or `==`",
     ),
-    Row("transforms-torch-float64-plain-clustered-softmax", too_large(), "is off by 0.5"),
-    Row(
+    FoundFault("transforms-torch-float64-plain-clustered-softmax", too_large(), "is off by 0.5"),
+    FoundFault(
         "dynamic_shapes-torch-float32-plain-clustered-softmax",
         too_large(lambda call: call.inputs["q"].shape[0] == 3),
         "is off by 0.5",
     ),
-    Row("autocast-torch-bfloat16-plain-clustered-softmax", too_large(), "is off by 0.5"),
-    Row(
+    FoundFault("autocast-torch-bfloat16-plain-clustered-softmax", too_large(), "is off by 0.5"),
+    FoundFault(
         "threads-numpy-float32-threads-clustered-softmax",
         too_large(lambda call: threading.current_thread() is not threading.main_thread()),
         "is off by 0.5",

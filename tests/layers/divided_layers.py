@@ -251,7 +251,9 @@ def assert_sharded_the_same(whole, mesh, x, ignored=lambda p: False):
         if shard.shape[0] % 2 == 0:
             assert 2 * shard.to_local().numel() == shard.numel(), name
         grad = shard.grad.full_tensor()
-        torch.testing.assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            grad, parameter.grad, msg=lambda text, name=name: f"{name}: {text}"
+        )
     return sharded
 
 

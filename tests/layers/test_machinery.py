@@ -150,7 +150,7 @@ def test_an_ensemble_is_one_call_of_stacked_weights(expression):
         torch.testing.assert_close(y, attn(x))
 
 
-class Adapted(nn.Module):
+class AdaptedLayer(nn.Module):
     """What adapters put in the place of a linear map."""
 
     def __init__(self, base):
@@ -202,7 +202,7 @@ def test_maps_are_linear_modules_that_tools_prune_norm_and_replace(expression):
 
     attn = made(expression)
     before = attn(x)
-    attn.o_proj = Adapted(attn.o_proj)
+    attn.o_proj = AdaptedLayer(attn.o_proj)
     assert not torch.allclose(attn(x), before)
     attn(x).sum().backward()
     assert attn.o_proj.low.grad.abs().sum() > 0

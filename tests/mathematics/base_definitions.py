@@ -1,7 +1,7 @@
 """The definitions of all mechanisms without a base, for one sequence, as loops over its tokens.
 
 They share no code with the library. Arrays have no batch axis, and masked tokens are taken out:
-`Tokens` says at which positions the queries and keys that are left are. Any array may be complex,
+`KeptTokens` has the positions of queries and keys that are left. Any array may be complex,
 because `definitions.py` differentiates by complex steps, f(x + iε d)/ε. So absolute values and
 comparisons are those of real parts.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Tokens(NamedTuple):
+class KeptTokens(NamedTuple):
     """Positions of queries (t,) and of keys (s,), in order, of `count` tokens."""
 
     q: np.ndarray

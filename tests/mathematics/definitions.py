@@ -9,7 +9,7 @@ import re
 import numpy as np
 
 from tests.mathematics.base_definitions import (
-    Tokens,
+    KeptTokens,
     in_order,
     keep_last,
     of_heads,
@@ -137,7 +137,7 @@ def solved_values(m, base, x, at):
     while hasattr(inner, "base"):  # Keys as the base of the base sees them.
         x_inner = mapped(inner, x_inner, at, {})
         inner = inner.base
-    at = Tokens(at.k, at.k, at.count)
+    at = KeptTokens(at.k, at.k, at.count)
     k, v = x_inner["k"], x["v"]
     (s, n, d), eps = k.shape, m.eps
     scale = next(a for a in (m.scale, inner.scale, d**-0.5) if a is not None)
@@ -216,13 +216,13 @@ def in_both_directions(m, x, at):
     """The base forwards, and backwards without each token itself."""
     times = {n: p.letters[1] for n, p in m.base.inputs.items() if p.letters[:1] == "b"}
     once = output(m.base, x, at, {})
-    back = Tokens(at.count - 1 - at.q[::-1], at.count - 1 - at.k[::-1], at.count)
+    back = KeptTokens(at.count - 1 - at.q[::-1], at.count - 1 - at.k[::-1], at.count)
     flipped = output(m.base, {n: a[::-1] if n in times else a for n, a in x.items()}, back, {})
     own = np.zeros_like(once)
     for i, j in zip(*at.own, strict=True):
         here = {"t": [i], "s": [j]}
         alone = {n: a[here[times[n]]] if n in times else a for n, a in x.items()}
-        own[i] = output(m.base, alone, Tokens(at.q[[i]], at.k[[j]], at.count), {})[0]
+        own[i] = output(m.base, alone, KeptTokens(at.q[[i]], at.k[[j]], at.count), {})[0]
     parts = once, flipped[::-1] - own
     return sum(parts) if m.combine == "sum" else np.concatenate(parts, axis=-1)
 
@@ -251,7 +251,7 @@ def output(m, x, at, memory):
 
 
 def sequences(b, t, s, lengths=None, key_mask=None, segment_ids=None):
-    """For each segment of a sequence: its row, the indices of its queries and keys, and Tokens."""
+    """For each segment of a sequence: its row, indices of its queries and keys, and KeptTokens."""
     lengths = [s] * b if lengths is None else lengths
     ids = np.zeros((b, s), int) if segment_ids is None else segment_ids
     kept = np.ones((b, s), bool) if key_mask is None else key_mask
@@ -259,7 +259,7 @@ def sequences(b, t, s, lengths=None, key_mask=None, segment_ids=None):
         for segment in np.unique(ids[row, : lengths[row]]):
             tokens = np.flatnonzero(ids[row, : lengths[row]] == segment)
             queries, keys = tokens[tokens >= s - t], tokens[kept[row, tokens]]
-            at = Tokens(queries - tokens[0], keys - tokens[0], len(tokens))
+            at = KeptTokens(queries - tokens[0], keys - tokens[0], len(tokens))
             if len(queries):
                 yield row, queries - (s - t), keys, at
 

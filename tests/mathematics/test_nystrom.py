@@ -5,7 +5,7 @@ import pytest
 
 import precondattn as pa
 from tests.mathematics.base_definitions import (
-    Tokens,
+    KeptTokens,
     means_of_segments,
     nystrom,
     pseudo_inverse,
@@ -71,7 +71,11 @@ def test_a_call_without_keys_is_zero():
 
 def test_the_start_of_the_batch_is_the_largest_column_of_all():
     x = inputs(n=4)
-    tokens, m, largest = Tokens(np.arange(7), np.arange(7), 7), pa.Nystrom(3, start="batch"), 0
+    tokens, m, largest = (
+        KeptTokens(np.arange(7), np.arange(7), 7),
+        pa.Nystrom(3, start="batch"),
+        0,
+    )
     for b, h in np.ndindex(2, 4):
         q, k = (means_of_segments(x[n][b, :, h], tokens.q, 7, 3) for n in "qk")
         largest = max(largest, softmax(3**-0.5 * q @ k.T).sum(0).max())

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import precondattn as pa
-from tests.mathematics.base_definitions import Tokens, path_scores
+from tests.mathematics.base_definitions import KeptTokens, path_scores
 from tests.mathematics.definitions import assert_is_defined, definition, normed
 from tests.mathematics.identities import assert_close, causal_mask, identity_values
 from tests.mathematics.problems import Problem, problems
@@ -50,7 +50,7 @@ def scores_by_loops(x, q=None):
     """A (b, n, t, s), of queries of as many heads as keys."""
     q = x["q"] if q is None else q
     everywhere = np.arange(x["k"].shape[1])
-    tokens = Tokens(everywhere[len(everywhere) - q.shape[1] :], everywhere, len(everywhere))
+    tokens = KeptTokens(everywhere[len(everywhere) - q.shape[1] :], everywhere, len(everywhere))
     rows = [(q[b], *(x[name][b] for name in ("k", "w", "beta"))) for b in range(len(q))]
     return np.stack([path_scores(*row, tokens).real for row in rows])
 
