@@ -126,13 +126,13 @@ def test_ccq_is_the_first_order_of_a_regularised_inverse(lam):
 
 
 @pytest.mark.parametrize("decay", ["head", "channel"])
-@given(p=problems())
+@given(p=problems(kinds=("random", "clustered")))
 def test_with_closed_gates_the_covariance_is_zero(decay, p):
     piece = pa.ConditionedQuery(decay=decay)
     x = p.x(piece)
     x["g"] = x["g"] * 0 - 1e4
     expected = x["q"] / np.sqrt(np.sum(x["q"] ** 2, axis=-1, keepdims=True) + 1e-6)
-    assert np.abs(piece(**x) - expected).max() <= 1e-5
+    assert np.abs(piece(**x) - expected).max() <= 1e-10
 
 
 @given(problems())
