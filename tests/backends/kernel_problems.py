@@ -243,3 +243,16 @@ def request_of(piece, verb="vjp", library="numpy", dtype="float32", device="cpu"
     sizes |= {name: changes.pop(name) for name in (*changes,) if isinstance(changes[name], int)}
     shapes = {name: pattern.shape(sizes) for name, pattern in piece.inputs.items()} | changes
     return Request(verb, library, device, dtype, tuple(shapes.items()), frozenset())
+
+
+def require_same_beside_nan(kernels, made, ids, run):
+    """Results in segment 1 do not change where the other segments are NaN."""
+    truth = truth_of_row(made)
+    x = {name: filled(a, ids != 1, np.nan) for name, a in truth.x.items()}
+    invalid = truth._replace(x=x, cotangent=filled(truth.cotangent, ids != 1, np.nan))
+    (y, _, expected), (found, _, result) = (
+        run(kernels, made.leaf, each) for each in (truth, invalid)
+    )
+    for name, array in (expected | {"y": y}).items():
+        other = (result | {"y": found})[name]
+        np.testing.assert_array_equal(other[:, ids[0] != 1], array[:, ids[0] != 1], name)

@@ -35,11 +35,11 @@ from precondattn_pallas.softmax.score_tiles import (
 from tests.backends.kernel_problems import (
     EXTREME,
     error,
-    filled,
     frame_of,
     later,
     leaf_of,
     problem,
+    require_same_beside_nan,
     row,
     truth_of_row,
 )
@@ -251,15 +251,7 @@ def test_lucid_multiplies_no_tiles_of_other_segments(lengths):
     """Entries of Φ between segments are 0, but multiplying them by NaN would give NaN."""
     ids = np.repeat(np.arange(3), lengths)[None]
     made = row("", BETA, sum(lengths), keys="clustered", masks={"ids": ids}).values[0]
-    truth, kernels = truth_of_row(made), LucidSolveKernels(interpret=True)
-    x = {name: filled(a, ids != 1, np.nan) for name, a in truth.x.items()}
-    invalid = truth._replace(x=x, cotangent=filled(truth.cotangent, ids != 1, np.nan))
-    (y, _, expected), (found, _, result) = (
-        run(kernels, made.leaf, each) for each in (truth, invalid)
-    )
-    for name, array in (expected | {"y": y}).items():
-        other = (result | {"y": found})[name]
-        np.testing.assert_array_equal(other[:, ids[0] != 1], array[:, ids[0] != 1], name)
+    require_same_beside_nan(LucidSolveKernels(interpret=True), made, ids, run)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.thorough)])
