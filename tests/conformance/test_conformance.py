@@ -99,6 +99,15 @@ def test_cases_that_failed_before_pass(name):
     assert result.status == PASSED, result.text
 
 
+@pytest.mark.parametrize(
+    ("library", "backend"), [("numpy", "reference"), ("numpy", "portable"), ("torch", "torch")]
+)
+def test_a_derived_leaf_that_runs_its_own_mathematics_is_right(library, backend):
+    pytest.importorskip(library)
+    result = run_case(case_of(f"refusals-{library}-float64-plain-random-softmax"), backend)
+    assert result.status == PASSED, result.reason
+
+
 def test_a_third_party_backend_is_compared_on_what_it_claims(third_party):
     solves = cases("smoke", only_mechanisms=("lucid_solve",), only_libraries=("numpy",))
     outcomes = [run_case(case, "third_party") for case in solves if case.dtype == "float64"]
