@@ -99,8 +99,22 @@ def test_cases_that_failed_before_pass(name):
     assert result.status == PASSED, result.text
 
 
-def test_a_backend_that_runs_nothing_itself_has_no_coverage(third_party):
+@pytest.mark.parametrize(
+    ("library", "backend"), [("numpy", "reference"), ("numpy", "portable"), ("torch", "torch")]
+)
+def test_a_derived_leaf_that_runs_its_own_mathematics_is_right(library, backend):
+    pytest.importorskip(library)
+    result = run_case(case_of(f"refusals-{library}-float64-plain-random-softmax"), backend)
+    assert result.status == PASSED, result.reason
+
+
+def test_a_third_party_backend_is_compared_on_what_it_claims(third_party):
+    solves = cases("smoke", only_mechanisms=("lucid_solve",), only_libraries=("numpy",))
+    outcomes = [run_case(case, "third_party") for case in solves if case.dtype == "float64"]
+    assert {each.status for each in outcomes} == {PASSED, UNSUPPORTED}
+    assert sum(each.status == PASSED for each in outcomes) > 15
     layout, helped = CallLayout("helped"), ("third_party", "reference")
+    # A backend that runs nothing itself has no coverage.
     result = run_case(Case("outputs", "laser", "numpy", "float64", layout, "random"), helped)
     assert result.status == UNSUPPORTED
     assert "third_party supports none of this" in result.reason

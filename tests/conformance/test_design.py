@@ -13,7 +13,7 @@ from precondattn_conformance.design.coverage import pairs, total
 from precondattn_conformance.design.covering import CoveringArray, pairs_of
 from precondattn_conformance.design.dense import DENSE
 from precondattn_conformance.design.factors import APART, FACTORS, TRIPLES
-from precondattn_conformance.design.levels import DRAWN, rows
+from precondattn_conformance.design.levels import DRAWN, JAX_ROWS, rows
 from precondattn_conformance.design.options import options_of, together
 from precondattn_conformance.design.rows import design
 from precondattn_conformance.inputs import CallLayout
@@ -86,6 +86,8 @@ def test_the_first_rows_have_as_many_of_their_levels_as_go_together_and_are_in_s
     assert rows("smoke", "gated_delta", "torch") == whole.array.first
     assert len(whole.array.first) > len(DENSE)
     assert len(rows("smoke", "ccq(gla)", "torch")) < 4
+    assert rows("full", "gated_delta", "torch") == whole.array.rows
+    assert len(rows("full", "gated_delta", "jax")) == JAX_ROWS
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "gated_delta"])

@@ -164,6 +164,13 @@ STATE_FAULTS = {
         of_the_token_before,
         {"outputs", "gradients", "caching", "states"},
     ),
+    "writes half as strongly": (
+        "stream",
+        lambda stream: (
+            lambda self, x, frame: (s := stream(self, x, frame))._replace(beta=0.5 * s.beta)
+        ),
+        {"outputs", "gradients", "caching", "states"},
+    ),
 }
 
 

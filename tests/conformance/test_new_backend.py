@@ -15,14 +15,16 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import precondattn as pa
+from precondattn.command_line.commands import app
 from precondattn_conformance import plugin
 from precondattn_conformance.cases import cases
 from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_conformance.new_backend import LIBRARIES, MECHANISMS, new_backend
 from precondattn_conformance.runner import Report, run_case
-from precondattn_conformance.status import FAILED
+from precondattn_conformance.status import FAILED, PASSED
 
 ROOT = Path(__file__).parents[2]
 CHAPTER = ROOT / "docs" / "write_a_backend.md"
@@ -96,22 +98,39 @@ def test_a_new_backend_passes_its_own_workflow(tmp_path):
     assert "newcomer" in (tmp_path / "report/full.html").read_text()
 
 
-@pytest.mark.thorough(but=("jax-checks1-lucid_solve",))
+@pytest.fixture
+def report_of(only_the_reference, monkeypatch):
+    """A function that runs a mechanism's cases of smoke on the generated backend."""
+
+    def forget():
+        for module in [name for name in sys.modules if name.partition(".")[0] == "newcomer"]:
+            del sys.modules[module]
+
+    def run(source, mechanism, library="numpy", checks=()):
+        monkeypatch.syspath_prepend(str(source))
+        pa.register_backend(importlib.import_module("newcomer").Newcomer)
+        chosen = {"only_libraries": (library,), "only_mechanisms": (mechanism,)}
+        chosen_cases = cases("smoke", **chosen, only_checks=checks)
+        report = Report([run_case(case, "newcomer") for case in chosen_cases])
+        pa.unregister_backend("newcomer")
+        forget()
+        return report
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Files may change within a second.
+    yield run
+    forget()
+
+
+@pytest.mark.thorough(but=("numpy-lucid_solve", "numpy-gated_delta", "numpy-softmax"))
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-@pytest.mark.parametrize(
-    ("library", "checks"), [("torch", ()), ("jax", ("--check", "outputs", "--check", "gradients"))]
-)
-def test_a_new_backend_conforms_in_all_supported_cases(tmp_path, library, checks, mechanism):
-    source = installed(tmp_path, "newcomer", library, mechanism)
-    done = precondattn(
-        "conformance", "--backend", "newcomer", "--library", library, *checks,
-        "--mechanism", mechanism, "--junit", str(tmp_path / "report.xml"),
-        PYTHONPATH=str(source),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    compared, failed = counts(tmp_path / "report.xml")
-    assert compared > 0
-    assert failed == 0
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+def test_a_new_backend_conforms_in_all_supported_cases(tmp_path, report_of, library, mechanism):
+    pytest.importorskip(library)
+    new_backend("newcomer", library, tmp_path, mechanism)
+    checks = ("outputs", "gradients") if library == "jax" else ()
+    report = report_of(tmp_path / "src", mechanism, library, checks)
+    assert not [outcome.text for outcome in report.outcomes if outcome.status == FAILED]
+    assert report.count(PASSED) > 5
 
 
 FAULTS = {
@@ -161,36 +180,12 @@ FAULTS = {
 }
 
 
-@pytest.fixture
-def failures(only_the_reference, monkeypatch):
-    """A function that counts a mechanism's failing cases on the generated backend."""
-
-    def forget():
-        for module in [name for name in sys.modules if name.partition(".")[0] == "newcomer"]:
-            del sys.modules[module]
-
-    def count(source, mechanism):
-        monkeypatch.syspath_prepend(str(source))
-        pa.register_backend(importlib.import_module("newcomer").Newcomer)
-        chosen = {"only_libraries": ("numpy",), "only_mechanisms": (mechanism,)}
-        report = Report([run_case(case, "newcomer") for case in cases("smoke", **chosen)])
-        pa.unregister_backend("newcomer")
-        forget()
-        return report.count(FAILED)
-
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Files may change within a second.
-    yield count
-    forget()
-
-
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_planted_in_a_new_backend_is_detected(tmp_path, failures, name):
+def test_a_fault_planted_in_a_new_backend_is_detected(tmp_path, report_of, name):
     file, old, new, mechanism = FAULTS[name]
     new_backend("newcomer", "numpy", tmp_path, mechanism.partition("[")[0])
-    source = tmp_path / "src"
-    assert failures(source, mechanism) == 0
-    replaced(source / "newcomer" / file, old, new)
-    assert failures(source, mechanism) > 0
+    replaced(tmp_path / "src" / "newcomer" / file, old, new)
+    assert report_of(tmp_path / "src", mechanism).count(FAILED) > 0
 
 
 def blocks_between(marker):
@@ -222,7 +217,7 @@ def test_the_report_in_the_documentation_is_the_printed_one(tmp_path):
 
 
 def test_the_package_conforms_for_another_recurrence_after_the_documented_changes(
-    tmp_path, failures, monkeypatch
+    tmp_path, report_of, monkeypatch
 ):
     """The documented changes of the mechanisms page give a class whose queries share a state."""
     page = (ROOT / "docs" / "write_a_mechanism.md").read_text()
@@ -243,7 +238,7 @@ def test_the_package_conforms_for_another_recurrence_after_the_documented_change
             text = re.sub(rf"^{re.escape(old)}$", lambda _, new=new: new, text, flags=re.MULTILINE)
         (source / "newcomer" / file).write_text(text)
     try:
-        assert failures(source, "leaky_delta") == 0
+        assert report_of(source, "leaky_delta").count(FAILED) == 0
     finally:
         pa.unregister_mechanism("leaky_delta")
 
@@ -261,52 +256,48 @@ def test_the_python_of_a_new_backend_passes_its_linters(tmp_path, library):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_solve_for_cupy_is_correct_on_numpy_arrays(tmp_path, monkeypatch):
-    new_backend("of-cupy", "cupy", tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path / "src"))
-    monkeypatch.setitem(sys.modules, "cupy", np)
-    solve = importlib.import_module("of_cupy.lucid_solve")
-    k, v, d_y = np.random.default_rng(0).normal(size=(3, 2, 37, 3, 8))
-    y, pullback = pa.LucidSolve().vjp(k, v, backend="reference")
-    expected = pullback(d_y)
-    np.testing.assert_allclose(solve.forward(k, v, 8**-0.5, 1e-6), y, atol=1e-12)
-    for result, name in zip(solve.backward(k, y, d_y, 8**-0.5, 1e-6), "kv", strict=True):
-        np.testing.assert_allclose(result, expected[name], atol=1e-12)
-
-
-@pytest.mark.parametrize("mechanism", ["gated_delta", "softmax"])
-def test_the_others_for_cupy_are_correct_on_numpy_arrays(tmp_path, monkeypatch, mechanism):
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_the_functions_for_cupy_are_correct_on_numpy_arrays(tmp_path, monkeypatch, mechanism):
     module = f"of_cupy_{mechanism}"
     new_backend(module, "cupy", tmp_path, mechanism)
     monkeypatch.syspath_prepend(str(tmp_path / "src"))
     monkeypatch.setitem(sys.modules, "cupy", np)
     plain = importlib.import_module(f"{module}.{mechanism}")
     attn = pa.parse(mechanism)
-    inputs = make_inputs(attn, CallLayout("test", t=5, s=5), "random")
+    tokens = 37 if mechanism == "lucid_solve" else 5  # Several blocks.
+    inputs = make_inputs(attn, CallLayout("test", t=tokens, s=tokens), "random")
     out, pullback = attn.vjp(**inputs, backend="reference")
     d_out = np.random.default_rng(0).normal(size=out.shape)
-    scale = inputs["q"].shape[-1] ** -0.5
+    arrays, scale = [*inputs.values()], inputs["k"].shape[-1] ** -0.5
     if mechanism == "softmax":
-        found = plain.forward(*inputs.values(), scale, True)
-        gradients = plain.backward(*inputs.values(), scale, True, d_out)
+        found = plain.forward(*arrays, scale, True)
+        gradients = plain.backward(*arrays, scale, True, d_out)
+    elif mechanism == "lucid_solve":
+        found = plain.forward(*arrays, scale, 1e-6)
+        gradients = plain.backward(inputs["k"], out, d_out, scale, 1e-6)
     else:
-        found, _ = plain.forward(*inputs.values(), scale)
-        *gradients, _ = plain.backward(*inputs.values(), scale, None, d_out, None)
+        found, _ = plain.forward(*arrays, scale)
+        *gradients, _ = plain.backward(*arrays, scale, None, d_out, None)
     np.testing.assert_allclose(found, out, atol=1e-12)
     for name, gradient in zip(inputs, gradients, strict=True):
         np.testing.assert_allclose(gradient, pullback(d_out)[name], atol=1e-12)
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_a_new_backend_imports_no_framework_before_a_call(tmp_path, mechanism):
-    source = installed(tmp_path, "newcomer", "torch", mechanism)
+def test_a_new_backend_imports_no_framework_before_a_call(tmp_path):
+    names = [f"newcomer-{mechanism.replace('_', '-')}" for mechanism in MECHANISMS]
+    sources = [
+        str(installed(tmp_path / name, name, "torch", mechanism))
+        for name, mechanism in zip(names, MECHANISMS, strict=True)
+    ]
     program = (
-        "import sys, newcomer, precondattn\n"
+        "import sys, precondattn\n"
         "from precondattn.dispatch.discovery import discover\n"
-        "assert discover().named('newcomer').libraries == {'torch'}\n"
+        f"for name in {names}:\n"
+        "    assert discover().named(name).libraries == {'torch'}, name\n"
         "assert not {'torch', 'jax', 'cupy'} & set(sys.modules)\n"
     )
-    done = run("-c", program, PYTHONPATH=str(source))
+    paths = [*sources, os.environ.get("PYTHONPATH", "")]
+    done = run("-c", program, PYTHONPATH=os.pathsep.join(paths))
     assert done.returncode == 0, done.stderr
 
 
@@ -337,53 +328,32 @@ def test_the_lists_of_cases_of_a_new_backend_are_empty(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("name", "library", "mechanism", "reason"),
     [
-        ("My Kernel", "lower-case letters and digits"),
-        ("kernel-", "lower-case letters and digits"),
-        ("../kernel", "lower-case letters and digits"),
-        ("2d", "beginning with a letter"),
-        ("", "beginning with a letter"),
-        ("lambda", "a Python keyword"),
-        ("triton", "the backend name 'triton' is taken"),
-        ("reference", "the backend name 'reference' is taken"),
-        ("numpy", "would hide the module 'numpy'"),
-        ("json", "would hide the module 'json'"),
-        ("array-api-compat", "would hide the module 'array_api_compat'"),
+        ("My Kernel", "torch", "softmax", "lower-case letters and digits"),
+        ("kernel-", "torch", "softmax", "lower-case letters and digits"),
+        ("../kernel", "torch", "softmax", "lower-case letters and digits"),
+        ("2d", "torch", "softmax", "beginning with a letter"),
+        ("", "torch", "softmax", "beginning with a letter"),
+        ("lambda", "torch", "softmax", "a Python keyword"),
+        ("triton", "torch", "softmax", "the backend name 'triton' is taken"),
+        ("reference", "torch", "softmax", "the backend name 'reference' is taken"),
+        ("numpy", "torch", "softmax", "would hide the module 'numpy'"),
+        ("json", "torch", "softmax", "would hide the module 'json'"),
+        ("array-api-compat", "torch", "softmax", "would hide the module 'array_api_compat'"),
+        ("newcomer", "tinygrad", "softmax", "one of torch, jax, numpy, cupy; found 'tinygrad'"),
+        ("newcomer", "torch", "lucid", "one of lucid_solve, gated_delta, softmax; found 'lucid'"),
     ],
 )
-def test_an_invalid_name_is_refused(tmp_path, name, reason):
+def test_an_invalid_choice_is_refused(tmp_path, name, library, mechanism, reason):
     with pytest.raises(ValueError, match=reason):
-        new_backend(name, "torch", tmp_path / "new")
+        new_backend(name, library, tmp_path / "new", mechanism)
     assert not (tmp_path / "new").exists()
 
 
 def test_the_name_of_a_broken_backend_is_taken(third_party, tmp_path):
     with pytest.raises(ValueError, match="'broken' is taken"):
         new_backend("broken", "torch", tmp_path / "new")
-
-
-def test_nothing_is_overwritten(tmp_path):
-    mine = tmp_path / "mine.py"
-    mine.write_text("mine")
-    with pytest.raises(ValueError, match="is not empty, and nothing is overwritten"):
-        new_backend("newcomer", "torch", tmp_path)
-    with pytest.raises(ValueError, match="exists and is no directory"):
-        new_backend("newcomer", "torch", mine)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
-    assert mine.read_text() == "mine"
-
-
-def test_an_unknown_library_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="one of torch, jax, numpy, cupy; found 'tinygrad'"):
-        new_backend("newcomer", "tinygrad", tmp_path / "new")
-
-
-def test_an_unknown_mechanism_is_refused(tmp_path):
-    message = "one of lucid_solve, gated_delta, softmax; found 'lucid'"
-    with pytest.raises(ValueError, match=message):
-        new_backend("newcomer", "torch", tmp_path / "new", "lucid")
-    assert not (tmp_path / "new").exists()
 
 
 def test_without_jinja_the_error_says_what_to_install(tmp_path, monkeypatch):
@@ -393,17 +363,28 @@ def test_without_jinja_the_error_says_what_to_install(tmp_path, monkeypatch):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.thorough
-def test_the_command_prints_the_files_and_the_next_steps(tmp_path):
-    where = str(tmp_path / "new")
-    options = ("--library", "numpy", "--mechanism", "softmax", "--directory", where)
-    done = precondattn("new-backend", "newcomer", *options)
-    assert done.returncode == 0, done.stderr
-    files = [path for path in (tmp_path / "new").rglob("*") if path.is_file()]
+def test_the_command_prints_the_files_and_the_next_steps_and_overwrites_nothing(tmp_path):
+    def command(*options):
+        done = CliRunner().invoke(app, ["new-backend", "newcomer", *options])
+        return done.exit_code, "".join(done.output.split())
+
+    folder, mine = tmp_path / "new", tmp_path / "mine.py"
+    options = ("--library", "numpy", "--mechanism", "softmax", "--directory", str(folder))
+    code, printed = command(*options)
+    assert code == 0, printed
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert len(files) == 9
-    assert all(str(path) in done.stdout for path in files)
-    assert f"pip install -e {where}" in done.stdout
-    assert "--backend newcomer --library numpy --mechanism softmax" in done.stdout
-    done = precondattn("new-backend", "newcomer", "--directory", where)
-    assert done.returncode == 2
-    assert "nothing is overwritten" in done.stderr
+    assert not [path for path in files if str(path) not in printed]
+    assert f"pipinstall-e{folder}" in printed
+    assert "--backendnewcomer--librarynumpy--mechanismsoftmax" in printed
+    code, printed = command("--directory", str(folder))
+    assert code == 2
+    assert "nothingisoverwritten" in printed
+    mine.write_text("mine")
+    with pytest.raises(ValueError, match="exists and is no directory"):
+        new_backend("newcomer", "torch", mine)
+    with pytest.raises(ValueError, match="is not empty, and nothing is overwritten"):
+        new_backend("newcomer", "torch", tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"new", "mine.py"}
+    assert mine.read_text() == "mine"
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == files

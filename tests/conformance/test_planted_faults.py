@@ -17,6 +17,7 @@ import precondattn as pa
 from precondattn.arrays import namespace, upcast_all
 from precondattn_conformance.cases import case_of
 from precondattn_conformance.checks import CHECKS, leaks, memory
+from precondattn_conformance.checks.determinism import REPEATS
 from precondattn_conformance.faults.carriers import Leaves
 from precondattn_conformance.faults.fault import BACKWARD, FORWARD, STEP, Fault
 from precondattn_conformance.runner import run_case
@@ -266,10 +267,10 @@ PLANTED = (
         FoundFault(
             f"determinism-{PLAIN}",
             race(every),
-            r"^the output is not deterministic: call .*1 of 336 elements differ, most at "
+            rf"^the output is not deterministic: call {every} .*1 of 336 elements differ, most at "
             r"b=0, t=1, h=2, e=3: (\S+) in call \d+, (?!\1 )\S+ in call",
         )
-        for every in (2, 7)
+        for every in (2, REPEATS + 1, 7)  # At once, at last, and by further repeats.
     ),
     FoundFault(
         f"determinism-{PLAIN}",

@@ -1,11 +1,14 @@
-"""The pytest plugin in a separate pytest run, and its imports if it is not used."""
+"""The pytest plugin in its own pytest run and without use; functions and backends of a module."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from precondattn_conformance.source import Source, source_of
 
 BAD_BACKENDS = Path(__file__).parent / "bad_backends"
 THIRD_PARTY = Path(__file__).parents[1] / "third_party"
@@ -25,12 +28,22 @@ import precondattn_conformance.plugin
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
 assert new <= sys.stdlib_module_names | {"precondattn_conformance"}, new
 """
+INERT = """
+import sys
+def test_other():
+    assert 'precondattn_conformance.plugin' in sys.modules
+    assert not {'precondattn', 'numpy', 'torch', 'jax'} & set(sys.modules)
+"""
 
 
-def run(*command, **environment):
+def run(folder, *command, path=None):
+    environment = {**os.environ}
+    if path is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, *command],
-        env={**os.environ, **environment},
+        cwd=folder,
+        env=environment,
         capture_output=True,
         text=True,
         timeout=300,
@@ -38,72 +51,36 @@ def run(*command, **environment):
     )
 
 
-def pytest_run(folder, *arguments, **environment):
-    return run(
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"--rootdir={folder}",
-        *arguments,
-        **environment,
+def pytest_run(folder, *arguments, path=None):
+    return run(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, path=path)
+
+
+def of_numpy(mechanism, backend):
+    return (
+        *("--pyargs", "precondattn_conformance", "--precondattn-library=numpy"),
+        *(f"--precondattn-mechanism={mechanism}", f"--precondattn-backend={backend}"),
     )
 
 
-SUITE = (
-    "--pyargs", "precondattn_conformance", "--precondattn-library=numpy",
-    "--precondattn-mechanism=lucid", "--precondattn-dtype=float64",
-)  # fmt: skip
-
-
 def test_the_plugin_imports_the_standard_library_only():
-    done = run("-c", BARE)
+    done = run(None, "-c", BARE)
     assert done.returncode == 0, done.stderr
 
 
 def test_without_its_flags_the_plugin_is_inert(tmp_path):
-    (tmp_path / "test_other.py").write_text(
-        "import sys\n"
-        "def test_other():\n"
-        "    assert 'precondattn_conformance.plugin' in sys.modules\n"
-        "    assert not {'precondattn', 'numpy', 'torch', 'jax'} & set(sys.modules)\n"
-    )
+    (tmp_path / "test_other.py").write_text(INERT)
     done = pytest_run(tmp_path, "-p", "no:hypothesispytest", str(tmp_path / "test_other.py"))
     assert "1 passed" in done.stdout, done.stdout
 
 
-def test_the_flags_run_the_suite(tmp_path):
-    done = pytest_run(tmp_path, *SUITE, "--precondattn-backend=reference")
-    assert done.returncode == 0, done.stdout
-    assert "reference: 33 cases compared" in done.stdout
-
-
-@pytest.mark.thorough
-def test_a_third_party_backend_is_compared_with_the_oracle_on_the_piece_it_claims(tmp_path):
-    done = pytest_run(
-        tmp_path, *SUITE,
-        "--precondattn-mechanism=lucid_solve", "--precondattn-backend=third_party",
-        PYTHONPATH=str(THIRD_PARTY),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert "third_party: 34 cases compared" in done.stdout
-
-
-CHOOSY = (
-    "--pyargs", "precondattn_conformance", "--precondattn-library=numpy",
-    "--precondattn-mechanism=softmax", "--precondattn-backend=choosy", "--precondattn-in-process",
-)  # fmt: skip
-
-
 def test_a_backend_that_declines_most_of_a_check_fails_unless_it_is_declared(tmp_path):
-    path = {"PYTHONPATH": os.pathsep.join([str(BAD_BACKENDS), os.environ.get("PYTHONPATH", "")])}
-    done = pytest_run(tmp_path, *CHOOSY, **path)
+    choosy = (*of_numpy("softmax", "choosy"), "--precondattn-in-process")
+    done = pytest_run(tmp_path, *choosy, path=BAD_BACKENDS)
     assert done.returncode == 1
     assert "choosy: 2 cases compared\noutputs: 1 of 9 compared; takes a key head" in done.stdout
     assert "too little was compared, less than half: outputs 1 of 8, " in done.stdout
     declared = "--precondattn-declines=grouped_heads: a head of its own each"
-    done = pytest_run(tmp_path, *CHOOSY, declared, **path)
+    done = pytest_run(tmp_path, *choosy, declared, path=BAD_BACKENDS)
     assert done.returncode == 0, done.stdout
     assert "outputs: 1 of 9 compared; a head of its own each, as declared (7)" in done.stdout
     assert "too little" not in done.stdout
@@ -111,11 +88,127 @@ def test_a_backend_that_declines_most_of_a_check_fails_unless_it_is_declared(tmp
 
 @pytest.mark.thorough
 def test_a_named_backend_without_a_compared_case_fails(tmp_path):
-    done = pytest_run(
-        tmp_path, "--pyargs", "precondattn_conformance", "--precondattn-library=numpy",
-        "--precondattn-mechanism=laser", "--precondattn-backend=third_party",
-        PYTHONPATH=str(THIRD_PARTY),
-    )  # fmt: skip
+    done = pytest_run(tmp_path, *of_numpy("laser", "third_party"), path=THIRD_PARTY)
     assert "skipped" in done.stdout
     assert "third_party: 0 cases compared" in done.stdout
     assert done.returncode == 1
+
+
+MODULE = """
+import numpy as np
+import precondattn as pa
+from precondattn_conformance import backend_from_function
+
+def attend(q, k, v):
+    s = q.shape[-1] ** -0.5 * np.einsum("bthd,bshd->bhts", q, k)
+    s = np.where(np.tril(np.ones(s.shape[-2:], bool)), s, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return np.einsum("bhts,bshe->bthe", p / p.sum(-1, keepdims=True), v)
+
+def early(q, k, v):
+    return attend(q, k, v)[:, ::-1]
+
+def first_aligned(q, k, v):
+    t = q.shape[1]
+    return pa.softmax(q, k[:, :t], v[:, :t], backend="reference")
+
+promises = pa.CONVENTIONS - {"bottom_right"}
+unaligned = backend_from_function(
+    first_aligned, "softmax", library="numpy", gradient=False, promises=promises
+)
+
+class Own(pa.Backend):
+    name, libraries = "own_of_module", frozenset({"numpy"})
+    def prepare(self, piece, request):
+        return "never"
+
+number = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """The name of a module in the folder from which the command is called."""
+    (tmp_path / "kernels_of_mine.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "kernels_of_mine", raising=False)
+    return "kernels_of_mine"
+
+
+AS_A_FUNCTION = (
+    *("--mechanism", "softmax", "--heads", "equal", "--no-gradient"),
+    *("--dtype", "float64"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "code", "says"),
+    [
+        (
+            "early",
+            AS_A_FUNCTION,
+            1,
+            (
+                "from kernels_of_mine import early",
+                "register_backend(backend_from_function(early, 'softmax', heads='equal', "
+                "gradient=False))",
+                "wrong as declared",
+            ),
+        ),
+        # The call that tells whether a convention is kept runs in a process, too.
+        (
+            "unaligned",
+            (),
+            0,
+            (
+                " passed, 0 failed",
+                "has no parameter for lengths",
+                "bottom_right: not promised, and not kept; head_order: kept",
+            ),
+        ),
+    ],
+)
+def test_a_function_or_backend_of_a_module_is_checked_in_other_processes(
+    module, tmp_path, name, options, code, says
+):
+    done = run(
+        tmp_path,
+        *("-m", "precondattn", "conformance", "--import", f"{module}:{name}", *options),
+        *("--check", "outputs", "--jobs", "1"),
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert not [text for text in says if text not in done.stdout], done.stdout
+
+
+def test_a_backend_of_a_module_needs_no_mechanism(module):
+    source = Source(f"{module}:Own")
+    assert source.backend.name == "own_of_module"
+    assert source.mechanisms == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "mechanism", "message"),
+    [
+        ("attend", None, "is a function: --mechanism says of what"),
+        ("number", "softmax", "must be a function or a backend; found int"),
+        ("nothing", "softmax", "kernels_of_mine has no 'nothing'"),
+    ],
+)
+def test_what_is_no_function_or_backend_is_named(module, text, mechanism, message):
+    with pytest.raises(ValueError, match=message):
+        Source(f"{module}:{text}", mechanism).backend  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"peer": "fla/kda", "imported": "a:b"}, "does not go with --import a:b"),
+        ({"peer": "fla/kda", "imported": None, "layout": "bhtd"}, "--layout needs --import"),
+        ({"peer": None, "imported": "a.b"}, "given as module:name; found 'a.b'"),
+        ({"peer": None, "imported": "a:b", "mechanisms": ("kda", "gla")}, "needs one mechanism"),
+    ],
+)
+def test_options_that_do_not_go_together_are_named(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        source_of(**{"mechanisms": (), **given})

@@ -1,19 +1,29 @@
-"""Each adapter of a public implementation computes its mechanism, if the project is installed."""
+"""Each adapter of a public implementation computes its mechanism, if the project is installed; what
+is missing otherwise, and what installs it.
+"""
 
+import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import precondattn as pa
+from precondattn.command_line.commands import app
 from precondattn.frame import full_frame
 from precondattn_conformance import libraries
 from precondattn_conformance.checks import CHECKS
+from precondattn_conformance.ecosystem import installation
 from precondattn_conformance.grid import PLAIN
 from precondattn_conformance.inputs import make_inputs
+from precondattn_conformance.peers.arrays import equally_wide_by_default
 from precondattn_conformance.peers.checkout import FOLDER
-from precondattn_conformance.peers.everyone import all_peers, peer_named
-from precondattn_conformance.peers.files import MissingError
+from precondattn_conformance.peers.everyone import all_peers, lines_to_check_out, peer_named
+from precondattn_conformance.peers.files import MissingError, excerpt_of, module_of
+from precondattn_conformance.peers.mlstm_kernels import before_sigmoid
 from precondattn_conformance.peers.project import Project
 
 TOKENS = 64
@@ -63,28 +73,150 @@ def test_a_peer_computes_its_mechanism(name, monkeypatch):
     assert (error > ERRORS.get(name, FLOAT32)) == (name in DEFECTIVE), error
 
 
-def test_a_project_that_is_not_there_says_so(monkeypatch):
-    package = Project("none", "None", "", package="precondattn-none")
-    with pytest.raises(MissingError, match="precondattn-none is not installed"):
-        package.imported("none.py")
-    monkeypatch.delenv(FOLDER, raising=False)
-    with pytest.raises(MissingError, match="no folder with a checkout of someone/none"):
-        Project("none", "None", "", repository="someone/none", revision="0").imported("none.py")
-
-
-def test_a_file_that_a_package_has_not_says_so():
-    numpy = Project("numpy", "NumPy", "", package="numpy")
-    assert numpy.imported("numpy/version.py").version == np.__version__
-    with pytest.raises(MissingError, match=r"there is no file .*numpy/none\.py"):
-        numpy.imported("numpy/none.py")
+def test_a_peer_has_its_name_a_mechanism_and_limits_of_checks():
+    for name, peer in all_peers().items():
+        assert name == peer.name
+        assert set(peer.limits) <= set(CHECKS), peer.name
+        assert pa.parse(peer.mechanism)
 
 
 def test_an_unknown_peer_is_refused_with_its_neighbours():
     with pytest.raises(ValueError, match=r"'pytorch/none' is no peer; there are pytorch/sdpa, "):
         peer_named("pytorch/none")
+    result = CliRunner().invoke(app, ["conformance", "--peer", "nobody/none"])
+    assert result.exit_code != 0
+    assert "pytorch/..." in result.output
 
 
-def test_a_limit_names_a_check():
-    for peer in all_peers().values():
-        assert set(peer.limits) <= set(CHECKS), peer.name
-        assert pa.parse(peer.mechanism)
+# Adapters change inputs only in ways that the peer's function undoes.
+
+
+def test_a_gate_comes_back_from_its_number_before_the_sigmoid_with_derivative_one():
+    torch = pytest.importorskip("torch")
+    g = torch.tensor([0.0, -1e-30, -1e-4, -0.47, -19.7, -1e4], requires_grad=True)
+    back = torch.nn.functional.logsigmoid(before_sigmoid(g))
+    torch.testing.assert_close(back, g, rtol=1e-5, atol=1e-20)
+    (gradient,) = torch.autograd.grad(back.sum(), g)
+    torch.testing.assert_close(gradient, torch.ones(6), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("e", [4, 24])
+def test_widened_queries_have_the_logits_that_they_had(e):
+    torch = pytest.importorskip("torch")
+    q, k = torch.randn(2, 1, 3, 2, 16, dtype=torch.float64)
+    wide_q, wide_k, wide_v = equally_wide_by_default(q, k, torch.randn(1, 3, 2, e))
+    width = max(16, e)
+    assert {x.shape[-1] for x in (wide_q, wide_k, wide_v)} == {width}
+    logits, wide = ((a * b).sum(-1) for a, b in ((q, k), (wide_q, wide_k)))
+    torch.testing.assert_close(wide * width**-0.5, logits * 16**-0.5)
+
+
+# Projects: packages, and checkouts of those that are not on a package index.
+
+FILE = """
+import a_package_that_nobody_has
+
+@a_package_that_nobody_has.compiled
+def doubled(x: a_package_that_nobody_has.Array):
+    return factor * same(x)
+
+def same(x):
+    return x
+
+raise RuntimeError("a statement of the module")
+"""
+
+
+def checked_out(revision="0" * 40, repository="someone/fast"):
+    url = f"https://github.com/{repository}"
+    return Project("fast", "Fast", url, repository=repository, revision=revision)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    (tmp_path / "fast").mkdir()
+    (tmp_path / "fast" / "ops.py").write_text(FILE)
+    (tmp_path / "fast" / "right.py").write_text("loaded = []")
+    return tmp_path / "fast"
+
+
+def test_an_excerpt_has_definitions_without_their_imports_and_decorators(folder):
+    excerpt = checked_out().excerpt("ops.py", "doubled", "same", imported={"factor": 2})
+    assert excerpt.doubled(3) == 6
+    assert module_of(folder / "right.py") is checked_out().imported("right.py")
+
+
+def test_a_checkout_has_to_be_at_its_revision(folder):
+    def git(*arguments):
+        who = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.org")
+        command = ["git", "-C", folder, *who, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "--quiet")
+    git("commit", "--quiet", "--allow-empty", "--message", "first")
+    assert checked_out(git("rev-parse", "HEAD")).folder == folder
+    with pytest.raises(MissingError, match=r"its peers are for 000000000000 .*git -C .* checkout"):
+        checked_out().version  # noqa: B018 - It raises the error.
+
+
+PACKAGE = Project("none", "None", "", package="precondattn-none")
+NUMPY = Project("numpy", "NumPy", "", package="numpy")
+SLOW = checked_out(repository="someone/slow")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda folder: PACKAGE.imported("none.py"), "precondattn-none is not installed"),
+        (lambda folder: PACKAGE.version, "precondattn-none is not installed"),
+        (lambda folder: NUMPY.imported("numpy/none.py"), r"there is no file .*numpy/none\.py"),
+        (lambda folder: SLOW.imported("rule.py"), "no checkout of someone/slow"),
+        (lambda folder: SLOW.version, "no checkout of someone/slow"),
+        (lambda folder: checked_out().imported("other.py"), r"there is no file .*other\.py"),
+        (
+            lambda folder: checked_out().imported("ops.py"),
+            r"ops\.py could not be imported: .*a_package_that_nobody_has",
+        ),
+        (
+            lambda folder: excerpt_of(folder / "ops.py", "same", "tripled", imported={}),
+            r"ops\.py defines no tripled",
+        ),
+    ],
+)
+def test_what_is_missing_is_named(folder, call, message):
+    with pytest.raises(MissingError, match=message):
+        call(folder)
+
+
+def test_without_a_folder_of_checkouts_the_variable_and_the_repository_are_named(monkeypatch):
+    monkeypatch.delenv(FOLDER, raising=False)
+    with pytest.raises(MissingError, match=f"{FOLDER} names no folder with a checkout of .*/slow"):
+        SLOW.imported("rule.py")
+    assert NUMPY.imported("numpy/version.py").version == np.__version__
+
+
+def test_lines_make_every_checkout_at_its_revision():
+    lines = lines_to_check_out().splitlines()
+    clones = [line for line in lines if line.startswith("git clone")]
+    assert len(lines) == 2 * len(set(clones))
+    assert any("https://github.com/state-spaces/mamba " in line for line in clones)
+    assert any('mamba" checkout --quiet e9594ce1c732' in line for line in lines)
+
+
+def test_the_extra_has_every_package_of_a_peer_with_its_version():
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    listed = extras["optional-dependencies"][installation.EXTRA]
+    assert all("==" in text for text in listed)
+    names = {text.partition("==")[0] for text in listed}
+    frameworks = {None, "flax", "jax", "torch", "transformers"}
+    assert {peer.project.package for peer in all_peers().values()} - frameworks <= names
+
+
+def test_the_commands_install_packages_alone_and_make_checkouts(monkeypatch):
+    found = ["torch>=2; extra == 'torch'", 'keras==3.15.1; extra == "ecosystem"', "numpy>=2"]
+    monkeypatch.setattr(installation, "requires", lambda name: found)
+    first, *others = installation.commands().splitlines()
+    assert first == "pip install --no-deps keras==3.15.1"
+    assert any("git" in line for line in others)

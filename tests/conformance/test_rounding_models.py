@@ -15,9 +15,7 @@ from precondattn_conformance.rounding.delta_rule import RoundedDeltaRule  # noqa
 from precondattn_conformance.runner import run_case  # noqa: E402
 from precondattn_conformance.status import FAILED, PASSED  # noqa: E402
 from precondattn_conformance.tolerance import bound  # noqa: E402
-from tests.conformance.rounding_models import backends  # noqa: E402
-from tests.conformance.rounding_models.recurrence import RoundedChunks  # noqa: E402
-from tests.conformance.rounding_models.rounding import to_dtype  # noqa: E402
+from tests.conformance import rounding_models as backends  # noqa: E402
 
 ATTENTION = ("softmax", "differential", "lucid", "lucid_solve", "laser", "path")
 RECURRENCES = ("gla", "delta", "gated_delta")
@@ -101,8 +99,8 @@ def test_the_bound_of_the_delta_rules_gradients_is_at_most_twice_the_error_of_th
 @pytest.mark.parametrize("mechanism", RECURRENCES)
 def test_a_state_that_is_rounded_at_the_borders_of_chunks_fails(monkeypatch, mechanism, dtype):
     def model(self, leaf, x):
-        rounding = to_dtype(x["v"].dtype)
-        form = RoundedChunks(rounding, leaf.scale_for(x["q"].shape[3]), carried=rounding)
+        rounding = backends.to_dtype(x["v"].dtype)
+        form = backends.RoundedChunks(rounding, leaf.scale_for(x["q"].shape[3]), carried=rounding)
         return replace(leaf, scale=1.0), form
 
     monkeypatch.setattr(backends.FlashLinearAttention, "_model", model)

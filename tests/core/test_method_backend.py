@@ -1,6 +1,6 @@
 """Packages of kernels whose methods get the piece run as they were written.
 
-`tests/third_party/packages_with_methods` has two that an earlier `precondattn new-backend` wrote.
+`tests/third_party/packages_with_methods` has two.
 """
 
 import re

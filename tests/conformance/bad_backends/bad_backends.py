@@ -34,41 +34,35 @@ class Definition(pa.Backend):
         return mechanism.backward(inputs, frame, out, residuals, cotangent)
 
 
-class Zeros(Definition):
+def changed(change, base=Definition):
+    """A backend whose outputs are `change(backend, output, inputs, frame)`."""
+
+    class Changed(base):
+        def forward(self, mechanism, inputs, frame):
+            out, residuals = super().forward(mechanism, inputs, frame)
+            return change(self, out, inputs, frame), residuals
+
+    return Changed
+
+
+class Zeros(changed(lambda self, out, inputs, frame: 0 * out)):
     name = "zeros"
 
-    def forward(self, mechanism, inputs, frame):
-        out, residuals = super().forward(mechanism, inputs, frame)
-        return 0 * out, residuals
 
-
-class NaNs(Definition):
+class NaNs(changed(lambda self, out, inputs, frame: out * float("nan"))):
     name = "nans"
 
-    def forward(self, mechanism, inputs, frame):
-        out, residuals = super().forward(mechanism, inputs, frame)
-        return out * float("nan"), residuals
 
-
-class Shuffles(Definition):
+class Shuffles(changed(lambda self, out, inputs, frame: np.roll(out, 1, axis=0))):
     """Returns the output of the next sequence."""
 
     name = "shuffles"
 
-    def forward(self, mechanism, inputs, frame):
-        out, residuals = super().forward(mechanism, inputs, frame)
-        return np.roll(out, 1, axis=0), residuals
 
-
-class Pretends(Definition):
-    """Computes in float32, and returns float64."""
+class Pretends(changed(lambda self, out, inputs, frame: out.astype("float32").astype(out.dtype))):
+    """Returns float64 with the precision of float32."""
 
     name = "pretends"
-
-    def forward(self, mechanism, inputs, frame):
-        narrow = {name: array.astype("float32") for name, array in inputs.items()}
-        out, residuals = super().forward(mechanism, narrow, frame)
-        return out.astype(inputs["v"].dtype), residuals
 
 
 class Refuses(Definition):
@@ -107,16 +101,13 @@ class Crashes(Definition):
         return super().forward(mechanism, inputs, frame)
 
 
-class Leaking(Definition):
+def kept(self, out, inputs, frame):
+    self.kept = [*getattr(self, "kept", ()), out + 0]
+    return out
+
+
+class Leaking(changed(kept)):
     name = "leaks"
-
-    def __init__(self):
-        self.kept = []
-
-    def forward(self, mechanism, inputs, frame):
-        out, residuals = super().forward(mechanism, inputs, frame)
-        self.kept.append(out + 0)
-        return out, residuals
 
 
 class Locks(Definition):
@@ -155,28 +146,27 @@ class Choosy(Narrow):
         return super().prepare(piece, request)
 
 
-class Overflows(Narrow):
+def without_largest(self, out, inputs, frame):
+    q, k = (np.linalg.norm(inputs[name], axis=-1).max() for name in "qk")
+    largest = q * k / np.sqrt(inputs["q"].shape[-1])
+    return np.where(88 < largest < np.inf, np.nan, out).astype(out.dtype)
+
+
+class Overflows(changed(without_largest, Narrow)):
     """Does not subtract the largest logit before `exp`."""
 
     name = "overflows"
 
-    def forward(self, mechanism, inputs, frame):
-        out, residuals = super().forward(mechanism, inputs, frame)
-        q, k = (np.linalg.norm(inputs[name], axis=-1).max() for name in "qk")
-        largest = q * k / np.sqrt(inputs["q"].shape[-1])
-        return np.where(88 < largest < np.inf, np.nan, out).astype(out.dtype), residuals
+
+def odd_calls_differ(self, out, inputs, frame):
+    self.is_odd = not getattr(self, "is_odd", False)
+    return np.nextafter(out, 2 * out) if self.is_odd else out
 
 
-class Varies(Narrow):
+class Varies(changed(odd_calls_differ, Narrow)):
     """Returns a result that differs in its last bit in every other call."""
 
     name = "varies"
-    is_odd = False
-
-    def forward(self, mechanism, inputs, frame):
-        out, residuals = super().forward(mechanism, inputs, frame)
-        self.is_odd = not self.is_odd
-        return np.nextafter(out, 2 * out) if self.is_odd else out, residuals
 
 
 class Quadratic(Definition):
@@ -212,14 +202,14 @@ class Keyed(Definition):
         return compiled.forward(inputs, frame)
 
 
-class Sometimes(Definition):
+def wrong_once(self, out, inputs, frame):
+    if frame.k_segment is None or os.path.exists(os.environ["WAS_WRONG"]):
+        return out
+    open(os.environ["WAS_WRONG"], "w").close()
+    return 2 * out
+
+
+class Sometimes(changed(wrong_once)):
     """Is wrong in the first process that runs it, and right in all others."""
 
     name = "sometimes"
-
-    def forward(self, mechanism, inputs, frame):
-        out, residuals = super().forward(mechanism, inputs, frame)
-        if frame.k_segment is not None and not os.path.exists(os.environ["WAS_WRONG"]):
-            open(os.environ["WAS_WRONG"], "w").close()
-            out = 2 * out
-        return out, residuals
