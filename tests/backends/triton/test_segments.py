@@ -60,7 +60,6 @@ def of_sequence(array, index):
     [
         ("laser(softmax[causal=false])", counted_products, 0),
         ("laser", counted_exponentials, 100),
-        ("differential", counted_products, 0),
         ("path", counted_products, 0),
         ("lucid_solve[beta=true]", counted_products, 0),
         ("lucid_solve[metric=transported]", counted_products, 0),

@@ -1,4 +1,4 @@
-"""Steps of LASER and differential attention by Triton's kernels, in the interpreter."""
+"""Steps of LASER by Triton's kernels, in the interpreter."""
 
 import pytest
 
@@ -10,7 +10,6 @@ import precondattn as pa
 from tests.backends.triton.tiles import error, small_tiles
 
 BOUND = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-MECHANISMS = ("laser", "differential[per=token]")
 WITH_OPTIONS = "laser(softmax[window=5,bias=true,distance=slopes])"
 
 
@@ -59,18 +58,16 @@ def check(mechanism, x, *, first, new=1, past=None, counts=None, is_visible=None
         torch.testing.assert_close(buffer.double(), caches[1].store[name].double())
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize(("h", "n", "first"), [(4, 2, 33), (2, 2, 0), (9, 1, 16)])
-def test_one_token_at_a_time(mechanism, dtype, h, n, first):
+def test_one_token_at_a_time(dtype, h, n, first):
     """33 tokens are read in parts, 0 in none; 9 heads need a tile of more than 16 rows twice."""
-    check(mechanism, inputs(mechanism, first + 2, h=h, n=n, dtype=dtype), first=first)
+    check("laser", inputs("laser", first + 2, h=h, n=n, dtype=dtype), first=first)
 
 
-@pytest.mark.parametrize("mechanism", [*MECHANISMS, "differential[per=head,paired=q]"])
 @pytest.mark.parametrize("base", ["", "window=3", "window=9"])
-def test_several_tokens_at_a_time(mechanism, base):
-    mechanism += f"(softmax[{base}])" if base else ""
+def test_several_tokens_at_a_time(base):
+    mechanism = f"laser(softmax[{base}])" if base else "laser"
     check(mechanism, inputs(mechanism, 27), first=21, new=3)
 
 
@@ -87,20 +84,19 @@ def test_options_of_scores_in_a_step_of_laser(options, spread):
     check(mechanism, x, first=20, new=2)
 
 
-@pytest.mark.parametrize("mechanism", [*MECHANISMS, WITH_OPTIONS])
+@pytest.mark.parametrize("mechanism", ["laser", WITH_OPTIONS])
 def test_sequences_of_unequal_lengths(mechanism):
     """One sequence begins with a step, and one gets no token in it."""
     x, counts = inputs(mechanism, 22, b=3), [[2, 1, 0], [0, 2, 1]]
     check(mechanism, x, first=18, new=2, past=[18, 0, 7], counts=counts)
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("masked", [3, 19, 20])
-def test_a_masked_key_may_be_nan(mechanism, masked):
-    x = inputs(mechanism, 21, b=1)
-    for name in {"k", "k2", "v"} & {*x}:
+def test_a_masked_key_may_be_nan(masked):
+    x = inputs("laser", 21, b=1)
+    for name in "kv":
         x[name][:, masked] = torch.nan
-    check(mechanism, x, first=19, is_visible=torch.arange(21)[None] != masked)
+    check("laser", x, first=19, is_visible=torch.arange(21)[None] != masked)
 
 
 @pytest.mark.parametrize(("spread", "scale"), [(30.0, 100.0), (100.0, 1000.0), (1e30, 1.0)])
@@ -117,17 +113,15 @@ def test_channels_that_are_far_apart_beside_channels_that_are_close():
     check("laser", x, first=35)
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_keys_of_zeros_and_large_scores(mechanism):
-    x = inputs(mechanism, 36)
+def test_keys_of_zeros_and_large_scores():
+    x = inputs("laser", 36)
     x["k"] = torch.where(torch.arange(36)[None, :, None, None] % 3 == 0, 0.0, 100 * x["k"])
-    check(mechanism, x, first=34)
+    check("laser", x, first=34)
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_too_many_rows_and_wide_values_are_declined(mechanism):
+def test_too_many_rows_and_wide_values_are_declined():
     for size, reason in (({"e": 300}, "e=300"), ({"h": 66, "n": 1}, "t=1 and 66")):
-        x = inputs(mechanism, 1, b=1, **size)
-        cache = pa.parse(mechanism).init_cache(**x, capacity=2)
+        x = inputs("laser", 1, b=1, **size)
+        cache = pa.parse("laser").init_cache(**x, capacity=2)
         with pytest.raises(pa.UnsupportedError, match=reason), torch.no_grad():
-            pa.parse(mechanism).extend(cache, **x, backend="triton")
+            pa.parse("laser").extend(cache, **x, backend="triton")
