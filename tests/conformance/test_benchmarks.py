@@ -277,7 +277,7 @@ def test_the_last_tokens_may_lose_twice_what_the_definition_loses_in_float32(mon
         results[dtype]["the output"][:, 90] *= 1 + 3 * checked.bound
         with pytest.raises(correct.WrongResultError, match="the last tokens"):
             correct.check(of, expected, library, dtype, results[dtype])
-        monkeypatch.setattr(correct, "lost_by_definition", lambda *given: 4e-4)
+        monkeypatch.setattr(correct, "lost_by_definition", lambda *arguments: 4e-4)
         if dtype == "float32":
             assert correct.check(of, expected, library, dtype, results[dtype]).bound == 8e-4
     with pytest.raises(correct.WrongResultError, match="the last tokens"):  # Not used in float64.

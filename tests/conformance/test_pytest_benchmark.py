@@ -134,9 +134,9 @@ def test_the_file_of_another_device_joins_in_the_same_groups(timed):
     done = run(timed, "pytest_benchmark", "compare", "0001", "0002", "--columns=median")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("benchmark '") == 2
-    first = done.stdout.partition("benchmark 'lucid")[2].partition("benchmark '")[0]
+    of_lucid = done.stdout.partition("benchmark 'lucid")[2].partition("benchmark '")[0]
     for name in ("cpu-forward-t=48,h=4,d=8] (0001_cpu", "cuda-forward-t=48,h=4,d=8] (0002_gpu"):
-        assert name in first
+        assert name in of_lucid
 
 
 @pytest.mark.thorough
