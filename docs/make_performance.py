@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from precondattn_conformance.bench.plot import ratios_to_plain
+from precondattn_conformance.bench.plot import draw_curves, ratios_to_plain
 from precondattn_conformance.bench.record import TIMED, BenchRecord, Row, load
 from precondattn_conformance.bench.table import duration, size
 
@@ -164,8 +164,7 @@ def section(name: str, record: BenchRecord) -> str:
     if timed:
         parts.append(times(timed))
     if any(row.ratios for row in timed):
-        shape = "Bars of our time over each peer's, with quartiles, and a line at 1."
-        parts.append(plot(f"measurements/{name}_ratios.svg", shape, ratios_finding(timed)))
+        parts.append(ratios_finding(timed) + "\n")
     if peaks:
         parts.append(memory(peaks))
     if refused:
@@ -268,16 +267,7 @@ def without_time(rows: list[Row]) -> str:
     return "These cases have no time:\n\n" + "\n".join(lines) + "\n"
 
 
-def draw_figures(records: dict[str, BenchRecord]) -> None:
-    """One figure of ratios for each file that has some."""
-    from precondattn_conformance.bench.plot import curves_beside_plain, draw_one, ratio_bars
-
-    for name, record in records.items():
-        draw_one(ratio_bars, record, MEASUREMENTS / f"{name}_ratios.svg")
-    for name, record in load_curves().items():
-        draw_one(curves_beside_plain, record, CURVES / f"{name}.svg")
-
-
 if __name__ == "__main__":
     PAGE.write_text(page(load_records()), encoding="utf-8")
-    draw_figures(load_records())
+    for name, record in load_curves().items():
+        draw_curves(record, CURVES / f"{name}.svg")

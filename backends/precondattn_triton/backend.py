@@ -1,11 +1,10 @@
 """The Triton backend: which leaves are computed by which kernels.
 
-LUCID's solve, LASER, PaTH, differential attention, softmax attention with options, rows of unit
-norm, and leaves with a state: the linear family, the delta rule, gated slot attention, Mesa's
-query, and CCQ's, alone and with its backbone. Softmax attention without options is computed by the
-backend `torch`. Where Triton interprets its kernels, on a machine without a GPU, they are
-for checking only: the backend then supports arrays on a CPU, and runs only if it is requested by
-name.
+LUCID's solve, LASER, PaTH, softmax attention with options, rows of unit norm, and leaves with a
+state: the linear family, the delta rule, gated slot attention, Mesa's query, and CCQ's, alone and
+with its backbone. Softmax attention without options is computed by the backend `torch`. Where
+Triton interprets its kernels, on a machine without a GPU, they are for checking only: the backend
+then supports arrays on a CPU, and runs only if it is requested by name.
 """
 
 from __future__ import annotations
@@ -81,11 +80,6 @@ KERNELS: KernelTable = {
     pa.Path: "precondattn_triton.path.leaf:PathKernels",
     (pa.LucidSolve, pa.Softmax): "precondattn_triton.lucid.step:LucidStep",
     (pa.LucidSolve, pa.Path): "precondattn_triton.lucid.path_step:LucidPathStep",
-    (
-        pa.Softmax,
-        pa.Softmax,
-        pa.Difference,
-    ): "precondattn_triton.softmax.differential:DifferentialKernels",
     **{(pa.ConditionedQuery, backbone): _CONDITIONED_READ for backbone in SHARING},
     **{(pa.ConditionedQuery, pa.L2Norm, backbone): _CONDITIONED_READ for backbone in SHARING},
 }

@@ -52,7 +52,6 @@ CHOSEN: Shipped = (
     (f"laser({BIASED})", (torch.float16,), ((128, 128),)),
     (f"laser({CAPPED})", (torch.bfloat16,), ((128, 128),)),
     ("laser(softmax[window=1024])", (torch.bfloat16,), ((128, 128), (64, 64))),
-    ("differential", (torch.float16,), ((128, 128),)),
     (CAPPED, (torch.bfloat16,), ((256, 256), (128, 128), (64, 64))),
     (BIASED, (torch.bfloat16,), ((256, 512), (128, 128), (64, 64))),
     (BIASED, (torch.float32,), ((256, 256), (128, 128), (64, 64))),
@@ -62,8 +61,6 @@ CHOSEN: Shipped = (
     ("path", (torch.float16,), ((128, 128),)),
     ("gla", (torch.float16,), ((128, 128),)),
     ("conditioned_query", (torch.float16,), ((128, 128),)),
-    ("differential", (torch.bfloat16,), ((256, 512), (256, 256), (128, 128), (64, 64))),
-    ("differential", (torch.float32,), ((256, 512), (256, 256), (128, 128), (64, 64))),
     ("path", (torch.bfloat16,), ((256, 512), (256, 256), (128, 512), (128, 128), (64, 64))),
     ("path", (torch.float32,), ((256, 256), (128, 256), (128, 128), (64, 64))),
     ("gated_delta", (torch.bfloat16,), ((256, 512), (128, 128))),
@@ -108,7 +105,7 @@ PACKED: Shipped = tuple(
     (name, (torch.bfloat16,), ((128, 128),))
     for name in (
         *("lucid_solve[beta=true]", "lucid_solve[metric=transported]"),
-        *("laser", "differential", "path", SINKING),
+        *("laser", "path", SINKING),
     )
 )
 """Calls of packed sequences, of which only the kernels that read segments are compiled."""
@@ -118,7 +115,6 @@ STEPS: Shipped = (
     ("path[flush=64]", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
     ("laser", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
     (f"laser({BIASED})", (torch.bfloat16,), ((128, 128),)),
-    ("differential", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
 )
 """Extensions of a cache by one token."""
 

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from precondattn_conformance.bench.mark import BENCHMARKED
-
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
 
@@ -49,7 +47,8 @@ ONE = {
 HERE = "in_process"
 Flag = Any
 """What the command line gave for a flag: a text, several, or nothing."""
-CHECKED = "checked_attention"
+CHECKED, BENCHMARKED = "checked_attention", "precondattn_benchmark"
+"""The fixture and the mark of a test that `benchmark_cases` decorates."""
 NAMES = {"library": "libraries", "mechanism": "mechanisms", "check": "checks", "dtype": "dtypes"}
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("pytest_benchmark")
 
 import precondattn as pa
 from precondattn_conformance import benchmark_cases, libraries
-from precondattn_conformance.bench import benchmark_cases as rooms
+from precondattn_conformance.bench import command
 from precondattn_conformance.bench.benchmark_cases import rows_of
 from precondattn_conformance.bench.cases import Columns, layout, sizes_of
 from precondattn_conformance.bench.peers import PEERS, peers_of
@@ -46,8 +46,8 @@ def run(folder, module, *arguments, **environment):
 def pytest_run(folder, *arguments, **environment):
     """pytest in a folder of its own, on quick rows of few rounds."""
     quick = ("--precondattn-benchmark-quick", "--benchmark-max-time=0.01")
-    own = ("-p", "no:cacheprovider", f"--rootdir={folder}", "-rs", "-W", "error")
-    return run(folder, "pytest", *own, *quick, *arguments, **environment)
+    isolated = ("-p", "no:cacheprovider", f"--rootdir={folder}", "-rs", "-W", "error")
+    return run(folder, "pytest", *isolated, *quick, *arguments, **environment)
 
 
 def written(folder, text, name="test_attention.py"):
@@ -134,9 +134,9 @@ def test_the_file_of_another_device_joins_in_the_same_groups(timed):
     done = run(timed, "pytest_benchmark", "compare", "0001", "0002", "--columns=median")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("benchmark '") == 2
-    first = done.stdout.partition("benchmark 'lucid")[2].partition("benchmark '")[0]
+    of_lucid = done.stdout.partition("benchmark 'lucid")[2].partition("benchmark '")[0]
     for name in ("cpu-forward-t=48,h=4,d=8] (0001_cpu", "cuda-forward-t=48,h=4,d=8] (0002_gpu"):
-        assert name in first
+        assert name in of_lucid
 
 
 @pytest.mark.thorough
@@ -193,50 +193,55 @@ register_backend(Wrong())
 """
 
 
-def test_a_wrong_result_gets_no_time(tmp_path):
-    arguments = f'{NUMPY}, backends=["reference", "wrong"]'
-    written(tmp_path, a_file(arguments, RESCALED))
-    done = pytest_run(tmp_path, "--benchmark-only", "--benchmark-save=run")
-    assert done.returncode == 1
-    assert "a wrong result is not timed" in done.stdout
-    rows = saved(tmp_path, "run")["benchmarks"]
-    assert [row["params"]["backend"] for row in rows] == ["reference"]
-
-
-@pytest.mark.thorough
-def test_a_wrong_peer_is_skipped_with_its_error(tmp_path):
-    before = """
+WRONG_PEER = """
 from precondattn_conformance.bench import peers
 right = peers.sdpa()
 made = peers.Computation("sdpa", peers.SOFTMAX, lambda q, k, v: 1.01 * right(q, k, v))
 peers.PEERS = tuple(
     p._replace(make=lambda m, b: made) if p.name == "sdpa" else p for p in peers.PEERS)
 """
-    pytest.importorskip("torch")
-    written(tmp_path, a_file(NUMPY.replace("[]", '["sdpa"]'), before))
-    done = pytest_run(tmp_path, "--benchmark-only", "--benchmark-save=run")
-    assert done.returncode == 0, done.stdout
-    assert "is off by" in done.stdout
-    assert "1 passed, 1 skipped" in done.stdout
-    assert [row["params"]["backend"] for row in saved(tmp_path, "run")["benchmarks"]] == ["default"]
+DECLINING = RESCALED.replace(
+    "return WrongRunner(piece, piece, differentiable=True)", 'return "knows nothing"'
+)
 
 
-def test_a_backend_without_support_is_skipped_with_its_reason(tmp_path):
-    supported = "return WrongRunner(piece, piece, differentiable=True)"
-    declining = RESCALED.replace(supported, 'return "knows nothing"')
-    written(tmp_path, a_file(f'{NUMPY}, backends=["wrong"]', declining))
-    done = pytest_run(tmp_path, "--benchmark-only")
-    assert done.returncode == 0, done.stdout
-    assert "knows nothing" in done.stdout
-    assert "1 skipped" in done.stdout
-
-
-@pytest.mark.thorough
-def test_without_timing_the_rows_are_tests_that_check(tmp_path):
-    written(tmp_path, a_file(NUMPY))
-    done = pytest_run(tmp_path, "--benchmark-disable")
-    assert "1 passed" in done.stdout, done.stdout
-    assert "1 skipped" in pytest_run(tmp_path, "--benchmark-skip").stdout
+@pytest.mark.thorough(but=("wrong result", "without support"))
+@pytest.mark.parametrize(
+    ("arguments", "before", "flag", "code", "texts", "timed"),
+    [
+        (
+            f'{NUMPY}, backends=["reference", "wrong"]', RESCALED, "--benchmark-only", 1,
+            ("a wrong result is not timed",), ["reference"],
+        ),
+        (
+            f'{NUMPY}, backends=["reference", "wrong"]', DECLINING, "--benchmark-only", 0,
+            ("knows nothing", "1 passed, 1 skipped"), ["reference"],
+        ),
+        (
+            NUMPY.replace("[]", '["sdpa"]'), WRONG_PEER, "--benchmark-only", 0,
+            ("is off by", "1 passed, 1 skipped"), ["default"],
+        ),
+        (NUMPY, "", "--benchmark-disable", 0, ("1 passed",), None),
+        (NUMPY, "", "--benchmark-skip", 0, ("1 skipped",), None),
+        (
+            NUMPY.replace("numpy", "torch"), "", "--precondattn-benchmark-device=banana", 2,
+            ("torch has no device 'banana' here",), None,
+        ),
+    ],
+    ids=["wrong result", "without support", "wrong peer", "checked only", "skipped", "no device"],
+)  # fmt: skip
+def test_a_row_is_timed_skipped_or_failed(tmp_path, arguments, before, flag, code, texts, timed):
+    if "sdpa" in arguments or "torch" in arguments:
+        pytest.importorskip("torch")
+    written(tmp_path, a_file(arguments, before))
+    saving = () if timed is None else ("--benchmark-save=run",)
+    done = pytest_run(tmp_path, flag, *saving)
+    assert done.returncode == code, done.stdout
+    for text in texts:
+        assert text in done.stdout
+    if timed is not None:
+        rows = saved(tmp_path, "run")["benchmarks"]
+        assert [row["params"]["backend"] for row in rows] == timed
 
 
 @pytest.mark.thorough
@@ -259,14 +264,6 @@ def test_every_work_is_timed_beside_its_peers(arguments, tmp_path):
     rows = saved(tmp_path, "run")["benchmarks"]
     assert any(row["extra_info"]["is_peer"] for row in rows) or "gated_delta" in arguments
     assert "skipped" not in done.stdout, done.stdout
-
-
-@pytest.mark.thorough
-def test_a_device_is_chosen_on_the_command_line(tmp_path):
-    written(tmp_path, a_file(NUMPY.replace("numpy", "torch")))
-    done = pytest_run(tmp_path, "--benchmark-only", "--precondattn-benchmark-device=banana")
-    assert "torch has no device 'banana' here" in done.stdout
-    assert done.returncode == 2
 
 
 def test_a_library_without_the_device_is_left_out_and_numpy_stays_on_a_cpu(monkeypatch):
@@ -303,26 +300,23 @@ def test_by_default_peers_are_those_of_other_projects_that_can_run_here():
     }
 
 
-def test_a_peer_that_several_libraries_share_is_one_row():
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        # A peer that several libraries share is one row.
+        ({"peers": ("sdpa",)}, [("torch", "default"), ("numpy", "default"), ("torch", "sdpa")]),
+        # A backend has rows on its own libraries.
+        (
+            {"peers": (), "backends": ("torch", "portable", "default")},
+            [("torch", "torch"), ("torch", "default"), ("numpy", "portable"), ("numpy", "default")],
+        ),
+    ],
+    ids=["shared peer", "own libraries"],
+)
+def test_rows_of_several_libraries(choice, expected):
     pytest.importorskip("torch")
-    rows = rows_of(Selection(mechanisms=("lucid",), libraries=("torch", "numpy"), peers=("sdpa",)))
-    assert [(row.columns.library, row.columns.backend) for row in rows] == [
-        ("torch", "default"),
-        ("numpy", "default"),
-        ("torch", "sdpa"),
-    ]
-
-
-def test_a_backend_has_rows_on_its_own_libraries():
-    backends = ("torch", "portable", "default")
-    rows = rows_of(Selection(mechanisms=("lucid",), libraries=("torch", "numpy"),
-                             backends=backends, peers=()))  # fmt: skip
-    assert [(row.columns.library, row.columns.backend) for row in rows] == [
-        ("torch", "torch"),
-        ("torch", "default"),
-        ("numpy", "portable"),
-        ("numpy", "default"),
-    ]
+    rows = rows_of(Selection(mechanisms=("lucid",), libraries=("torch", "numpy"), **choice))
+    assert [(row.columns.library, row.columns.backend) for row in rows] == expected
 
 
 def test_what_a_peer_computes_is_what_it_is_said_to_compute():
@@ -385,7 +379,7 @@ def test_a_text_in_place_of_a_list_is_refused():
 
 
 def test_without_pytest_benchmark_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(rooms, "is_installed", lambda package: False)
+    monkeypatch.setattr(command, "is_installed", lambda module: False)
     with pytest.raises(ImportError, match="with its extra 'bench'"):
         benchmark_cases(mechanisms=["lucid"])
 

@@ -23,10 +23,7 @@ from tests.kernel_tools.headline_calls import (
 )
 
 _OF_PATH = "lucid(path)", "lucid(path[flush=64])"
-STEPS = [
-    HeadlineCall(name, STEP)
-    for name in ("laser", "differential", "gla", "ccq(gated_delta)", *_OF_PATH)
-]
+STEPS = [HeadlineCall(name, STEP) for name in ("laser", "gla", "ccq(gated_delta)", *_OF_PATH)]
 MESA = [HeadlineCall("mesa", BOTH, 256)]  # It reads whether it has solved, unless it is captured.
 
 

@@ -35,7 +35,7 @@ class HeadlineCall(NamedTuple):
         return f"{self.mechanism} {self.tokens} {self.work}"
 
 
-_MECHANISMS = ("laser", "gated_delta", "gla", "path", "ccq(gated_delta)", "differential")
+_MECHANISMS = ("laser", "gated_delta", "gla", "path", "ccq(gated_delta)")
 CALLS = (
     *(HeadlineCall("lucid", work, tokens) for tokens in (8192, 32768) for work in (FORWARD, BOTH)),
     *(HeadlineCall(name, work) for name in _MECHANISMS for work in (FORWARD, BOTH)),

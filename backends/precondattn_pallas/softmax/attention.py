@@ -18,7 +18,7 @@ from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
 from precondattn.kernel_backend.attention_options import declined_option
-from precondattn.kernel_backend.limits import padded_width
+from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
 from precondattn.spec.metric import DOT
 from precondattn.spec.softmax import Softmax
 from precondattn_pallas.configurations import configuration
@@ -27,7 +27,9 @@ from precondattn_pallas.precision import LOG2_E, attention_products
 from precondattn_pallas.softmax.backward import d_keys_and_values, d_queries
 from precondattn_pallas.softmax.forward import SoftmaxTiling, attend
 from precondattn_pallas.softmax.score_tiles import StaticMask, segments_of
-from precondattn_pallas.softmax.widths import refuses_widths
+
+WIDEST = {"float32": 128, "bfloat16": 256, "float16": 256}
+"""The widest keys and values, limited by a multiprocessor's registers."""
 
 Masks = tuple[Array, Array, Array]
 """Validity of queries, of keys, and the keys' segments; None where all are valid or equal."""
@@ -114,7 +116,16 @@ class SoftmaxKernels:
         shapes = dict(request.shapes)
         if 0 in shapes["q"] + shapes["v"]:
             return "its attention supports no empty arrays"
-        return refuses_widths("attention", request)
+        widest = WIDEST[request.dtype]
+        for name, role in (("k", "keys"), ("v", "values")):
+            if shapes[name][3] > widest:
+                return (
+                    f"has kernels for attention in {request.dtype} with {role} whose width is at "
+                    f"most {widest}; found {shapes[name][3]}"
+                )
+        if max(shapes["q"][0], shapes["q"][2]) > MOST_HEADS:
+            return f"has kernels for attention of at most {MOST_HEADS} sequences, and as many heads"
+        return None
 
     def forward(
         self, leaf: Softmax, x: Mapping[str, Array], frame: Frame

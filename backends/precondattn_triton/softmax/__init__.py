@@ -1,1 +1,1 @@
-"""Softmax over tiles of scores: LASER and differential attention."""
+"""Softmax over tiles of scores: softmax attention with options, and LASER."""

@@ -84,7 +84,7 @@ def read_past(
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
     row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    rows = query_tile(q, 0, head, heads, group, t, d, ROWS, KEY_WIDTH)
+    rows = query_tile(q, head, heads, group, t, d, ROWS, KEY_WIDTH)
     length, begin, end = cached_tokens(lengths, split, per_split, count, b, options.window, TOKENS)
     oldest = 0
     if options.window is not None:
@@ -165,7 +165,7 @@ def finish(
         exponent, total = with_sums(exponent + (largest - base)[:, None], total, log, 1.0)
         largest = higher
 
-    rows = query_tile(q, 0, head, heads, group, t, d, ROWS, KEY_WIDTH)
+    rows = query_tile(q, head, heads, group, t, d, ROWS, KEY_WIDTH)
     length = cached_length(lengths, count, b)
     for token in range(0, t):
         is_valid = token >= 0
@@ -206,7 +206,7 @@ def refuses_laser_step(leaf: Softmax, request: Request) -> str | None:
         return f"has a step of LASER with scores <q, k> only, not of {leaf.name}"
     reason = declined_option(leaf, "a step of LASER", SUPPORTED)
     shapes = dict(request.shapes)
-    return reason or refuses_step("LASER", shapes["q"], shapes["v"], request.dtype)
+    return reason or refuses_step(shapes["q"], shapes["v"], request.dtype)
 
 
 def laser_step(

@@ -304,15 +304,14 @@ def attention_backward(
     logs: torch.Tensor,
     d_sums: torch.Tensor,
     d_out: torch.Tensor,
-    dtype: torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The gradients of all inputs, those of q, k and v in the given dtype or that of the inputs.
+    """The gradients of all inputs, those of q, k and v in the dtype of the inputs.
 
     `bias` is the input (b or 1, h or 1, t, s), and `d_sums` is D (b, h, t). LASER's heads that are
     not close are not written; their part of the gradients of bias and slopes is 0.
     """
     (b, t, h, d), (s, n), e = call.q.shape, call.k.shape[1:3], call.v.shape[3]
-    d_q, d_k, d_v = (call.q.new_empty(x.shape, dtype=dtype) for x in (call.q, call.k, call.v))
+    d_q, d_k, d_v = (call.q.new_empty(x.shape) for x in (call.q, call.k, call.v))
     gradients = {"q": d_q, "k": d_k, "v": d_v}
     factor = factor_dtype(call.q.dtype)
     inputs = heads(call.q), heads(call.k), heads(call.v), heads(d_out)

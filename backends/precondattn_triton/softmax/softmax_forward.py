@@ -244,11 +244,11 @@ def _forward(
         store_channels(full + start, rows, is_stored, step, o, E, first)
 
 
-def attention_forward(call: AttentionCall, dtype: torch.dtype | None = None) -> AttentionResults:
-    """One launch; the output has the given dtype, or that of the inputs. LASER's heads that are not
-    close are not written."""
+def attention_forward(call: AttentionCall) -> AttentionResults:
+    """One launch; the output has the dtype of the inputs. LASER's heads that are not close are not
+    written."""
     (b, t, h, _), e = call.q.shape, call.v.shape[3]
-    out = call.q.new_empty((b, t, h, e), dtype=dtype)
+    out = call.q.new_empty((b, t, h, e))
     full = None if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     logs = out.new_empty((b, h, t), dtype=torch.float32)
     constants = call.constants("forward", _weights_dtype(call.v.dtype), e)

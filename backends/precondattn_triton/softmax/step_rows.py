@@ -1,4 +1,4 @@
-"""Rows of a step of softmax attention: the queries of a key/value head, for all of its new tokens.
+"""Rows of a step of LASER: the queries of a key/value head, for all of its new tokens.
 
 A step reads a cache of keys and values, which many programs share: each program reads some of the
 cached tokens, for all rows of a key/value head at once, so that every key and value is read once.
@@ -29,10 +29,10 @@ MOST_ROWS = 64
 
 
 @triton.jit
-def query_tile(q, first, head, heads, group, t, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The queries (d) of a head as rows `first` … of a tile, in float32; other rows are 0."""
-    row, channel = tl.arange(0, ROWS) - first, tl.arange(0, WIDTH).to(tl.int64)
-    is_row = (row >= 0) & (row < group * t)
+def query_tile(q, head, heads, group, t, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The queries (d) of a head as rows of a tile, in float32; other rows are 0."""
+    row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH).to(tl.int64)
+    is_row = row < group * t
     row = tl.where(is_row, row, 0)
     of_head = (head % heads * group + row % group) * q.head
     at = q.array + head // heads * q.batch + (row // group).to(tl.int64) * q.token + of_head
@@ -86,13 +86,6 @@ def masked(scores, is_read, slot, row_position, window):
     if window is not None:
         is_visible = is_visible & (row_position[:, None] - slot[None, :] < window)
     return tl.where(is_visible, scores, float("-inf"))
-
-
-@triton.jit
-def new_scores(rows, key, scale, is_valid, token, row_token, window):
-    """S (ROWS) for the key of one new token, −∞ where a row may not read it."""
-    is_visible = sees_new(is_valid, token, row_token, window)
-    return tl.where(is_visible, tl.sum(rows * key[None, :], 1) * scale, float("-inf"))
 
 
 @triton.jit
@@ -181,25 +174,23 @@ def step_masks(frame: Frame, b: int, t: int, capacity: int) -> StepMasks:
     return StepMasks(capacity, lengths, valid[:, :capacity], valid[:, capacity:], token)
 
 
-def rows_of_step(q: Tensor, n: int, maps: int = 1) -> int:
-    """The rows of a tile for the queries (b, t, h, d) of `maps` maps, with n key/value heads."""
-    return padded_width(maps * q.shape[1] * (q.shape[2] // n))
+def rows_of_step(q: Tensor, n: int) -> int:
+    """The rows of a tile for the queries (b, t, h, d), with n key/value heads."""
+    return padded_width(q.shape[1] * (q.shape[2] // n))
 
 
-def refuses_step(
-    kernels: str, q: tuple[int, ...], v: tuple[int, ...], dtype: str, maps: int = 1
-) -> str | None:
+def refuses_step(q: tuple[int, ...], v: tuple[int, ...], dtype: str) -> str | None:
     """The reason why there is no step for queries (b, t, h, d) and values (b, t, n, e); or None."""
     (b, t, h, d), (n, e) = q, v[2:]
     if 0 in q + v:
-        return f"its step of {kernels} supports no empty arrays"
+        return "its step of LASER supports no empty arrays"
     if b * n > MOST_HEADS:
-        return f"its step of {kernels} supports at most {MOST_HEADS} heads of all sequences"
-    rows, width = padded_width(maps * t * (h // n)), padded_width(max(d, e))
+        return f"its step of LASER supports at most {MOST_HEADS} heads of all sequences"
+    rows, width = padded_width(t * (h // n)), padded_width(max(d, e))
     most = MOST_ROWS if dtype != "float32" else MOST_ROWS // 2
     if width > WIDEST or rows > most or rows * width > LARGEST_TILE:
         return (
-            f"its step of {kernels} supports d, e <= {WIDEST}, and as many new tokens and query "
+            f"its step of LASER supports d, e <= {WIDEST}, and as many new tokens and query "
             f"heads per key/value head as fit a tile; found d={d}, e={e}, t={t} and {h // n}"
         )
     return None

@@ -1,4 +1,4 @@
-"""Widest keys and values of the attention kernels: LASER, PaTH, differential attention.
+"""Widest keys and values of the attention kernels: softmax, LASER, PaTH.
 
 Wider ones of LASER are read in parts.
 """

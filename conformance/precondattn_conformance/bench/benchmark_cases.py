@@ -20,11 +20,10 @@ from precondattn.arrays import Arrays
 from precondattn.backend import UnsupportedError
 from precondattn.dispatch.discovery import discover
 from precondattn.given import Arguments
-from precondattn.installed import is_installed
 from precondattn_conformance import libraries as array_libraries
 from precondattn_conformance.bench.cases import BenchCase, Columns, columns_of, device_on
+from precondattn_conformance.bench.command import require_extra
 from precondattn_conformance.bench.correct import UncheckedError, WrongResultError
-from precondattn_conformance.bench.mark import BENCHMARKED
 from precondattn_conformance.bench.measure import empty_row, our_run, peer_run
 from precondattn_conformance.bench.peers import TimedPeer, lacks, peers_of
 from precondattn_conformance.bench.selection import Selection
@@ -105,11 +104,7 @@ def benchmark_cases(
     ImportError
         if pytest-benchmark is not installed.
     """
-    if not is_installed("pytest_benchmark"):
-        raise ImportError(
-            "benchmarks need pytest-benchmark, which is not installed; install precondattn with "
-            "its extra 'bench'"
-        )
+    require_extra("pytest_benchmark")
     import pytest
 
     lists: Arguments = {"mechanisms": mechanisms, "libraries": libraries, "works": works}
@@ -122,8 +117,7 @@ def benchmark_cases(
         raise ValueError("name cases, or mechanisms=[...]")
     selection = Selection(names, dtype=dtype, **lists)
     _require_valid(selection)
-    mark: pytest.MarkDecorator = getattr(pytest.mark, BENCHMARKED)(selection)
-    return mark
+    return pytest.mark.precondattn_benchmark(selection)  # The plugin reads this mark.
 
 
 def _require_valid(selection: Selection) -> None:
@@ -138,7 +132,7 @@ def _require_valid(selection: Selection) -> None:
         raise ValueError(f"none of the requested cases is one of {', '.join(WORKS)}")
     for case in cases:
         _runs_on_its_library(case)
-    of_cases = [peer.name for case in cases for peer in _offered(case)]
+    of_cases = {peer.name for case in cases for peer in peers_of(case)}
     for name in selection.peers or ():
         if name in NEVER:
             raise ValueError(f"{name!r} is no peer here: add it to the libraries")
@@ -168,22 +162,23 @@ def rows_of(
     if all("has no device" in lack for lack in missing):
         raise ValueError("; ".join(dict.fromkeys(missing)))
     named = next((backend for backend in selection.backends if backend != DEFAULT), None)
-    ours: dict[Columns, BenchmarkRow] = {}
-    beside: dict[Columns, BenchmarkRow] = {}
-    for case, lack in zip(cases, missing, strict=True):
-        if _runs_on_its_library(case):
-            columns = columns_of(case)
-            ours.setdefault(columns, BenchmarkRow(columns, case, None, str(case.parsed), lack))
+    rows = [
+        BenchmarkRow(columns_of(case), case, None, str(case.parsed), lack)
+        for case, lack in zip(cases, missing, strict=True)
+        if _runs_on_its_library(case)
+    ]
+    for case in cases:
         for peer in _offered(case):
-            columns = columns_of(case, peer)
+            columns, computed = columns_of(case, peer), str(peer.computes(case.parsed))
             lack = lacks(peer, case, columns.device) or _lack_of(columns.library, device)
             if not lack or case.peers is not None:
-                computed = str(peer.computes(case.parsed))
-                row = BenchmarkRow(columns, replace(case, backend=named), peer, computed, lack)
-                beside.setdefault(columns, row)
-    rows = [*ours.values(), *beside.values()]
-    groups = list(dict.fromkeys(row.columns.group for row in rows))
-    return tuple(sorted(rows, key=lambda row: groups.index(row.columns.group)))
+                case_of_peer = replace(case, backend=named)
+                rows.append(BenchmarkRow(columns, case_of_peer, peer, computed, lack))
+    once: dict[Columns, BenchmarkRow] = {}
+    for row in rows:
+        once.setdefault(row.columns, row)
+    groups = list(dict.fromkeys(columns.group for columns in once))
+    return tuple(sorted(once.values(), key=lambda row: groups.index(row.columns.group)))
 
 
 def _offered(case: BenchCase) -> list[TimedPeer]:
@@ -223,8 +218,7 @@ def checked_attention(
     import pytest
 
     case, peer = replace(row.case, device=row.columns.device), row.peer
-    benchmark.group = row.columns.group
-    described = empty_row(case)
+    benchmark.group, described = row.columns.group, empty_row(case)
     with replace(case, library=row.columns.library).arrays.precision(case.dtype):
         try:
             run, checked, seconds = peer_run(peer, case) if peer else our_run(case, described)
@@ -239,11 +233,11 @@ def checked_attention(
         except Exception:
             benchmark.skipped = True
             raise
-        benchmark.extra_info |= {"case": case.name, "computes": row.computed}
-        benchmark.extra_info |= {"is_peer": peer is not None, "backends": described.backends}
-        benchmark.extra_info |= {"device": described.device, "checked": checked.what}
-        benchmark.extra_info |= {"error": checked.error, "bound": checked.bound}
-        benchmark.extra_info["first_call_seconds"] = seconds
+        benchmark.extra_info |= {
+            "case": case.name, "computes": row.computed, "is_peer": peer is not None,
+            "backends": described.backends, "device": described.device, "checked": checked.what,
+            "error": checked.error, "bound": checked.bound, "first_call_seconds": seconds,
+        }  # fmt: skip
 
         def call() -> Arrays:
             run.reset()

@@ -60,9 +60,8 @@ class BenchCase:
     @property
     def input_sizes(self) -> dict[str, int]:
         """The sizes of the call's inputs, by letter."""
-        inputs = self.parsed.inputs
-        shapes = {name: pattern.shape(self.call_layout.sizes) for name, pattern in inputs.items()}
-        return inputs.sizes(self.mechanism, shapes)
+        inputs, sizes = self.parsed.inputs, self.call_layout.sizes
+        return inputs.sizes(self.mechanism, {x: p.shape(sizes) for x, p in inputs.items()})
 
     @property
     def call_layout(self) -> CallLayout:
@@ -72,9 +71,7 @@ class BenchCase:
 
     def text(self) -> str:
         """A description in one line."""
-        sizes = " ".join(f"{letter}{getattr(self.layout, letter)}" for letter in "bthnde")
-        packed = ", packed" if self.packed else ""
-        return f"{self.mechanism} {self.work}{packed}, {sizes}, {self.library} {self.dtype}"
+        return f"{columns_of(self).group} {self.library}"
 
 
 def layout(t: int = 4096, h: int = 8, n: int | None = None, d: int = 64, e: int = 0) -> CallLayout:
@@ -113,29 +110,20 @@ _PREFIXES = {"torch": "", "numpy": "numpy_", "jax": "jax_"}
 
 # Peaks of one length. Calls with distances and with masks of pairs are beside plain softmax; an
 # attn_mask is an input of a byte for each pair.
+_PAIRS = (
+    *(("none", "softmax", None), ("prefix", "softmax", "prefix")),
+    *((name, f"softmax[distance={name}]", None) for name in ("slopes", "buckets")),
+    ("attn_mask", "softmax", "attn_mask"),
+)
+_PAIRS_IN = [(library, "float32") for library in _PREFIXES] + [("torch", "bfloat16")]
 _LONG = (
     *(_peaks(f"long_{name}", name, layout(t=65536, h=2)) for name in _MEMORY),
     *(
-        _peaks(
-            f"{_PREFIXES[library]}pairs_{name}{suffix}",
-            mechanism,
-            layout(t=16384)._replace(mask=mask),
-            library,
-            dtype,
-        )
-        for library, dtype, suffix in (
-            ("torch", "float32", ""),
-            ("torch", "bfloat16", "_bfloat16"),
-            ("numpy", "float32", ""),
-            ("jax", "float32", ""),
-        )
-        for name, mechanism, mask in (
-            ("none", "softmax", None),
-            ("slopes", "softmax[distance=slopes]", None),
-            ("buckets", "softmax[distance=buckets]", None),
-            ("prefix", "softmax", "prefix"),
-            ("attn_mask", "softmax", "attn_mask"),
-        )
+        _peaks(f"{_PREFIXES[library]}pairs_{name}{suffix}", mechanism, sizes, library, dtype)
+        for library, dtype in _PAIRS_IN
+        for name, mechanism, mask in _PAIRS
+        for suffix in ("" if dtype == "float32" else f"_{dtype}",)
+        for sizes in (layout(t=16384)._replace(mask=mask),)
     ),
 )
 

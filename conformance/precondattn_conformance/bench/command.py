@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from rich.console import Console
 from rich.markup import escape
@@ -21,17 +22,11 @@ from precondattn.installed import is_installed
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import machine
 from precondattn_conformance.bench.cases import BenchCase, declared
-from precondattn_conformance.bench.compare import (
-    IMPROVED,
-    REGRESSED,
-    UNCOMPARED,
-    changes,
-    machines_differ,
-)
-from precondattn_conformance.bench.progress import BenchProgress, Interruption
+from precondattn_conformance.bench.compare import REGRESSED, UNCOMPARED, changes, machines_differ
 from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, BenchRecord, Row, load
 from precondattn_conformance.bench.selection import Selection
-from precondattn_conformance.bench.table import print_record
+from precondattn_conformance.bench.table import changes_table, print_record
+from precondattn_conformance.progress import Progress
 from precondattn_conformance.writable import require_writable
 
 if TYPE_CHECKING:
@@ -111,15 +106,12 @@ def bench(
 
 def _require(cases: list[BenchCase], selection: Selection, *, draws: bool) -> None:
     """Raise an error if a backend, peer or device does not exist, or an extra is missing."""
-    for name in ",".join(selection.backends).split(",") if selection.backends else ():
-        discover().named(name)
-    needs = {"pytest_benchmark": "pytest-benchmark", "pytest": "pytest"}
-    for module, package in {**needs, **({"matplotlib": "matplotlib"} if draws else {})}.items():
-        if not is_installed(module):
-            raise ImportError(
-                f"benchmarks need {package}, which is not installed; install precondattn with "
-                f"its extra 'bench'"
-            )
+    for backends in selection.backends:
+        for name in backends.split(","):
+            discover().named(name)
+    require_extra("pytest_benchmark")
+    if draws:
+        require_extra("matplotlib")
     for name in dict.fromkeys(case.library for case in cases):
         if name not in libraries.installed():
             raise ImportError(
@@ -130,14 +122,24 @@ def _require(cases: list[BenchCase], selection: Selection, *, draws: bool) -> No
     require_peers(cases, selection.peers or ())
 
 
+def require_extra(module: str) -> None:
+    """Raise an error if a module of the extra `bench` is not installed."""
+    if not is_installed(module):
+        raise ImportError(
+            f"benchmarks need {module.replace('_', '-')}, which is not installed; install "
+            f"precondattn with its extra 'bench'"
+        )
+
+
 def require_peers(cases: list[BenchCase], names: tuple[str, ...]) -> None:
     """Raise an error if a peer does not exist, or is not one of a requested mechanism."""
     from precondattn_conformance.bench.peers import peers_of
 
     for case in cases if names else ():
-        missing = [name for name in names if name not in {peer.name for peer in peers_of(case)}]
-        if missing:
-            raise ValueError(f"{missing[0]} is no peer of {case.mechanism}")
+        fitting = {peer.name for peer in peers_of(case)}
+        for name in names:
+            if name not in fitting:
+                raise ValueError(f"{name} is no peer of {case.mechanism}")
 
 
 def _run(
@@ -151,15 +153,10 @@ def _run(
 
     from precondattn_conformance.bench.timed_suite import Collector
 
-    interruption, output = Interruption(), io.StringIO()
-    progress = BenchProgress(console, len(cases))
-    collector = Collector(cases, options, progress, interruption)
-    with (
-        interruption,
-        tempfile.TemporaryDirectory() as folder,
-        _isolated(console, output),
-        progress,
-    ):
+    progress, output = Progress(console, len(cases)), io.StringIO()
+    collector = Collector(cases, options, progress)
+    isolated = _isolated(console, output)
+    with collector.interruption, tempfile.TemporaryDirectory() as folder, isolated, progress:
         config = Path(folder) / "pytest.ini"
         config.write_text("[pytest]\n", encoding="utf-8")
         arguments = ["-c", str(config), f"--rootdir={folder}", "-q", "--capture=no", "--noconftest"]
@@ -170,7 +167,7 @@ def _run(
             arguments.append(f"--benchmark-json={benchmark_json.absolute()}")
         suite = Path(__file__).with_name("timed_suite.py")
         code = pytest.main([*arguments, str(suite)], plugins=[collector])
-    if interruption.is_here:
+    if collector.interruption.is_noticed:
         return collector.rows, True
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         console.print(output.getvalue(), markup=False, soft_wrap=True)
@@ -182,16 +179,12 @@ def _run(
 @contextlib.contextmanager
 def _isolated(console: Console, output: io.StringIO) -> Iterator[None]:
     """pytest reads none of the user's settings, and only the console writes to the terminal."""
-    names = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_XDIST_WORKER")
-    removed = {name: os.environ.pop(name) for name in names if name in os.environ}
-    autoload = os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "")
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     console.file = console.file
-    try:
-        with contextlib.redirect_stdout(output):
-            yield
-    finally:
-        os.environ |= {**removed, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": autoload}
+    with patch.dict(os.environ), contextlib.redirect_stdout(output):
+        for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_XDIST_WORKER"):
+            os.environ.pop(name, None)
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        yield
 
 
 @contextlib.contextmanager
@@ -212,23 +205,7 @@ def compare(old: Path, new: Path, threshold: float, console: Console) -> int:
     for difference in machines_differ(before, after):
         console.print(f"[yellow]the machines differ[/yellow] in {escape(difference)}")
     changed = changes(before, after, threshold)
-    table = Table(title="changes", title_justify="left")
-    table.add_column("case", overflow="fold")
-    table.add_column("time / peer's, before → now")
-    table.add_column("verdict")
-    table.add_column("time, now / before", justify="right")
-    table.add_column("what changed", overflow="fold")
-    colours = {REGRESSED: "red", IMPROVED: "green", UNCOMPARED: "yellow"}
-    for change in changed:
-        ratios = [f"{peer} {then:.2f} → {now:.2f}" for peer, then, now in change.ratios]
-        table.add_row(
-            escape(change.name),
-            escape("\n".join(ratios)) or "–",
-            f"[{colours.get(change.verdict, 'default')}]{change.verdict}[/]",
-            "–" if change.time is None else f"{change.time:.2f}",
-            escape(change.text),
-        )
-    console.print(table)
+    console.print(changes_table(changed))
     verdicts = [change.verdict for change in changed]
     regressed = verdicts.count(REGRESSED)
     console.print(

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import numpy as np
 
 import precondattn as pa
-from precondattn.algebra.declaration import HEADS
 from precondattn.arrays import Arrays
 from precondattn.cache import Cache
 from precondattn_conformance.bench.computation import (
@@ -171,11 +170,8 @@ def check(
 def lost_by_definition(m: pa.Mechanism, inputs: Arrays, dtype: str) -> float:
     """The error of the reference in a dtype, at the last tokens, beside itself in float64.
 
-    It continues a cache in NumPy. Heads lose alike, so it does so for the first key/value head of
-    the first sequence; for all of them where a head depends on its number.
+    It continues a cache in NumPy.
     """
-    if not m.numbers_heads:
-        inputs = _of_first_head(m, inputs)
     stop = token_count(m, inputs)
     bounds = [*range(0, stop - TAIL, PART), stop - TAIL, stop]
 
@@ -188,22 +184,6 @@ def lost_by_definition(m: pa.Mechanism, inputs: Arrays, dtype: str) -> float:
         return np.asarray(out, dtype="float64")
 
     return error(last(dtype), last("float64"))
-
-
-def _of_first_head(m: pa.Mechanism, inputs: Arrays) -> Arrays:
-    """The inputs of the first sequence, and of its first key/value head."""
-    sizes = m.inputs.sizes(str(m), {name: array.shape for name, array in inputs.items()})
-    heads = next((sizes[letter] for letter in HEADS if letter in sizes), 1)
-    kept = {letter: sizes[letter] // heads for letter in HEADS if letter in sizes} | {"b": 1}
-    return {
-        name: array[
-            tuple(
-                slice(None if size == 1 else kept.get(axis.letter))
-                for axis, size in zip(m.inputs[name].axes, array.shape, strict=True)
-            )
-        ]
-        for name, array in inputs.items()
-    }
 
 
 def _last_tokens(

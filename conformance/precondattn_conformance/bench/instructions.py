@@ -28,7 +28,7 @@ from precondattn.arrays import Arrays
 from precondattn.json_types import JsonObject
 from precondattn_conformance.bench import machine
 from precondattn_conformance.bench.cases import COMPARED, BenchCase
-from precondattn_conformance.bench.computation import decode_run, ours
+from precondattn_conformance.bench.computation import CacheDecoder, decode_run
 from precondattn_conformance.bench.correct import inputs_of
 from precondattn_conformance.bench.paired import Run
 from precondattn_conformance.writable import require_writable
@@ -75,16 +75,16 @@ def cases(names: Iterable[str] = ()) -> list[BenchCase]:
     return counted
 
 
-def missing() -> str | None:
-    """Why nothing can be counted here; None if it can."""
+def missing() -> str:
+    """Why nothing can be counted here; empty if it can."""
     programs = [name for name in ("valgrind", "callgrind_control") if shutil.which(name) is None]
-    return f"{programs[0]} is not installed" if programs else None
+    return f"{programs[0]} is not installed" if programs else ""
 
 
 def counts(names: Iterable[str] = ()) -> dict[str, int]:
     """The instructions of one call of each row, in a process of its own."""
     rows = [case.name for case in cases(names)]
-    if (reason := missing()) is not None:
+    if reason := missing():
         raise CannotCountError(reason)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "counts"
@@ -93,24 +93,19 @@ def counts(names: Iterable[str] = ()) -> dict[str, int]:
         command += ["--collect-atstart=no", "--instr-atstart=no", sys.executable, "-m"]
         command += ["precondattn_conformance.bench.instructions", *rows]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=TIMEOUT
-            )
-        except subprocess.TimeoutExpired:
-            raise CannotCountError(f"valgrind took more than {TIMEOUT:.0f} seconds") from None
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+        )
         if done.returncode:
             last = done.stderr.strip().splitlines()[-20:]
             raise CannotCountError("\n".join([f"valgrind ended with {done.returncode}:", *last]))
-        return {name: _total(out.with_name(f"counts.{i}")) for i, name in enumerate(rows, 1)}
-
-
-def _total(dump: Path) -> int:
-    """The sum over all functions of one dump."""
-    total = re.search(r"^totals: (\d+)", dump.read_text(errors="replace"), re.MULTILINE)
-    if total is None or not int(total[1]):
-        raise CannotCountError(f"valgrind counted nothing in {dump.name}")
-    return int(total[1])
+        dumps = [out.with_name(f"counts.{i}") for i in range(1, len(rows) + 1)]
+        texts = [dump.read_text(errors="replace") for dump in dumps]
+    # The sum over all functions of each dump.
+    totals = [re.search(r"^totals: ([1-9]\d*)", text, re.MULTILINE) for text in texts]
+    if not all(totals):
+        raise CannotCountError("valgrind counted nothing in a call")
+    return {name: int(total[1]) for name, total in zip(rows, totals, strict=True) if total}
 
 
 def kind() -> JsonObject:
@@ -153,7 +148,7 @@ def run(names: tuple[str, ...], save: Path | None, console: Console) -> int:
     """
     cases(names)  # Names are checked first.
     require_writable(save)
-    if (reason := missing()) is not None:
+    if reason := missing():
         console.print(f"no instructions were counted: {reason}")
         return 0 if save is None else 1
     this = kind()
@@ -161,33 +156,27 @@ def run(names: tuple[str, ...], save: Path | None, console: Console) -> int:
     if save is None and not committed:
         console.print("no committed counts for these versions: recorded only")
     counted = counts(names)
-    verdicts = {name: _verdict(name, count, committed.get(name)) for name, count in counted.items()}
     table = Table("row", "instructions", "/ committed", "verdict", title="instructions")
-    table.title_justify = "left"
-    for name, verdict in verdicts.items():
-        share = f"{counted[name] / committed[name]:.3f}" if name in committed else "–"
-        table.add_row(name, f"{counted[name]:,}", share, f"[{COLOURS[verdict]}]{verdict}[/]")
+    verdicts = set()
+    for name, count in counted.items():
+        share = count / committed[name] if name in committed else None
+        slack = 1 + (SLACK_OF_SMALL if name in SMALL else SLACK)
+        verdict = "new" if share is None else "worse" if share > slack else "fine"
+        verdict = "better" if share and share * slack < 1 else verdict
+        verdicts.add(verdict)
+        text = "–" if share is None else f"{share:.3f}"
+        table.add_row(name, f"{count:,}", text, f"[{COLOURS[verdict]}]{verdict}[/]")
     console.print(table)
     console.print(
         f"worse is {SLACK:.1%} above the committed count, of small calls {SLACK_OF_SMALL:.0%}"
     )
     if save is None:
-        return 1 if "worse" in verdicts.values() else 0
+        return 1 if "worse" in verdicts else 0
     entries = [entry for entry in load(save) if entry["kind"] != this]
     entries.append({"kind": this, "date": machine.now(), "counts": {**saved, **counted}})
     save.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
     console.print(f"saved {len(counted)} counts to {save}", markup=False, soft_wrap=True)
     return 0
-
-
-def _verdict(name: str, count: int, committed: int | None) -> str:
-    """What a count of a row is beside the committed one."""
-    if committed is None:
-        return "new"
-    factor = 1 + (SLACK_OF_SMALL if name in SMALL else SLACK)
-    if count > factor * committed:
-        return "worse"
-    return "better" if committed > factor * count else "fine"
 
 
 def _warm_run(case: BenchCase) -> Run:
@@ -204,16 +193,11 @@ def _warm_run(case: BenchCase) -> Run:
         gradients: Arrays = pullback(torch.ones_like(out))
         return gradients
 
+    run = Run(with_gradient if case.work == "forward_backward" else lambda: mechanism(**arrays))
     if case.work == "decode":
-        decoder_of = ours(mechanism, None).decoder
-        assert decoder_of is not None  # Ours has one.
-        decoder = decoder_of(library, case.dtype, inputs)
+        decoder = CacheDecoder(mechanism, None, library, case.dtype, inputs)
         decoder.fill()
         run = decode_run(library, decoder)
-    elif case.work == "forward_backward":
-        run = Run(with_gradient)
-    else:
-        run = Run(lambda: mechanism(**arrays))
     run.reset()
     run.call()
     return run

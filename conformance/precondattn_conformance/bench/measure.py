@@ -6,14 +6,13 @@ compared with the oracle. Then the contender and the correct peers are timed in 
 
 from __future__ import annotations
 
-import itertools
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,15 +57,12 @@ Benchmark = Any
 """The fixture of pytest-benchmark, which has no types."""
 
 
-@dataclass(frozen=True)
-class MeasureOptions:
+class MeasureOptions(NamedTuple):
     """How to measure."""
 
     rounds: int | None = None
     memory: bool = False
     quick: bool = False
-    at_round: Callable[[int, int], None] = lambda number, rounds: None
-    """Called before each round, with its number and how many there are. The warm-up is round 0."""
 
 
 class CheckedRun(NamedTuple):
@@ -113,19 +109,23 @@ def plan(case: BenchCase, row: Row) -> None:
         )
 
 
-def measure(case: BenchCase, options: MeasureOptions, benchmark: Benchmark) -> Row:
+def measure(
+    case: BenchCase,
+    options: MeasureOptions,
+    benchmark: Benchmark,
+    before_round: Callable[[], None] = lambda: None,
+) -> Row:
     """A row of any status. `benchmark` is pytest-benchmark's fixture; it times correct results.
 
     A case of memory has peaks at multiples of the number of tokens, each call in its own process.
     """
     row = empty_row(case)
-    with outcome_in(row):
+    with outcome_in(row), case.arrays.precision(case.dtype):
         if case.work == "memory":
             plan(case, row)
             _measure_peaks(case, case.multiples, row)
         else:
-            with case.arrays.precision(case.dtype):
-                _measure(case, options, benchmark, row)
+            _measure(case, options, benchmark, before_round, row)
     return row
 
 
@@ -145,23 +145,28 @@ def outcome_in(row: Row) -> Iterator[None]:
         traceback.print_exc()
 
 
-def _measure(case: BenchCase, options: MeasureOptions, benchmark: Benchmark, row: Row) -> None:
+def _measure(
+    case: BenchCase,
+    options: MeasureOptions,
+    benchmark: Benchmark,
+    before_round: Callable[[], None],
+    row: Row,
+) -> None:
     run, checked, row.first_call_seconds = our_run(case, row)
     row.error, row.bound, row.checked = checked
     calls = correct_peers(case, row, partial(peer_run, case=case))
     peers = {name: each.run for name, each in calls.items()}
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else _affordable(run, peers))
-    turns, numbers = Turns(peers), itertools.count()
+    turns = Turns(peers)
 
-    def before_each_round() -> None:
-        options.at_round(next(numbers), rounds)
+    def before_our_turn() -> None:
+        before_round()
         turns()
         run.reset()
 
-    benchmark.pedantic(run.call, setup=before_each_round, rounds=rounds, warmup_rounds=1)
+    benchmark.pedantic(run.call, setup=before_our_turn, rounds=rounds, warmup_rounds=1)
     _write_times(case, turns, benchmark, row)
     _add_rates(case, options, row)
-    row.status = TIMED
     if options.memory and case.work != "decode":
         try:
             _measure_peaks(case, (1,), row)
@@ -262,19 +267,10 @@ def checked_run(
     return CheckedRun(run, checked, seconds)
 
 
-class _HasCheck(Protocol):
-    @property
-    def checked(self) -> Checked: ...
-
-
-Call = TypeVar("Call", bound=_HasCheck)
-
-
-def correct_peers(
-    case: BenchCase, row: Row, run_of: Callable[[TimedPeer], Call]
-) -> dict[str, Call]:
-    """The peers that are installed and correct; the row gets the reasons of the others."""
-    calls: dict[str, Call] = {}
+def correct_peers(case: BenchCase, row: Row, run_of: Callable[[TimedPeer], Any]) -> dict[str, Any]:
+    """What `run_of` gives for the peers that are installed and correct, which has what was
+    `checked`; the row gets the reasons of the others."""
+    calls: dict[str, Any] = {}
     for peer in peers_of(case):
         reason = lacks(peer, case, row.device)
         if not reason:

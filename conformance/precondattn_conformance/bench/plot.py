@@ -1,9 +1,8 @@
-"""A record as figures: ratios to plain attention over the number of tokens, and bars of ratios."""
+"""A record as a figure: ratios to plain attention over the number of tokens."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,19 +41,14 @@ def ratios_to_plain(rows: list[Row]) -> Curves:
 
 
 def draw(record: BenchRecord, folder: Path) -> list[Path]:
-    """Write the figures for which the record has data, and return their paths."""
+    """Write the figure as SVG and PNG if the record has data for it, and return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {"ratios": ratio_bars, "beside_plain": curves_beside_plain}
-    paths = {
-        folder / f"{name}.{kind}": of for name, of in figures.items() for kind in ("svg", "png")
-    }
-    return [path for path, of in paths.items() if draw_one(of, record, path)]
+    paths = [folder / f"beside_plain.{kind}" for kind in ("svg", "png")]
+    return [path for path in paths if draw_curves(record, path)]
 
 
-def draw_one(
-    figure_of: Callable[[list[Row]], Figure | None], record: BenchRecord, path: Path
-) -> bool:
-    """Write one figure, such that the same data give the same bytes; False without data."""
+def draw_curves(record: BenchRecord, path: Path) -> bool:
+    """Write the figure, such that the same data give the same bytes; False without data."""
     if not is_installed("matplotlib"):
         raise ImportError(
             "figures need matplotlib, which is not installed; install precondattn with its "
@@ -62,7 +56,7 @@ def draw_one(
         )
     import matplotlib
 
-    figure = figure_of(record.rows)
+    figure = curves_beside_plain(record.rows)
     if figure is None:
         return False
     metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
@@ -92,37 +86,4 @@ def curves_beside_plain(rows: list[Row]) -> Figure | None:
         axes.yaxis.set_major_formatter("{x:g}")
     panels[0].set_ylabel("time / plain attention's")
     panels[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return figure
-
-
-def ratio_bars(rows: list[Row]) -> Figure | None:
-    """A bar for each ratio to a peer, with its quartiles; None if there are no ratios."""
-    from matplotlib.figure import Figure
-
-    bars = [
-        (f"{row.case} / {name}", ratio)
-        for row in rows
-        for name, ratio in row.ratios.items()
-        if "median" in ratio
-    ]
-    if not bars:
-        return None
-    figure = Figure(figsize=(6.4, 0.9 + 0.3 * len(bars)))
-    axes = figure.add_subplot()
-    medians, low, high = ([ratio[n] for _, ratio in bars] for n in ("median", "q1", "q3"))
-    ranges = [
-        [m - q1 for m, q1 in zip(medians, low, strict=True)],
-        [q3 - m for m, q3 in zip(medians, high, strict=True)],
-    ]
-    positions = range(len(bars))
-    axes.barh(positions, medians, xerr=ranges, height=0.6, capsize=3, color="#5b8db8")
-    axes.set_yticks(positions, [label for label, _ in bars], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter("{x:g}")
-    axes.tick_params(axis="x", which="both", labelsize=7)
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel("time / time of the peer, in the same run")
-    axes.grid(axis="x", which="both", alpha=0.3)
     return figure

@@ -54,31 +54,28 @@ class Selection:
         cases = self._of_mechanisms() if self.mechanisms else self._named()
         if not cases:
             raise ValueError("no case is left of those requested; `--list` names them all")
+        changed: Arguments = {"dtype": self.dtype, "peers": self.peers, "device": self.device}
+        changed = {name: value for name, value in changed.items() if value is not None}
         cases = [
-            replace(
-                case,
-                layout=with_sizes(case.layout, text) if text else case.layout,
-                backend=backend,
-                device=self.device,
-            )
+            replace(self._with_sizes(case, sizes), backend=backend, **changed)
             for case in cases
-            for text in self.sizes or ("",)
+            for sizes in self.sizes or ("",)
             for backend in self.backends or (None,)
         ]
-        if self.quick:
-            cases = [
-                replace(case, layout=_small(case.layout), calls=min(case.calls, 2))
-                for case in cases
-            ]
-        changed: Arguments = {"dtype": self.dtype, "peers": self.peers}
-        changed = {name: value for name, value in changed.items() if value is not None}
-        cases = [replace(case, **changed) for case in cases]
         for case in cases:
             if case.work == "decode":
                 check_cacheable(pa.parse(case.mechanism))
             if case.dtype not in array_libraries.named(case.library).dtypes:
                 raise ValueError(f"{case.library} is not measured in {case.dtype} ({case.name})")
         return cases
+
+    def _with_sizes(self, case: BenchCase, sizes: str) -> BenchCase:
+        case = replace(case, layout=with_sizes(case.layout, sizes)) if sizes else case
+        if not self.quick:
+            return case
+        n = 4 if case.layout.n == case.layout.h else 1
+        layout = case.layout._replace(t=48, s=48, h=4, n=n, d=8, e=8, m=4)
+        return replace(case, layout=layout, calls=min(case.calls, 2))
 
     def _of_mechanisms(self) -> list[BenchCase]:
         return [
@@ -89,30 +86,28 @@ class Selection:
         ]
 
     def _named(self) -> list[BenchCase]:
-        if self.names:
-            cases = declared()
-        else:
-            memory = self.memory or "memory" in self.works
-            cases = tuple(
-                case
-                for case in COMPARED
-                if case.work != "memory" or (memory and not case.name.startswith("long_"))
-            )
+        by_name = {case.name: case for case in declared()}
         for name in self.names:
-            if not any(fnmatchcase(case.name, name) for case in cases):
-                near = get_close_matches(name, [case.name for case in cases], n=4, cutoff=0.5)
+            if not any(fnmatchcase(case, name) for case in by_name):
+                near = get_close_matches(name, by_name, n=4, cutoff=0.5)
                 nearest = f"the nearest are {', '.join(near)}; " if near else ""
                 raise ValueError(
                     f"unknown case {name!r}; {nearest}`precondattn bench --list` names all "
-                    f"{len(cases)}"
+                    f"{len(by_name)}"
                 )
         return [
             case
-            for case in cases
-            if any(fnmatchcase(case.name, name) for name in self.names or ("*",))
+            for case in (by_name.values() if self.names else COMPARED)
+            if (any(fnmatchcase(case.name, n) for n in self.names) or self._is_usual(case))
             and (not self.works or case.work in self.works)
             and (not self.libraries or case.library in self.libraries)
         ]
+
+    def _is_usual(self, case: BenchCase) -> bool:
+        """Whether a run that names no cases has this one."""
+        memory = self.memory or "memory" in self.works
+        is_short = not case.name.startswith("long_")
+        return not self.names and (case.work != "memory" or (memory and is_short))
 
 
 def _check(what: str, names: Iterable[str], existing: tuple[str, ...]) -> None:
@@ -139,9 +134,3 @@ def with_sizes(old: CallLayout, text: str) -> CallLayout:
     if new.h % new.n:
         raise ValueError(f"h must be a multiple of n; found h={new.h}, n={new.n}")
     return new
-
-
-def _small(old: CallLayout) -> CallLayout:
-    """A layout with sizes that are small enough for a test."""
-    n = 4 if old.n == old.h else 1
-    return old._replace(t=48, s=48, h=4, n=n, d=8, e=8, m=4)

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from precondattn_conformance.bench.compare import IMPROVED, REGRESSED, UNCOMPARED, Change
 from precondattn_conformance.bench.record import TIMED, WRONG, BenchRecord, Row
 
 
@@ -39,6 +40,27 @@ def print_record(record: BenchRecord, console: Console) -> None:
     absent = {(name, why) for row in record.rows for name, why in row.absent_peers.items()}
     for name, why in sorted(absent):
         console.print(f"no ratio to {escape(name)}: {escape(why)}", soft_wrap=True)
+
+
+def changes_table(changed: list[Change]) -> Table:
+    """The changes of rows: ratios and time before and now, and the verdict."""
+    table = Table(title="changes", title_justify="left")
+    table.add_column("case", overflow="fold")
+    table.add_column("time / peer's, before → now")
+    table.add_column("verdict")
+    table.add_column("time, now / before", justify="right")
+    table.add_column("what changed", overflow="fold")
+    colours = {REGRESSED: "red", IMPROVED: "green", UNCOMPARED: "yellow"}
+    for change in changed:
+        ratios = [f"{peer} {then:.2f} → {now:.2f}" for peer, then, now in change.ratios]
+        table.add_row(
+            escape(change.name),
+            escape("\n".join(ratios)) or "–",
+            f"[{colours.get(change.verdict, 'default')}]{change.verdict}[/]",
+            "–" if change.time is None else f"{change.time:.2f}",
+            escape(change.text),
+        )
+    return table
 
 
 def _times(row: Row) -> tuple[str, ...]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from rich.markup import escape
 
 from precondattn_conformance.bench.cases import BenchCase
-from precondattn_conformance.bench.measure import MeasureOptions, describe, empty_row, measure
-from precondattn_conformance.bench.progress import BenchProgress, Interruption
-from precondattn_conformance.bench.record import Row
+from precondattn_conformance.bench.interruption import Interruption
+from precondattn_conformance.bench.measure import MeasureOptions, describe, measure
+from precondattn_conformance.bench.record import FAILED, WRONG, Row
 from precondattn_conformance.bench.table import duration
+from precondattn_conformance.progress import Progress
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
@@ -20,28 +21,19 @@ if TYPE_CHECKING:
 class Collector:
     """The pytest plugin of one run: what to measure and, afterwards, the rows."""
 
-    def __init__(
-        self,
-        cases: list[BenchCase],
-        options: MeasureOptions,
-        progress: BenchProgress,
-        interruption: Interruption,
-    ) -> None:
-        self.cases, self.progress, self.interruption = cases, progress, interruption
-        self.options = replace(options, at_round=self._at_round)
+    def __init__(self, cases: list[BenchCase], options: MeasureOptions, progress: Progress) -> None:
+        self.cases, self.options, self.progress = cases, options, progress
+        self.interruption = Interruption()
         self.rows: list[Row] = []
 
-    def _at_round(self, number: int, rounds: int) -> None:
-        self.interruption.check()
-        self.progress.at_round(number, rounds)
-
     def measure(self, case: BenchCase, benchmark: BenchmarkFixture) -> None:
-        self.progress.starts(empty_row(case).name)
         describe(benchmark, case)
-        row = measure(case, self.options, benchmark)
+        row = measure(case, self.options, benchmark, self.interruption.check)
         self.interruption.check()  # A case that was interrupted has no result.
         self.rows.append(row)
-        self.progress.ends(duration(row.seconds["median"]) if row.seconds else row.status)
+        self.progress.advance(is_failed=row.status in (WRONG, FAILED))
+        outcome = duration(row.seconds["median"]) if row.seconds else row.status
+        self.progress.print(f"[dim]{escape(row.name)}: {outcome}[/dim]")
         benchmark.skipped = not row.seconds  # Otherwise the fixture warns that it was not used.
 
     @pytest.fixture

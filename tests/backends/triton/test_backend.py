@@ -40,7 +40,6 @@ TAKEN = (
     "lucid(laser)",
     "path",
     "path[window=3]",
-    "differential",
     "softmax[window=3]",
     "softmax[causal=false,window=3]",
     "softmax[bias=true]",
@@ -53,7 +52,7 @@ OF_ANY_WIDTH = tuple(name for name in TAKEN if not name.startswith("laser"))
 """LASER's kernels decline the widths of the suite's cases in half precision."""
 WITH_GRADIENT_IN_FLOAT16 = tuple(name for name in OF_ANY_WIDTH if name != "row_normalized")
 """The norm's gradient at rows of zeros is beyond float16's range, and declined."""
-OF_LONG_KERNELS = ("path", "path[window=3]", "differential", "gated_delta")
+OF_LONG_KERNELS = ("path", "path[window=3]", "gated_delta")
 """Mechanisms that are slow in half precision, which the tests of their kernels cover."""
 RECURRENCES = ("gated_delta", "ssd", "gla", "gsa", "kda", "conditioned_query", "ccq(gated_delta)")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -156,9 +155,7 @@ from precondattn_triton.lucid import plan as lucid_plan
 from precondattn_triton.lucid import step as lucid_step
 from precondattn_triton.path import blocks, chunk_gradient
 from precondattn_triton.path import step as path_step
-from precondattn_triton.softmax import (
-    differential_decode, laser_decode, laser_exact, softmax_forward
-)
+from precondattn_triton.softmax import laser_decode, laser_exact, softmax_forward
 compiled, look_up = set(), configurations.configuration
 def noted(kernel, *rest):
     cut = look_up(kernel, *rest)
@@ -166,7 +163,7 @@ def noted(kernel, *rest):
     return cut
 for module in (
     *(chunk_arrays, lucid_plan, lucid_step, path_step, softmax_forward),
-    *(differential_decode, laser_decode, laser_exact, tiles, unit_rows, blocks, chunk_gradient),
+    *(laser_decode, laser_exact, tiles, unit_rows, blocks, chunk_gradient),
 ):
     patch.object(module, "configuration", noted).start()
 for target in ("sm_80", "sm_90"):

@@ -20,7 +20,6 @@ FAR = scaled(v=100)
         ("softmax[softcap=2]", 1),
         ("laser", 1),
         ("laser", 100),
-        ("differential", 1),
         ("path", 1),
     ],
 )
@@ -40,7 +39,6 @@ def test_a_nan_in_a_key_reaches_its_own_output_and_later_ones(expression, spread
         KernelCall(OPTIONS, 33, b=2, h=2, shared="b"),
         KernelCall(LASER, 20, b=2, h=2, shared="h"),
         KernelCall("laser", 18, h=2, n=2, change=FAR),
-        KernelCall("differential[per=token]", 20, b=2, h=2, n=2),
         KernelCall("path", 34, h=2),
         KernelCall("lucid_solve[beta=true]", 40, n=2),
         KernelCall("lucid_solve", 40, b=2, n=2, dtype="bfloat16"),

@@ -14,7 +14,7 @@ from precondattn_triton.target import compiling_for
 
 SIZES = {"b": 2, "t": 8, "s": 8, "h": 2, "n": 1, "u": 2, "d": 64, "e": 64, "m": 5}
 ALL = "window=21,softcap=2,sink=true,distance=slopes"
-SOFTMAX, DIFFERENTIAL = f"softmax[bias=true,{ALL}]", f"differential[per=token](softmax[{ALL}])"
+SOFTMAX = f"softmax[bias=true,{ALL}]"
 STEP = {"verb": "extend", "t": 1, "s": 1}
 SOLVE_IN_PATH = "lucid_solve[metric=transported/7,beta=true]"
 
@@ -34,8 +34,8 @@ def refusal(expression, verb="vjp", dtype="bfloat16", masks=(), device="cpu", **
     "expression",
     [
         SOFTMAX, "softmax[window=3]", "softmax[sink=true,causal=false]", "laser",
-        "laser(softmax[causal=false])", "differential", "differential[per=head,paired=q]",
-        DIFFERENTIAL, "path[window=3,flush=7]", SOLVE_IN_PATH, "gated_delta", "gla", "ssd",
+        "laser(softmax[causal=false])", "path[window=3,flush=7]", SOLVE_IN_PATH,
+        "gated_delta", "gla", "ssd",
         *(f"ccq({base})" for base in ("gated_delta", "delta", "retention", "linear", "gla", "kda")),
     ],
 )  # fmt: skip
@@ -47,7 +47,6 @@ def test_supported_calls_are_accepted(expression, size):
     ("expression", "sizes"),
     [
         (SOFTMAX, {"d": 256, "e": 512}),
-        (DIFFERENTIAL, {"d": 256, "e": 512, "dtype": "float32"}),
         ("laser", {"d": 720, "e": 720}),
         ("laser", {"e": 1024}),
         ("path[window=3,flush=7]", {"d": 256, "e": 512}),
@@ -84,15 +83,6 @@ def test_the_largest_supported_calls_are_accepted(expression, sizes):
         ("softmax[window=3]", {"e": 520}, "values of width 512 at most; found 520"),
         ("softmax[window=3]", {"e": 260, "dtype": "float16"}, "of width 256 at most; found 260"),
         ("softmax[window=3]", {"t": 0}, "empty"),
-        ("differential(softmax[bias=true])", {}, "a bias"),
-        ("differential(softmax[forget=scaled])", {}, "a forget gate"),
-        ("differential(softmax[distance=buckets])", {}, "buckets"),
-        ("differential(laser)", {}, "LASER"),
-        ("differential[paired=q/k/v]", {}, "the same values"),
-        ("differential", {"verb": "extend_vjp"}, "no step_backward"),
-        ("differential", {"d": 264}, "keys of width 256 at most; found 264"),
-        ("differential", {"e": 520}, "values of width 512 at most; found 520"),
-        ("differential", {"t": 0}, "empty"),
         ("laser(softmax[forget=scaled])", {}, "a forget gate"),
         ("laser(softmax[distance=buckets])", {}, "buckets"),
         ("laser(path)", {}, "not for LASER"),
@@ -157,12 +147,11 @@ def test_calls_without_a_kernel_are_declined_with_the_reason(expression, changes
     assert reason in refusal(expression, **changes)
 
 
-@pytest.mark.parametrize("mechanism", ["laser", "differential[per=token]"])
 @pytest.mark.parametrize(
     ("size", "reason"), [({"e": 300}, "e=300"), ({"h": 66, "n": 1}, "t=1 and 66")]
 )
-def test_a_step_of_too_many_rows_or_of_wide_values_is_an_error(mechanism, size, reason):
-    mechanism = pa.parse(mechanism)
+def test_a_step_of_too_many_rows_or_of_wide_values_is_an_error(size, reason):
+    mechanism = pa.parse("laser")
     sizes = SIZES | {"b": 1, "t": 1, "s": 1, "d": 8, "e": 12} | size
     x = {name: torch.ones(p.shape(sizes)) for name, p in mechanism.inputs.items()}
     cache = mechanism.init_cache(**x, capacity=2)
@@ -194,7 +183,6 @@ def test_an_unsupported_call_is_an_error_if_no_other_backend_is_allowed():
         ("lucid(softmax[window=3])", ("torch", "triton")),
         ("lucid", ("triton", "torch")),
         ("row_normalized(softmax[window=3])", ("triton", "triton")),
-        ("differential", ("triton",)),
     ],
 )
 def test_a_plan_runs_what_the_kernels_support(mechanism, backends):

@@ -1,4 +1,4 @@
-"""Softmax with options, differential attention and PaTH by Triton's kernels, interpreted."""
+"""Softmax with options and PaTH by Triton's kernels, interpreted."""
 
 import pytest
 
@@ -6,14 +6,12 @@ pytest.importorskip("triton")
 
 import torch
 
-import precondattn as pa
 from precondattn_triton.configurations import Configuration
 from precondattn_triton.path.groups import Level, groups
-from tests.backends.triton.calls import KernelCall, error, hold, row, rows, scaled, thorough
+from tests.backends.triton.calls import KernelCall, hold, row, rows, scaled, thorough
 from tests.backends.triton.tiles import SMALL
 
 EVERYTHING = "softmax[window=21,bias=true,softcap=2,sink=true,distance=slopes]"
-DIFFERENTIAL = "differential[per=token](softmax[window=21,softcap=2,sink=true,distance=slopes])"
 GENTLE = scaled(slopes=0.1)
 HIGH, BROAD = Configuration(32, 16), Configuration(16, 32)
 UNEQUAL = {
@@ -49,8 +47,6 @@ def second_is_zero(out, gradients, _):
 def coinciding(x, d_out):
     x["k"][:, 5:25] = x["k"][:, 5:6]
     x["k"][:, 28:] = 0
-    if "k2" in x:
-        x["k2"][:, 8:] = 0
 
 
 def sinks(x, d_out):
@@ -133,56 +129,6 @@ def test_a_window_of_one_key_has_no_gradient_of_scores(causal):
     assert max(gradients[name].abs().max() for name in "qk") < 1e-6
     torch.testing.assert_close(gradients["v"][:, 17:], d_out)
     assert (gradients["v"][:, :17] == 0).all()
-
-
-@rows(
-    row("two tokens", "differential", 2, d=8, e=16),
-    row("scale, float16", "differential(softmax[scale=0.3])", 33, e=16, dtype="float16"),
-    row(
-        "bfloat16, to both sides", "differential(softmax[causal=false])", 48, d=8, dtype="bfloat16"
-    ),
-    row("one query side", "differential[paired=q]", 17, h=2),
-    row(
-        "tiles of unequal sizes", "differential", 70,
-        tiles={"wide_forward": BROAD, "wide_query_gradient": HIGH, "wide_key_gradient": HIGH},
-    ),
-    row("last queries, to both sides", "differential(softmax[causal=false])", 17, s=40),
-    row(
-        "padding", "differential[per=token]", 33, b=2, dtype="bfloat16", lengths=(0, 20)
-    ),
-    row(
-        "padding to both sides", "differential[per=token](softmax[causal=false])", 33, b=2,
-        dtype="bfloat16", lengths=(0, 20),
-    ),
-    row("masked keys", "differential", 33, b=2, hides_keys=True, then=second_is_zero),
-    row("segments", "differential", 35, segments=((10, 8, 17),)),
-    row("slopes in half", "differential(softmax[distance=slopes])", 33, h=2, dtype="bfloat16"),
-    row("sink and soft cap", "differential[paired=q](softmax[sink=true,softcap=2])", 20, b=2, h=2),
-    row("all options", DIFFERENTIAL, 33, s=40, h=2, change=GENTLE),
-    row("all options, float16", DIFFERENTIAL, 49, h=2, dtype="float16", change=GENTLE),
-    *(
-        row(
-            f"{e} values, {dtype}", "differential[per=token](softmax[distance=slopes,softcap=2])",
-            20, h=2, e=e, dtype=dtype, change=GENTLE,
-        )
-        for e, dtype in ((136, "float32"), (300, "bfloat16"))
-    ),
-    row("duplicate and zero keys", "differential", 33, change=coinciding),
-    row("shipped tiles in half", "differential", 33, dtype="bfloat16", tiles=None),
-)  # fmt: skip
-def test_differential_attention(call, then):
-    hold(call, then)
-
-
-def test_equal_maps_give_one_map_times_one_minus_lambda():
-    call = KernelCall("differential", 20)
-    x, d_out = call.arrays()
-    x |= {"q2": x["q"], "k2": x["k"], "lam": torch.tensor(1.0)}
-    assert (call.run(x, d_out)[0] == 0).all()
-    x["lam"] = torch.tensor(0.25)
-    softmax = pa.softmax(*(x[name].double() for name in "qkv"), backend="reference")
-    out = call.run(x, d_out)[0]
-    assert error(out.double().numpy(), 0.75 * softmax.numpy()) < 1e-6
 
 
 def extreme(beta):

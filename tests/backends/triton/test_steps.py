@@ -151,7 +151,6 @@ def channels_apart(x, _):
     x["v"].mul_(torch.logspace(-3, 3, 12)).add_(100)
 
 
-BY_TOKEN = "differential[per=token]"
 ALL = "laser(softmax[window=9,bias=true,softcap=2,distance=slopes])"
 THREE_OPTIONS = "laser(softmax[window=5,bias=true,distance=slopes])"
 FAR = scaled(v=100)
@@ -164,11 +163,7 @@ UNEQUAL = {"counts": ((18, 0, 7), (2, 0, 1), (1, 2, 0)), "b": 3, "h": 4, "n": 2}
     row("laser", "laser", (33, 34, 35), h=4, n=2),
     row("laser from nothing", "laser", (1, 2), n=2, dtype="bfloat16", from_empty=True),
     row("laser of nine heads", "laser", (16, 17, 18), h=9, dtype="float16"),
-    row("differential", BY_TOKEN, (33, 34, 35), h=4, n=2, dtype="float16"),
-    row("differential of nine heads", BY_TOKEN, (16, 17, 18), h=9, dtype="bfloat16"),
     row("several tokens, small window", "laser(softmax[window=3])", (21, 24, 27), h=4, n=2),
-    row("small window of differential", f"{BY_TOKEN}(softmax[window=3])", (21, 24), h=4, n=2),
-    row("paired queries", "differential[per=head,paired=q](softmax[window=9])", (21, 24), h=4, n=2),
     row("bias, far apart", "laser(softmax[bias=true])", (20, 22, 24), h=6, n=2, change=FAR),
     row("soft cap", "laser(softmax[softcap=2])", (20, 22), h=6, n=2),
     row("slopes, far apart", "laser(softmax[distance=slopes])", (20, 22), h=6, n=2,
@@ -179,11 +174,10 @@ UNEQUAL = {"counts": ((18, 0, 7), (2, 0, 1), (1, 2, 0)), "b": 3, "h": 4, "n": 2}
         v=100), marks=thorough,
     ),
     # One sequence begins with a step, and one gets no token in it.
-    row("unequal lengths of laser", "laser", (18, 20, 22), **UNEQUAL),
-    row("unequal lengths of differential", BY_TOKEN, (18, 20, 22), **UNEQUAL),
+    row("unequal lengths", "laser", (18, 20, 22), **UNEQUAL),
     row("unequal lengths with options", THREE_OPTIONS, (18, 20, 22), change=GENTLE, **UNEQUAL),
     row("masked new key", "laser", (19, 20, 21), b=1, hidden=20),
-    row("masked key of the cache", BY_TOKEN, (19, 20, 21), b=1, hidden=3),
+    row("masked key of the cache", "laser", (19, 20, 21), b=1, hidden=3),
     # The keys with the largest values of a channel have hardly any weight, or they decide.
     *(
         row(f"values of {spread}, keys of {scale}", "laser", (34, 36), h=4, n=2,
@@ -191,10 +185,9 @@ UNEQUAL = {"counts": ((18, 0, 7), (2, 0, 1), (1, 2, 0)), "b": 3, "h": 4, "n": 2}
         for spread, scale in ((100.0, 1000.0), (1e30, 1.0))
     ),
     row("channels far apart and close", "laser", (35, 36), h=4, n=2, change=channels_apart),
-    row("zero keys and large scores of laser", "laser", (34, 36), h=4, n=2, change=equal_gates),
-    row("zero keys and large scores", BY_TOKEN, (34, 36), h=4, n=2, change=equal_gates),
+    row("zero keys and large scores", "laser", (34, 36), h=4, n=2, change=equal_gates),
 )  # fmt: skip
-def test_laser_and_differential_attention(steps):
+def test_laser(steps):
     steps.check()
 
 

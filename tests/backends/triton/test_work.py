@@ -65,7 +65,6 @@ PRODUCTS = ("create_dot", lambda a, b, *_: a.data.shape[0] * a.data.shape[1] * b
     [
         ("laser(softmax[causal=false])", PRODUCTS, 1),
         ("laser", EXPONENTIALS, 100),
-        ("differential", PRODUCTS, 1),
         ("path", PRODUCTS, 1),
         ("lucid_solve[beta=true]", PRODUCTS, 1),
         ("lucid_solve[metric=transported]", PRODUCTS, 1),

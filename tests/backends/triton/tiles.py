@@ -33,7 +33,6 @@ SMALL = {
     "laser_exact_key_gradient": Configuration(16, 1),
     "laser_exact_bias_gradient": Configuration(16, 16),
     "laser_decode": Configuration(0, 16),
-    "differential_decode": Configuration(0, 16),
     "wide_forward": Configuration(16, 16),
     "wide_query_gradient": Configuration(16, 16),
     "wide_bias_gradient": Configuration(16, 16),
