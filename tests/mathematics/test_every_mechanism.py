@@ -120,15 +120,6 @@ def test_the_future_changes_no_bit_of_past_outputs(text):
         np.testing.assert_array_equal(mechanism(**changed)[:, :past], out[:, :past])
 
 
-@pytest.mark.parametrize("text", [text for text in CAUSAL if "own_token" not in text])
-def test_fewer_queries_than_keys_are_the_last_ones(text):
-    mechanism, x, out = called(text)
-    if {"t", "s"} <= {
-        letter for pattern in mechanism.inputs.values() for letter in pattern.letters
-    }:
-        assert_close(mechanism(**at(mechanism, x, slice(4, None), letters="t")), out[:, 4:])
-
-
 @pytest.mark.parametrize("text", EVERY)
 def test_padded_and_packed_sequences_are_what_they_are_alone(text):
     mechanism, x, _ = called(text)

@@ -110,17 +110,6 @@ def test_the_slope_of_the_exact_factor_is_accurate_for_any_argument():
     np.testing.assert_allclose(found, expected, rtol=1e-14)
 
 
-def test_a_stable_step_of_the_public_code_of_error_free_linear_attention():
-    """`mnist.py` of declare-lab/EFLA: α = (1 − e^{−βλ}) / (λ + 1e-6), λ = max(‖k‖², 1e-6)."""
-    x = problem("delta", s=9)
-    k, beta = np.repeat(x["k"], 2, axis=2), x["beta"]
-    square = np.maximum(np.sum(k * k, axis=-1), 1e-6)
-    alpha = -np.expm1(-beta * square) / (square + 1e-6)
-    published = pa.delta(x["q"], x["k"], x["v"], beta=alpha)
-    layer = pa.parse("stable_step[rule=exact](delta)")
-    np.testing.assert_allclose(layer(**x), published, atol=1e-5)
-
-
 @pytest.mark.parametrize("text", ["stable_step", "ccq(stable_step(kda))", "stable_step(atk)"])
 def test_its_keys_are_declared_to_have_any_length(text):
     assert not pa.parse(text).inputs["k"].unit
