@@ -103,15 +103,12 @@ def test_a_right_function_passes_in_all_that_it_can_do(row):
     text = f"{result}\n{list(result.declined)}"
     assert says in text
     assert bool(result.partial) == (function is of_few), result.partial
-
-
-def test_what_is_declined_is_listed_by_names_and_said_in_the_verdict():
-    result = checked(of_few, "softmax", "outputs")
-    assert "is right where it could be compared with softmax" in result.verdict
-    assert f": {len(result.compared)} of {len(result.outcomes)} cases compared" in result.verdict
-    result = checked(lucid, "lucid", "outputs", "caching")
-    assert "has no parameter for a state" in result.declined
-    assert any("lengths (" in line and "window (" in line for line in str(result).splitlines())
+    if function is of_few:
+        assert "is right where it could be compared with softmax" in result.verdict
+        assert f": {len(result.compared)} of {len(result.outcomes)} cases" in result.verdict
+    if function is lucid:
+        assert "has no parameter for a state" in result.declined
+        assert any("lengths (" in line and "window (" in line for line in text.splitlines())
 
 
 # Wrong functions.
@@ -119,10 +116,6 @@ def test_what_is_declined_is_listed_by_names_and_said_in_the_verdict():
 
 def hidden_before_exp(weights, apart, later):
     return weights * apart.masked_fill(later, -torch.inf).exp()
-
-
-def hidden_after_exp(weights, apart, later):
-    return (weights * apart.exp()).masked_fill(later, 0)  # It is infinite for later keys.
 
 
 def test_a_wrong_function_fails_and_is_diagnosed():
@@ -135,15 +128,6 @@ def test_a_wrong_function_fails_and_is_diagnosed():
     assert any("one token late" in str(finding) for finding in result.findings)
     assert "does not compute kda" in str(result)
     assert "<table>" in result._repr_html_()
-
-
-def test_a_gradient_that_overflows_where_the_output_is_right():
-    options = {"heads": "equal", "dtypes": ["float64"]}
-    ssd = gated_by_differences(hidden_after_exp)
-    result = checked(ssd, "ssd", "outputs", "stability", **options)
-    assert result.by_check["outputs"][:2] == (1, 0)
-    assert [outcome.case.kind for outcome in result.failures] == ["extreme_gates"]
-    assert result.failures[0].reason.startswith("vjp of q is off by nan")
 
 
 def test_a_decay_that_is_a_difference_of_cumulative_sums_fails_at_gates_of_many_digits():
@@ -246,7 +230,8 @@ def test_a_gradient_that_is_claimed_and_wrong_still_fails():
 # Functions of JAX.
 
 
-@pytest.mark.parametrize("row_of_no_key", [0.0, "mean"])
+@pytest.mark.thorough(but=("mean",))
+@pytest.mark.parametrize("row_of_no_key", ["zero", "mean"])
 def test_a_function_of_jax_fails_if_rows_without_keys_are_a_mean(row_of_no_key):
     """JAX's own attention does this with a mask; its plain and packed calls are right."""
     jnp = pytest.importorskip("jax.numpy")
@@ -259,7 +244,7 @@ def test_a_function_of_jax_fails_if_rows_without_keys_are_a_mean(row_of_no_key):
         scores = jnp.einsum("bthd,bshd->bhts", query, key) * query.shape[-1] ** -0.5
         scores = jnp.where(visible, scores, -1e30)
         scores = jnp.exp(scores - scores.max(-1, keepdims=True))
-        if row_of_no_key == 0.0:
+        if row_of_no_key == "zero":
             scores = scores * visible.any(-1, keepdims=True)
         total = jnp.maximum(scores.sum(-1, keepdims=True), 1e-30)
         return jnp.einsum("bhts,bshd->bthd", scores / total, value)
@@ -268,7 +253,8 @@ def test_a_function_of_jax_fails_if_rows_without_keys_are_a_mean(row_of_no_key):
     assert backend.libraries == {"jax"}
     assert backend.parameters.inputs == {"q": "query", "k": "key", "v": "value"}
     assert backend.parameters.options == {"causal": "is_causal"}
-    result = checked(in_jax, "softmax", "outputs", heads="equal", library="jax")
+    chosen = {"heads": "equal", "library": "jax", "dtypes": ["float32"]}
+    result = checked(in_jax, "softmax", "outputs", **chosen)
     wrong = {outcome.case.layout.name for outcome in result.failures}
     assert wrong == ({"masked"} if row_of_no_key == "mean" else set())
     assert len(result.compared) > len(result.failures)
