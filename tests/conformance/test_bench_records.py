@@ -18,7 +18,6 @@ from precondattn_conformance.bench.compare import (
     SAME,
     UNCOMPARED,
     changes,
-    machines_differ,
 )
 from precondattn_conformance.bench.cost import flops, moved_bytes
 from precondattn_conformance.bench.plot import ratios_to_plain
@@ -110,18 +109,7 @@ def test_what_compare_prints_and_its_exit_code(tmp_path, old, new, threshold, co
         command.compare(tmp_path / "old.json", tmp_path / "new.json", 0.1, Console())
 
 
-def test_another_version_of_a_peers_library_is_another_machine(tmp_path):
-    """The package's own version is what two records compare."""
-    old, new = (
-        BenchRecord("", {"versions": {"torch": version, "precondattn": version}})
-        for version in ("1", "2")
-    )
-    assert machines_differ(old, new) == ["torch: 1 before, 2 now"]
-
-
 SIZES = {"b": 1, "t": 4, "s": 4, "h": 2, "n": 2, "u": 2, "d": 3, "e": 5}
-
-
 ONE_QUERY = {**SIZES, "t": 1}
 
 

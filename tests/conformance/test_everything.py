@@ -14,7 +14,7 @@ from precondattn.algebra import registry
 from precondattn_conformance.cases import case_of, cases
 from precondattn_conformance.command import conformance
 from precondattn_conformance.declared import expressions
-from precondattn_conformance.design.levels import SHARING, WIDEST
+from precondattn_conformance.design.levels import SHARING
 from precondattn_conformance.isolation import lanes_of
 from precondattn_conformance.libraries import installed
 from precondattn_conformance.report.record import load
@@ -73,15 +73,6 @@ def test_what_a_run_of_everything_leaves_out_on_one_library_it_has_on_another(ev
     of_options = [c for c in shared if not c.mechanism.isidentifier() and c.check == "caching"]
     counts = {name: sum(c.library == name for c in of_options) for name in ("numpy", "torch")}
     assert min(counts.values()) > 0.8 * max(counts.values())
-
-
-def test_wide_keys_are_left_out_only_where_every_token_has_a_matrix(every, shared):
-    def widest(chosen):
-        return {c.mechanism for c in chosen if c.layout.d == int(WIDEST)}
-
-    assert {"softmax", "gated_delta", "lucid"} <= widest(shared)
-    left_out = {text for text in widest(every) - widest(shared) if text.isidentifier()}
-    assert left_out == {"ccq", "conditioned_query", "mesa", "mesa_query"}
 
 
 @pytest.mark.parametrize(

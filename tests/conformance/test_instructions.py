@@ -73,12 +73,6 @@ def test_a_damaged_file_is_named(tmp_path):
         instructions.load(file)
 
 
-def test_rows_are_small_cases_of_torch():
-    cases = instructions.cases()
-    assert sorted(case.name for case in cases) == sorted(instructions.ROWS)
-    assert {(case.library, case.calls, case.peers) for case in cases} == {("torch", 1, ())}
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

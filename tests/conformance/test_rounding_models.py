@@ -18,7 +18,7 @@ from precondattn_conformance.tolerance import bound  # noqa: E402
 from tests.conformance import rounding_models as backends  # noqa: E402
 
 ATTENTION = ("softmax", "differential", "lucid", "lucid_solve", "laser", "path")
-RECURRENCES = ("gla", "delta", "gated_delta")
+RECURRENCES = ("ssd", "delta", "gated_delta")
 DTYPES = ("float16", "bfloat16")
 DATA = (
     *("plain-clustered", "plain-duplicate", "packed-zero", "block_less_one-clustered"),
