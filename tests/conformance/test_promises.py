@@ -143,15 +143,6 @@ def test_a_function_that_is_wrong_either_way_breaks_no_convention():
     assert "broken" not in verdicts(result).values()
 
 
-def test_rows_beside_those_without_keys_are_compared():
-    def halved_where_masked(q, k, v, key_mask=None):
-        out = mean_of_no_key(q, k, v, key_mask)
-        return out if key_mask is None or key_mask.all() else out / 2
-
-    result = checked(halved_where_masked, "empty_rows", checks=["outputs"])
-    assert "masked" in {each.case.layout.name for each in result.failures}
-
-
 @pytest.mark.parametrize("mask", [*PATTERNS, "key_mask+segment_ids", "lengths_edge+key_start"])
 @pytest.mark.parametrize("mechanism", ["softmax", "softmax[window=3]", "softmax[causal=false]"])
 def test_rows_without_keys_are_foreseen(mask, mechanism):

@@ -202,20 +202,6 @@ def test_saved_runs_are_compared_with_pytest_benchmark(timed, tmp_path):
     assert done.stdout.count("(NOW)") == 6
 
 
-@pytest.mark.thorough
-@pytest.mark.skipif(find_spec("pygal") is None, reason="pygal is not installed")
-def test_each_group_has_a_histogram(tmp_path):
-    """In a process of its own: pygal changes how modules are found."""
-    written(tmp_path, a_file(SOFTMAX))
-    done = pytest_run(tmp_path, "--benchmark-only", "--benchmark-histogram=drawn")
-    assert done.returncode == 0, done.stdout
-    drawn = sorted(path.name for path in tmp_path.glob("drawn*.svg"))
-    assert drawn == [
-        f"drawn-{mechanism}_forward_t=48,h=4,d=8_float32.svg" for mechanism in ("lucid", "softmax")
-    ]
-    assert "sdpa(softmax)" in (tmp_path / drawn[0]).read_text()
-
-
 WRONG_PEER = """
 from precondattn_conformance.bench import peers
 right = peers.sdpa()

@@ -137,18 +137,6 @@ def test_a_killed_run_leaves_a_valid_record_that_names_its_last_case(tmp_path):
     assert "the run stopped while it ran case-" in page(kept)
 
 
-def test_the_file_is_replaced_about_once_a_second(tmp_path):
-    now, written = 0.0, []
-    recording = writer(tmp_path / "record.json", clock=lambda: now)
-    whole = recording._bytes
-    recording._bytes = lambda: written.append(now) or whole()
-    with recording:
-        for i in range(100):
-            now = i / 10
-            recording.add(an_outcome(layout=f"{i}"))
-    assert written == [0.0, *(float(second) for second in range(1, 10)), now]
-
-
 def test_a_record_that_can_not_be_written_is_an_error_before_any_case_runs(tmp_path):
     (tmp_path / "file").write_text("")
     with (

@@ -4,27 +4,14 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-
-SIZES = {"b": 2, "t": 7, "s": 7, "n": 2, "h": 4, "u": 8, "d": 4, "e": 3}
-
-
-def inputs_of(base, seed=0):
-    rng, inputs = np.random.default_rng(seed), {}
-    for name, pattern in base.inputs.items():
-        x = rng.normal(size=pattern.shape(SIZES))
-        if pattern.unit:
-            x /= np.linalg.norm(x, axis=-1, keepdims=True)
-        if pattern.low is not None:
-            x = -np.abs(x) if pattern.high == 0 else rng.uniform(size=x.shape)
-        inputs[name] = x
-    return inputs
+from tests.mathematics.problems import Problem
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
 def test_a_masked_key_is_masked_in_the_gradient_of_autograd_too(library):
     pytest.importorskip(library)
     base = pa.parse("retention")
-    attn, inputs = pa.Bidirectional(base), inputs_of(base)
+    attn, inputs = pa.Bidirectional(base), Problem(s=7, n=2, group=2).x(base)
     seen = np.asarray([[True, False, True, True, False, True, True]] * 2)
     out, pullback = attn.vjp(**inputs, key_mask=seen)
     expected = pullback(np.ones_like(out))

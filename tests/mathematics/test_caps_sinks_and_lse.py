@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 import torch
 
 import precondattn as pa
+from tests.mathematics.problems import keys_of
 
 BACKENDS = {"reference": np.asarray, "portable": np.asarray, "torch": torch.tensor}
 OPTIONS = (
@@ -26,20 +27,12 @@ OPTIONS = (
 MASKS = ("none", "lengths", "key_mask", "segment_ids")
 
 
-def keys_of(kind, rng, shape):
-    if kind == "clustered":
-        return rng.normal(size=(shape[0], 1, *shape[2:])) + 0.01 * rng.normal(size=shape)
-    if kind == "duplicate":
-        return np.broadcast_to(rng.normal(size=(shape[0], 1, *shape[2:])), shape).copy()
-    return np.zeros(shape) if kind == "zero" else rng.normal(size=shape)
-
-
 def problem(options, kind="random", b=2, t=9, s=9, h=4, n=2, d=4, e=3, seed=0):
     """The inputs of a call, by name."""
     rng = np.random.default_rng(seed)
     x = {
         "q": 2 * rng.normal(size=(b, t, h, d)),
-        "k": keys_of(kind, rng, (b, s, n, d)),
+        "k": keys_of(rng, kind, (b, s, n, d)),
         "v": rng.normal(size=(b, s, n, e)),
     }
     if options.get("sink"):

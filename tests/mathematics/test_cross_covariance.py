@@ -5,13 +5,11 @@ import pytest
 
 import precondattn as pa
 from tests.mathematics.identities import assert_close
+from tests.mathematics.problems import Problem
 
 
-def inputs(seed=0, *, b=2, t=7, h=4, n=2, d=3):
-    rng = np.random.default_rng(seed)
-    q = rng.normal(size=(b, t, h, d))
-    k, v = rng.normal(size=(2, b, t, n, d))
-    return {"q": q, "k": k, "v": v, "logit_scale": rng.normal(size=h)}
+def inputs():
+    return Problem(s=7, n=2, group=2, e=3).x(pa.CrossCovariance())
 
 
 def test_segments_that_are_traced_give_the_same():

@@ -37,38 +37,9 @@ def a_cache(m, x, seed=1):
     return cache._replace(store={n: rng.normal(size=a.shape) for n, a in cache.store.items()})
 
 
-def shifted(cache, by):
-    """A cache with the same C e^m and n e^m, relative to another maximum (b, h)."""
-    state, mass, maximum = names_of(cache)
-    factor = np.exp(-by)
-    store = {
-        state: factor[..., None, None] * cache.store[state],
-        mass: factor[..., None] * cache.store[mass],
-        maximum: cache.store[maximum] + by,
-    }
-    return cache._replace(store={name: store[name] for name in cache.store})
-
-
 def close(result, expected, within=1e-12):
     scale = 1 + np.max(np.abs(expected))
     np.testing.assert_allclose(result / scale, expected / scale, rtol=0, atol=within)
-
-
-# Which maximum
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_without_eps_the_output_does_not_depend_on_the_maximum_that_states_are_relative_to(backend):
-    m, x = pa.MLSTM(eps=0), inputs()
-    cache = a_cache(m, x)
-    expected, last = m.extend(cache, **x, backend=backend)
-    by = np.random.default_rng(2).normal(size=(B, H), scale=20)
-    out, other = m.extend(shifted(cache, by), **x, backend=backend)
-    close(out, expected)
-    maximum = names_of(cache)[2]
-    apart = other.store[maximum] - last.store[maximum]
-    for name, array in shifted(last, apart).store.items():
-        close(other.store[name], array)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -128,27 +128,6 @@ def test_decoding_one_by_one_over_many_flushes_is_the_definition(text, flush, di
     assert_close(out, definition(m, x)[0].real)
 
 
-@pytest.mark.parametrize("text", BOTH)
-@pytest.mark.parametrize("flush", FLUSHES)
-def test_the_cache_stores_keys_as_of_the_last_flush_and_the_reflections_since(text, flush):
-    m, p = with_flush(text, flush), Problem(s=8, n=2)
-    x = inputs_of(p, m)
-    for length in range(1, 9):
-        caches = [decode(m, at(x, slice(length)), widths)[1] for widths in ([length], [1] * length)]
-        flushed = length - length % flush
-        for cache in caches:
-            keys = cache.store["path(k,w,beta)"]
-            for b, j, n in np.ndindex(2, flushed, 2):
-                key = p.k[b, j, n]
-                for t in range(j + 1, flushed):
-                    w = x["w"][b, t, n]
-                    key = key - x["beta"][b, t, n] * w * (w @ key)
-                assert_close(keys[b, j, n], key, size=1)
-            for name in ("w", "beta") if flush > 1 else ():
-                since = cache.store[f"pending({name})"][:, : length - flushed]
-                np.testing.assert_array_equal(since, x[name][:, flushed:length])
-
-
 @pytest.mark.parametrize(
     "text", ["path[{}]", "path[{},window=3]", "path[{},forget=unscaled]", "lucid(path[{}])"]
 )

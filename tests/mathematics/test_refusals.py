@@ -101,17 +101,10 @@ def test_compositions_that_make_no_sense_are_refused_with_the_reason(text, reaso
 
 OPTIONS = [
     (pa.RowNormalized, {"eps": -1.0}, "row_normalized: option eps"),
-    (pa.RowNormalized, {"eps": np.inf}, "row_normalized: option eps"),
     (pa.RowNormalized, {"axis": "row"}, "row_normalized: option axis"),
-    (pa.RowNormalized, {"axis": 1}, "row_normalized: option axis"),
-    (pa.Temperature, {"per": "token"}, "temperature: option per"),
     (pa.QKNorm, {"norm": "batch"}, "qk_norm: option norm"),
-    (pa.QKNorm, {"eps": -1e-6}, "qk_norm: option eps"),
-    (pa.QKNorm, {"gain": 1}, "qk_norm: option gain"),
-    (pa.PerDimScale, {"normalize": None}, "per_dim_scale: option normalize"),
     (pa.Differential, {"paired": ()}, "option paired must be different names"),
     (pa.Differential, {"paired": ("q", "q")}, "option paired must be different names"),
-    (pa.Differential, {"per": "batch"}, "per must be one of 'layer', 'head', 'token'"),
     (pa.Softmax, {"read": "log_mean_exp", "sink": True}, "weights that sum to one"),
     (pa.Softmax, {"buckets": 8}, "buckets belongs to distance='buckets'; found buckets=8"),
     (pa.Softmax, {"distance": "slopes", "max_distance": 8}, "max_distance belongs to distance="),
@@ -127,16 +120,12 @@ OPTIONS = [
         "max_distance must be above 16, .*found 16",
     ),
     (pa.Softmax, {"distance": "alibi"}, "distance must be one of 'none', 'slopes', 'buckets'"),
-    (pa.CCQ, {"tau": 2.0}, "ccq: .*tau"),
     (pa.CCQ, {"tau": 2.0, "covariance": "decayed"}, "ccq: .*tau"),
     (pa.CCQ, {"tau": 0.0, "covariance": "query_weighted"}, "ccq: .*tau"),
-    (pa.CCQ, {"covariance": "weighted"}, "ccq: .*covariance"),
     (pa.CCQ, {"backbone_key": "normalised"}, "ccq: .*backbone_key"),
-    (pa.CCQ, {"eps": -1e-6}, "ccq: .*eps"),
     (pa.ATK, {"bound": 0.5}, "bound must be 1 or more"),
     (pa.ATK, {"learned": True, "center": 0.0}, "center is"),
     (pa.Nystrom, {"landmarks": 0}, "option landmarks must be a whole number, 1 or above; found 0"),
-    (pa.Nystrom, {"iterations": 0}, "option iterations must be a whole number"),
 ]
 
 
@@ -170,14 +159,7 @@ def test_options_in_text_are_checked(text, words):
         pa.parse(text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("softmax[causal=false]", "row_normalized[axis=channel](softmax[causal=false])"),
-        *("windowed", "outlook", "cross_covariance", "channel", "nystrom", "bidirectional"),
-        "lucid(softmax[causal=false])",
-    ],
-)
+@pytest.mark.parametrize("text", ["softmax[causal=false]", "outlook", "bidirectional"])
 def test_what_is_not_causal_has_no_cache(text):
     m = pa.parse(text)
     with pytest.raises(ValueError, match="is not causal, so it can not have a cache"):
@@ -193,31 +175,21 @@ def test_only_a_state_has_a_pullback(text):
 
 
 SHAPES = [
-    ("gla", "g", (2, 5, 2, 4)),
     ("hedgehog(gla)", "g", (2, 5, 2, 3)),
     ("rwkv6", "u", (2, 3)),
     ("gsa", "s", (2, 5, 2, 5)),
-    ("gsa", "g", (2, 5, 2)),
     ("linear", "k", (2, 5, 3, 3)),
-    ("ssd", "v", (2, 5, 6, 2)),
-    ("delta", "v", (2, 5, 6, 2)),
     ("ssd", "k", (2, 5, 2, 3)),
-    ("ssd", "g", (2, 5, 4)),
     ("delta", "beta", (2, 5, 8, 1)),
-    ("gated_delta", "beta", (2, 5, 4)),
-    ("kda", "g", (2, 5, 8)),
     ("kda", "g", (2, 5, 4, 3)),
-    ("gdn2", "b", (2, 5, 8)),
     ("gdn2", "w", (2, 5, 8, 3)),
     ("comba", "p", (2, 5, 8, 3)),
     ("hedgehog[per=head](linear)", "k_weight", (4, 3, 3)),
     ("hedgehog(linear)", "q_bias", (6,)),
-    ("ccq(gla)", "contraction", (2, 5)),
     ("ccq(gla)", "contraction", (2, 5, 2)),
     ("ccq[covariance=query_weighted](linear)", "contraction", (1, 5, 4)),
     ("delta_product[steps=3]", "k", (2, 5, 2, 4, 3)),
     ("cross_covariance", "v", (2, 5, 2, 2)),
-    ("channel", "v", (2, 5, 2, 2)),
     ("windowed[bias=true]", "bias_table", (9, 4)),
     ("softmax[distance=buckets]", "bucket_table", (16, 4)),
     ("differential[per=layer]", "lam", (4,)),

@@ -7,18 +7,6 @@ import precondattn as pa
 from tests.mathematics.definitions import assert_is_defined
 from tests.mathematics.problems import Problem
 
-B, H, N, D, E = 2, 4, 2, 6, 5
-
-
-def problem(tokens, seed=0, heads=H, kv_heads=N):
-    rng = np.random.default_rng(seed)
-    return {
-        "q": rng.normal(size=(B, tokens, heads, D)),
-        "k": rng.normal(size=(B, tokens, kv_heads, D)),
-        "v": rng.normal(size=(B, tokens, kv_heads, E)),
-    }
-
-
 GRIDS = [
     ((4, 6), (2, 3), (0, 0)),
     ((4, 6), (2, 3), (1, 2)),
@@ -32,12 +20,10 @@ GRIDS = [
 @pytest.mark.parametrize(("grid", "size", "shift"), GRIDS)
 def test_windows_are_attention_with_a_pair_mask_and_a_gathered_bias(grid, size, shift):
     tokens = grid[0] * grid[1]
-    m, x = pa.Windowed(size=size, shift=shift, grid=grid, bias=True), problem(tokens)
-    x["bias_table"] = np.random.default_rng(1).normal(
-        size=((2 * size[0] - 1) * (2 * size[1] - 1), H)
-    )
+    m = pa.Windowed(size=size, shift=shift, grid=grid, bias=True)
+    x = Problem(s=tokens, n=2, group=2, d=6, e=5).x(m)
     assert_is_defined(m, x)
-    mask = np.random.default_rng(2).random((B, tokens)) < 0.7
+    mask = np.random.default_rng(2).random((2, tokens)) < 0.7
     assert_is_defined(m, x, key_mask=mask, lengths=np.asarray([tokens, tokens - 3]))
     free = pa.Windowed(size=size, shift=shift, grid=grid[1], bias=True)
     cut = np.asarray([[0] * grid[1] + [1] * (tokens - grid[1]), [5] * tokens])
