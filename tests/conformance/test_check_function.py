@@ -106,9 +106,6 @@ def test_a_right_function_passes_in_all_that_it_can_do(row):
         assert any("lengths (" in line and "window (" in line for line in text.splitlines())
 
 
-# Wrong functions.
-
-
 def hidden_before_exp(weights, apart, later):
     return weights * apart.masked_fill(later, -torch.inf).exp()
 
@@ -222,9 +219,6 @@ def test_a_gradient_that_is_claimed_and_wrong_still_fails():
     assert not result.outputs_only
 
 
-# Functions of JAX.
-
-
 @pytest.mark.thorough(but=("mean",))
 @pytest.mark.parametrize("row_of_no_key", ["zero", "mean"])
 def test_a_function_of_jax_fails_if_rows_without_keys_are_a_mean(row_of_no_key):
@@ -267,9 +261,6 @@ def test_a_default_is_left_to_a_jitted_function_which_would_trace_it():
     request = pa.Request("forward", "jax", "cpu", "float32", shapes, frozenset())
     assert not backend.refusal(pa.Softmax(), request)
     assert "TracerBool" in backend.refusal(pa.Softmax(causal=False), request)
-
-
-# Errors.
 
 
 def broken(q, k, v):
@@ -316,9 +307,6 @@ def test_what_can_not_be_checked_is_refused_with_its_reason(function, options, e
         check(function, **{"mechanism": "softmax", **options})
 
 
-# Parameters.
-
-
 @pytest.mark.thorough(but=("plain",))
 @pytest.mark.parametrize("how", ["plain", "compiled"])
 def test_a_modules_parameters_are_those_of_its_forward(how):
@@ -346,8 +334,6 @@ def test_options_of_the_leaf_are_those_of_a_mechanism_that_is_one():
     windowed = pa.Softmax(read="log_mean_exp", window=3, scale=0.1)
     assert backend.lacks(windowed, request) == "has no parameter for the option window"
 
-
-# Arrangements of arrays.
 
 HEADS = {"heads": "equal"}
 STEPS = {"q": (2, 5, 4, 8), "k": (2, 5, 2, 4, 8), "v": (2, 5, 2, 4, 6), "g": (2, 5, 4)}

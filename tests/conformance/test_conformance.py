@@ -127,9 +127,6 @@ def test_jaxs_compilation_cache_is_cleared_before_a_process_has_too_many_memory_
     assert libraries.mapped_regions() < with_it - 50
 
 
-# Data and errors.
-
-
 def test_one_wrong_element_fails():
     expected = np.random.default_rng(0).normal(size=(4, 1000))
     result = expected.copy()
@@ -148,8 +145,6 @@ def test_the_error_of_a_sum_whose_terms_cancel_is_relative_to_the_terms():
     for expression in ("temperature(path)", "qk_norm(temperature)"):
         assert oracle(expression, layout, "clustered", "float64").terms
 
-
-# The source of expected results of long cases, which the record names.
 
 LONG = "b1t1025s1025h1n1d16e16block64.segments_long"
 

@@ -88,9 +88,6 @@ def test_an_unknown_peer_is_refused_with_its_neighbours():
     assert "pytorch/..." in result.output
 
 
-# Adapters change inputs only in ways that the peer's function undoes.
-
-
 def test_a_gate_comes_back_from_its_number_before_the_sigmoid_with_derivative_one():
     torch = pytest.importorskip("torch")
     g = torch.tensor([0.0, -1e-30, -1e-4, -0.47, -19.7, -1e4], requires_grad=True)

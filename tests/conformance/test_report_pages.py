@@ -169,12 +169,6 @@ def test_the_page_states_the_verdict():
 def test_a_large_page_is_small_enough():
     """If there are many failures, some of each kind are shown in full, and the others by name."""
     outcomes = [
-        an_outcome(mechanism=m, check=check, layout=f"layout{i}")
-        for m in MECHANISMS
-        for check in CHECKS[:4]
-        for i in range(7)
-    ]
-    outcomes += [
         a_failure(mechanism=m, check=check, layout=f"bad{i}", details="x" * 1500)
         for m in MECHANISMS
         for check in CHECKS[:2]
@@ -182,8 +176,7 @@ def test_a_large_page_is_small_enough():
     ]
     text = page(recorded(outcomes))
     read = Reader(text)
-    assert len(outcomes) > 4000
-    assert len(text.encode()) < 2_000_000
+    assert len(text.encode()) < 1_000_000
     assert sum(name.startswith("failure-") for name in read.values("id")) == IN_FULL
     assert f"And {72 * 28 - IN_FULL} more" in read.text
     for m in MECHANISMS:

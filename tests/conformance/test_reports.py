@@ -22,7 +22,6 @@ from precondattn_conformance.report import environment
 from precondattn_conformance.report.compare import compare_records, print_comparison
 from precondattn_conformance.report.junit import write_junit
 from precondattn_conformance.report.page import page
-from precondattn_conformance.report.printable import printable
 from precondattn_conformance.report.record import is_record, load
 from precondattn_conformance.report.refusal import in_few_words
 from precondattn_conformance.report.result import Result
@@ -211,12 +210,6 @@ def test_writing_a_record_imports_no_package_except_numpy():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not done.stdout.strip()
-
-
-def test_control_characters_in_text_are_removed_or_escaped():
-    assert printable("a\x1b[31mred\x1b[0m\tb\r\nc") == "ared\tb\nc"
-    assert printable("\x00\x07\x1b \ud800 \u202e") == "\\x00\\x07\\x1b \\ud800 \\u202e"
-    assert printable("β ≤ 1 – 日本") == "β ≤ 1 – 日本"
 
 
 def test_junit_contains_every_outcome(tmp_path):

@@ -82,19 +82,6 @@ def test_a_bound_that_exceeds_the_usual_is_twice_the_error_of_the_model(name):
     assert allowed == pytest.approx(2 * error, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "states-torch-bfloat16-real_short-real-delta",
-        "states-torch-float16-real_128-real-delta",
-    ],
-)
-def test_the_bound_of_the_delta_rules_gradients_is_at_most_twice_the_error_of_the_model(name):
-    measured = outcome(name).measured
-    assert measured.bound > bound(name.split("-")[2], "real")
-    assert measured.error < measured.bound < 2 * measured.error
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mechanism", RECURRENCES)
 def test_a_state_that_is_rounded_at_the_borders_of_chunks_fails(monkeypatch, mechanism, dtype):

@@ -204,9 +204,6 @@ def test_without_keys_and_sink_lse_is_minus_infinity_and_no_gradient_is_nan():
             assert not any(gradient.any() for gradient in gradients.values())
 
 
-# What preconditioners make of them.
-
-
 @pytest.mark.parametrize("option", ["softcap=0.5", "sink=true"])
 def test_lucid_solves_the_same_system_with_a_cap_or_a_sink(option):
     plain, other = pa.parse("lucid"), pa.parse(f"lucid(softmax[{option}])")

@@ -1,4 +1,4 @@
-"""Cross-covariance and channel attention: their identities, and how they are related."""
+"""Cross-covariance and channel attention: traced segments, and tokens that are masked."""
 
 import numpy as np
 import pytest
@@ -24,17 +24,6 @@ def test_segments_that_are_traced_give_the_same():
     out, pullback = pa.CrossCovariance().vjp(**x, segment_ids=ids)
     for name, gradient in pullback(2 * out).items():
         np.testing.assert_allclose(traced[name], gradient, atol=1e-5)
-
-
-def test_row_normalized_makes_channels_one_long():
-    x = inputs()
-    rows = pa.RowNormalized(pa.CrossCovariance())
-    out = rows(**x)
-    assert_close(np.sum(out**2, axis=1), np.ones((2, 4, 3)))
-    assert rows == pa.parse("row_normalized(cross_covariance)")
-    assert_close(out, pa.parse("row_normalized[axis=channel](cross_covariance)")(**x))
-    tokens = pa.parse("row_normalized[axis=token](cross_covariance)")(**x)
-    assert_close(np.sum(tokens**2, axis=3), np.ones((2, 7, 4)))
 
 
 @pytest.mark.parametrize("text", ["cross_covariance", "channel", "channel[scale_by=tokens]"])

@@ -65,11 +65,8 @@ def without_constants(text):
     return str(replace(piece, **options))
 
 
-@pytest.mark.parametrize("text", EVERY)
-def test_text_and_mechanism_are_inverse(text):
-    mechanism = pa.parse(text)
-    assert str(mechanism) == text
-    assert pa.parse(str(mechanism)) == mechanism
+def test_text_and_mechanism_are_inverse():
+    assert [str(pa.parse(text)) for text in EVERY] == list(EVERY)
 
 
 @pytest.mark.parametrize("text", GROUPED)

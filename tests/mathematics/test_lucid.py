@@ -1,4 +1,4 @@
-"""LUCID against identities that hold for any implementation.
+"""LUCID and DeltaFormer with keys of every kind, long sequences and large scales.
 
 With Φ_tj = exp(s kn_t·kn_j − s d) and kn the keys divided by their root mean square, the definition
 is y_t = β_t (v_t − Σ_{j<t} Φ_tj y_j), read by softmax attention in place of v. P maps v to y.
@@ -37,9 +37,6 @@ def matrix_of(mechanism, *arrays, **named):
     return mechanism(*arrays, identity_values(arrays[-1]), **named).transpose(0, 2, 1, 3)
 
 
-# The definition
-
-
 @pytest.mark.parametrize("normalize", ["keys", "rows", "none"])
 @given(p=problems(longest=20, kinds=["random", "zero", "growing", "shrinking"]))
 def test_solved_values_satisfy_their_equations(normalize, p):
@@ -48,9 +45,6 @@ def test_solved_values_satisfy_their_equations(normalize, p):
         matrix = kernel(p.k[b, :, n], normalize)
         terms = np.abs(matrix) @ np.abs(y[b, :, n])
         assert_close((matrix @ y[b, :, n] - p.v[b, :, n]) / terms, 0.0, size=1)
-
-
-# Retrieval
 
 
 # Boundedness
@@ -67,12 +61,6 @@ def test_the_inverse_of_many_tokens_is_bounded_and_exact(kind):
     assert_close(inverse @ lower, np.eye(300))
 
 
-def test_beta_of_two_reflects_and_stays_bounded():
-    k = keys_of(np.random.default_rng(0), "clustered", (1, 200, 1, 4))
-    solved = matrix_of(pa.LucidSolve(beta=True), k, lucid_beta=np.full((1, 200, 1), 2.0))
-    assert np.abs(solved).max() <= 4 + 1e-9
-
-
 @pytest.mark.parametrize("d", [4, 64, 256])
 @pytest.mark.parametrize("eps", [1e-6, 1e-3])
 def test_zero_keys_keep_the_size_of_values(d, eps):
@@ -84,9 +72,6 @@ def test_zero_keys_keep_the_size_of_values(d, eps):
     assert_is_defined(pa.Lucid(eps=eps), {"q": rng.normal(size=k.shape), "k": k, "v": v})
 
 
-# Special values
-
-
 @given(problems(kinds=["random"]), st.permutations(range(8)))
 def test_a_large_scale_does_not_change_values_of_distinct_directions(p, order):
     corners = np.array(list(np.ndindex(2, 2, 2)), dtype=float)[order] * 2 - 1
@@ -95,9 +80,6 @@ def test_a_large_scale_does_not_change_values_of_distinct_directions(p, order):
     k = corners[:s, None] * p.rng.uniform(0.5, 2, size=(2, s, 2, 1))
     np.testing.assert_array_equal(pa.LucidSolve(scale=1e3)(k, v), v)
     assert_close(pa.Lucid(scale=1e3)(q, k, v), pa.Softmax()(q, k, v))
-
-
-# Windows and time
 
 
 @pytest.mark.parametrize(

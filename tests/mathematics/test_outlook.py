@@ -1,4 +1,4 @@
-"""Outlook attention against loops over windows of an image, and its own identities."""
+"""Outlook attention of grids against loops over their windows."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""PaTH, and LUCID over it: what follows from reflections, and what their caches hold.
+"""PaTH, and LUCID over it: directions and gates of every kind, and caches that flush.
 
 With H_t = I − β_t w_t w_tᵀ the scores are A_ij = q_iᵀ H_i H_{i−1} … H_{j+1} k_j. LUCID over PaTH
 solves with Φ_ij = exp(s A_ij − s d), whose A is that of the normalised keys with themselves and the
@@ -96,9 +96,6 @@ def test_long_directions_of_one_segment_do_not_affect_the_next():
     for name in expected:
         assert_close(gradients[name][:, ~first], expected[name])
         assert np.all(gradients[name][:, first] == 0)
-
-
-# LUCID over PaTH
 
 
 # Caches

@@ -21,9 +21,6 @@ def distance(actual, expected):
     return np.abs(actual - expected).max() / np.abs(expected).max()
 
 
-# DiffLlama of Transformers
-
-
 @pytest.fixture(scope="module")
 def diffllama():
     with np.load(PEERS / "differential_diffllama.npz") as entries:
@@ -47,9 +44,6 @@ def test_diffllama_applies_a_group_norm_after_the_difference(diffllama):
     normed = o / np.sqrt(np.mean(o * o, axis=-1, keepdims=True) + 1e-5)
     expected = (1 - diffllama["lambda_init"]) * normed.reshape(*o.shape[:2], -1)
     assert distance(expected, diffllama["before_o_proj"]) <= 1e-6
-
-
-# PaTH of flash-linear-attention
 
 
 @pytest.fixture(scope="module")
@@ -230,8 +224,6 @@ def test_the_gated_delta_rule_after_an_l2_norm_is_that_of_qwen3_next(case):
     x, saved = of_qwen3_next(case)
     assert_is_the_peer(QWEN3_NEXT, saved, x)
 
-
-# Mamba-2 of Transformers
 
 MAMBA2_INPUTS = ["x", "dt", "A", "B", "C", "D", "dt_bias"]
 

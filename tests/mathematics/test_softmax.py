@@ -76,9 +76,6 @@ def test_a_bias_broadcasts_over_batch_and_heads_and_its_gradient_is_summed(shape
     assert_close(pullback(cotangent)["bias"], expected)
 
 
-# LASER
-
-
 @pytest.mark.parametrize(
     "text", ["laser", "laser(softmax[causal=false])", "differential[per=token](laser)"]
 )

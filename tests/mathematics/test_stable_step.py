@@ -98,9 +98,3 @@ def test_the_slope_of_the_exact_factor_is_accurate_for_any_argument():
     expected = -np.sum(weight * node * np.exp(-c[:, None] * node), axis=1)
     found = pa.spec.stable_strength._slope("exact", c)
     np.testing.assert_allclose(found, expected, rtol=1e-14)
-
-
-@pytest.mark.parametrize("text", ["stable_step", "ccq(stable_step(kda))", "stable_step(atk)"])
-def test_its_keys_are_declared_to_have_any_length(text):
-    assert not pa.parse(text).inputs["k"].unit
-    assert pa.parse(text).inputs["beta"].high == np.inf

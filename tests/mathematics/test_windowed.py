@@ -1,4 +1,4 @@
-"""Windowed attention against dense attention over the pairs of a window, and its own identities."""
+"""Windowed attention of grids against dense attention over the pairs of a window."""
 
 import numpy as np
 import pytest
