@@ -98,10 +98,15 @@ def compared(folder, old, new, threshold=0.1):
     ],
 )  # fmt: skip
 def test_what_compare_prints_and_its_exit_code(tmp_path, old, new, threshold, code, texts):
-    records = [BenchRecord("", {"processor": p}, rows=[r]) for p, r in (("a", old), ("b", new))]
+    records = [
+        BenchRecord("", {"processor": p, "versions": {"torch": p, "precondattn": p}}, rows=[r])
+        for p, r in (("a", old), ("b", new))
+    ]
     exit_code, printed = compared(tmp_path, *records, threshold)
     assert exit_code == code
     assert "the machines differ in processor: a before, b now" in printed
+    assert "torch: a before, b now" in printed
+    assert "precondattn: a" not in printed  # What two records compare.
     for text in texts:
         assert text in printed
     (tmp_path / "old.json").write_text("{}")

@@ -20,7 +20,7 @@ import precondattn as pa
 from precondattn_conformance import benchmark_cases, libraries
 from precondattn_conformance.bench import command
 from precondattn_conformance.bench.benchmark_cases import rows_of
-from precondattn_conformance.bench.cases import layout, sizes_of
+from precondattn_conformance.bench.cases import Columns, layout, sizes_of
 from precondattn_conformance.bench.peers import PEERS, peers_of
 from precondattn_conformance.bench.selection import Selection
 
@@ -324,6 +324,13 @@ def test_sizes_are_written_as_they_are_given(sizes, text):
     assert case.layout == sizes
     (slots,) = Selection(mechanisms=("gsa",), sizes=("t=64,m=16",)).cases()
     assert sizes_of(slots) == "t=64,h=8,d=64,m=16"
+
+
+def test_the_dtype_is_in_the_name_if_it_is_not_the_usual_one():
+    half = Columns("lucid", "torch", "default", "cpu", "forward", "t=8", "bfloat16")
+    assert half.id() == "lucid-torch-default-cpu-forward-t=8-bfloat16"
+    assert half._replace(dtype="float32").id() == "lucid-torch-default-cpu-forward-t=8"
+    assert half.group == "lucid forward t=8 bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,21 @@ def test_decoding_one_by_one_over_many_flushes_is_the_definition(text, flush, di
     assert_close(out, definition(m, x)[0].real)
 
 
+@pytest.mark.parametrize("text", BOTH)
+@pytest.mark.parametrize("flush", FLUSHES)
+def test_the_cache_stores_keys_as_of_the_last_flush_and_the_reflections_since(text, flush):
+    m = with_flush(text, flush)
+    x = inputs_of(Problem(s=8, n=2), m)
+    for length in range(flush, 9):
+        flushed = length - length % flush
+        now, then = (decode(m, at(x, slice(n)), [1] * n)[1].store for n in (length, flushed))
+        keys = "path(k,w,beta)"
+        np.testing.assert_array_equal(now[keys][:, :flushed], then[keys][:, :flushed])
+        for name in ("w", "beta") if flush > 1 else ():
+            since = now[f"pending({name})"][:, : length - flushed]
+            np.testing.assert_array_equal(since, x[name][:, flushed:length])
+
+
 @pytest.mark.parametrize(
     "text", ["path[{}]", "path[{},window=3]", "path[{},forget=unscaled]", "lucid(path[{}])"]
 )
