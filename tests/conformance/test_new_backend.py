@@ -309,7 +309,9 @@ def test_the_workflow_of_a_new_backend_uses_existing_options_and_empty_lists(tmp
         ("newcomer", "torch", "lucid", "one of lucid_solve, gated_delta, softmax; found 'lucid'"),
     ],
 )
-def test_an_invalid_choice_is_refused(third_party, tmp_path, name, library, mechanism, reason):
+def test_an_invalid_choice_is_refused(request, tmp_path, name, library, mechanism, reason):
+    if name == "broken":
+        request.getfixturevalue("third_party")
     with pytest.raises(ValueError, match=reason):
         new_backend(name, library, tmp_path / "new", mechanism)
     assert not (tmp_path / "new").exists()
