@@ -173,12 +173,6 @@ def test_a_failure_that_never_comes_back_depends_on_chance(tmp_path, monkeypatch
     assert failed.after == ()
 
 
-def test_a_case_is_replayed_by_its_id(here):
-    code, record, _ = here("zeros", mechanisms=(), libraries=(), ids=(ZERO,))
-    assert code == 1
-    assert [outcome.id for outcome in record.outcomes] == [ZERO]
-
-
 def test_a_backend_that_refuses_all_has_no_coverage_and_fails(here):
     code, record, printed = here("refuses")
     assert code == 1

@@ -8,8 +8,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from precondattn_conformance.command import _print_pairs, _print_verdict
-from precondattn_conformance.design.coverage import Pairs
 from precondattn_conformance.report.failures import IN_FULL
 from precondattn_conformance.report.junit import write_junit
 from precondattn_conformance.report.matrix import matrix
@@ -17,8 +15,6 @@ from precondattn_conformance.report.page import page, write_page
 from precondattn_conformance.report.printable import printable
 from precondattn_conformance.report.record import load
 from precondattn_conformance.report.result import Result, share_text
-from precondattn_conformance.runner import Report
-from precondattn_conformance.session import Session
 from tests.conformance.outcomes import (
     HOSTILE,
     a_failure,
@@ -72,18 +68,6 @@ def test_the_matrix_shows_the_worst_error_and_every_status():
     printed = printed_by(lambda console: matrix(outcomes, console))
     assert {*printed.split()} >= {*CHECKS}
     assert "refusals_of_all" not in printed
-
-
-def test_a_run_says_what_it_tried_and_what_to_do_next():
-    pairs = [Pairs("lucid", 21, 100), Pairs("laser", 0, 0)]
-    printed = printed_by(lambda console: _print_pairs(pairs, "smoke", console))
-    assert "21 % of all pairs of sizes, masks and options were tried (--level full" in printed
-    printed = printed_by(lambda console: _print_pairs(pairs, "stress", console))
-    assert "tries more" not in printed
-    for outcome, is_good in ((an_outcome(), True), (a_failure(), False)):
-        report = Report([outcome])
-        printed = printed_by(lambda out, one=report: _print_verdict(one, [], Session(), 1, out))
-        assert ("precondattn explain" in printed) is is_good
 
 
 def test_shares_are_short():
