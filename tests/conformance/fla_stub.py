@@ -93,8 +93,13 @@ def _function(made, inputs, options=""):
     return called
 
 
-STATES = "initial_state output_final_state state_v_first cu_seqlens_cpu"
-IN_KERNEL = "use_qk_l2norm_in_kernel use_beta_sigmoid_in_kernel allow_neg_eigval"
+STATES = "initial_state output_final_state"
+NORM = f"{STATES} use_qk_l2norm_in_kernel cu_seqlens_cpu"
+RULE = f"{NORM} use_beta_sigmoid_in_kernel allow_neg_eigval state_v_first cp_context"
+KDA = (
+    f"{RULE} use_gate_in_kernel safe_gate lower_bound disable_recompute"
+    " return_intermediate_states use_graph max_num_seqs"
+)
 
 
 def _chunk_bwd_dqkwg():
@@ -115,18 +120,20 @@ MODULES = {
     "fla.ops.common": {},
     "fla.ops.common.chunk_o": {"TRITON_ABOVE_3_7_1": False},
     "fla.ops.linear_attn": {
-        "chunk_linear_attn": _function(_linear, "q k v", f"normalize {STATES}")
+        "chunk_linear_attn": _function(_linear, "q k v", f"{STATES} normalize")
     },
     "fla.ops.retention": {"chunk_retention": _function(_retention, "q k v", STATES)},
-    "fla.ops.gla": {"chunk_gla": _function(_gla, "q k v g", STATES)},
-    "fla.ops.gsa": {"chunk_gsa": _function(_gsa, "q k v s g", f"checkpoint_level {STATES}")},
-    "fla.ops.delta_rule": {
-        "chunk_delta_rule": _function(_delta, "q k v beta", f"{STATES} {IN_KERNEL}")
+    "fla.ops.gla": {
+        "chunk_gla": _function(_gla, "q k v g", f"{STATES} state_v_first cu_seqlens_cpu")
     },
+    "fla.ops.gsa": {
+        "chunk_gsa": _function(_gsa, "q k v s g", f"{STATES} checkpoint_level cu_seqlens_cpu")
+    },
+    "fla.ops.delta_rule": {"chunk_delta_rule": _function(_delta, "q k v beta", NORM)},
     "fla.ops.gated_delta_rule": {
-        "chunk_gated_delta_rule": _function(_gated_delta, "q k v g beta", f"{STATES} {IN_KERNEL}")
+        "chunk_gated_delta_rule": _function(_gated_delta, "q k v g beta", f"{RULE} chunk_indices")
     },
-    "fla.ops.kda": {"chunk_kda": _function(_kda, "q k v g beta", f"{STATES} {IN_KERNEL}")},
+    "fla.ops.kda": {"chunk_kda": _function(_kda, "q k v g beta", KDA)},
     "fla.ops.path_attn": {},
     "fla.ops.path_attn.parallel": {
         "parallel_path_attn": _function(_path, "q k v w beta", "g use_cache")
