@@ -96,7 +96,6 @@ def test_a_backend_that_declines_much_fails_unless_it_is_declared(
     done = pytest_run(tmp_path, *of_numpy(mechanism, backend), *options, path=path)
     assert done.returncode == code, done.stdout
     assert not [text for text in says if text not in done.stdout], done.stdout
-    assert declared <= ("too little" not in done.stdout)
 
 
 MODULE = """

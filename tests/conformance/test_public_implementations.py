@@ -108,8 +108,6 @@ def test_widened_queries_have_the_logits_that_they_had(e):
     torch.testing.assert_close(wide * width**-0.5, logits * 16**-0.5)
 
 
-# Projects: packages, and checkouts of those that are not on a package index.
-
 FILE = """
 import a_package_that_nobody_has
 

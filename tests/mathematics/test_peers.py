@@ -83,8 +83,6 @@ def test_path_is_that_of_flash_linear_attention(path_fla, case, forget):
         assert distance(gradient, saved[f"grad_{name}"]) <= 2e-5, name
 
 
-# Mechanisms with a state: flash-linear-attention, and Qwen3-Next in Transformers
-
 FLA = {case: pa.parse(text) for _, cases in RECURRENCES.values() for case, text in cases.items()}
 FILES = {case: file for file, (_, cases) in RECURRENCES.items() for case in cases}
 QWEN3_NEXT = pa.parse("qk_norm[norm=l2](gated_delta)")
