@@ -215,36 +215,45 @@ WORKS = [
     '"packed_softmax"',
     '"overhead_lucid"',
 ]
-
-
 OF_THE_PAGE = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("arguments", "before", "flag", "code", "texts"),
-    [
-        (NUMPY.replace("[]", '["sdpa"]'), WRONG_PEER, "--benchmark-only", 0,
-         ("is off by", "1 passed, 1 skipped")),
-        (NUMPY, "", "--benchmark-disable", 0, ("1 passed",)),
-        (NUMPY, "", "--benchmark-skip", 0, ("1 skipped",)),
-        (NUMPY.replace("numpy", "torch"), "", "--precondattn-benchmark-device=banana", 2,
-         ("torch has no device 'banana' here",)),
-        *((work, "", "--benchmark-only", 0, ("passed",)) for work in WORKS),
-        (OF_THE_PAGE, "", "--benchmark-only", 0, ("passed", "sdpa")),
-    ],
-    ids=["wrong peer", "checked only", "skipped", "no device", "decode", "backward", "packed",
-         "overhead", "page"],
-)  # fmt: skip
-def test_a_file_is_timed_checked_or_refused(tmp_path, arguments, before, flag, code, texts):
+def test_every_work_and_the_file_of_the_page_are_timed_beside_peers(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("jax")
-    written(tmp_path, arguments if "import" in arguments else a_file(arguments, before))
-    done = pytest_run(tmp_path, flag)
+    for number, text in enumerate((*map(a_file, WORKS), OF_THE_PAGE)):
+        written(tmp_path, text, f"test_{number}.py")
+    done = pytest_run(tmp_path, "--benchmark-only", "--benchmark-save=run")
+    assert done.returncode == 0, done.stdout
+    assert "skipped" not in done.stdout, done.stdout
+    rows = saved(tmp_path, "run")["benchmarks"]
+    for number in range(1, 5):
+        of_file = [row for row in rows if f"test_{number}.py" in row["fullname"]]
+        assert any(row["extra_info"]["is_peer"] for row in of_file), number
+    assert {row["params"]["library"] for row in of_file} == {"torch", "jax"}
+    assert {"default", "sdpa"} <= {row["params"]["backend"] for row in of_file}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("arguments", "before", "flag", "code", "says"),
+    [
+        (NUMPY.replace("[]", '["sdpa"]'), WRONG_PEER, "--benchmark-only", 0, "is off by"),
+        (NUMPY, "", "--benchmark-disable", 0, "1 passed"),
+        (
+            NUMPY.replace("numpy", "torch"), "", "--precondattn-benchmark-device=banana", 2,
+            "torch has no device 'banana' here",
+        ),
+    ],
+    ids=["wrong peer", "checked only", "no device"],
+)  # fmt: skip
+def test_a_file_is_timed_checked_or_refused(tmp_path, arguments, before, flag, code, says):
+    pytest.importorskip("torch")
+    done = pytest_run(written(tmp_path, a_file(arguments, before)), flag)
     assert done.returncode == code, done.stdout
-    assert ("skipped" in done.stdout) == ("skipped" in "".join(texts)), done.stdout
-    for text in texts:
-        assert text in done.stdout
+    assert says in done.stdout
+    assert ("1 passed, 1 skipped" in done.stdout) == bool(before)
 
 
 def test_a_library_without_the_device_is_left_out_and_numpy_stays_on_a_cpu(monkeypatch):
