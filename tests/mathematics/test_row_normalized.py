@@ -41,11 +41,6 @@ def test_rows_are_of_length_one_and_keep_their_direction(eps, height):
     assert_close(y * length(o), o)
 
 
-def test_a_row_as_long_as_eps_is_of_length_one():
-    o = np.array([0.3, 0.4]).reshape(1, 1, 1, 2)
-    assert_close(pa.UnitRows(eps=0.5)(o), o / 0.5)
-
-
 @pytest.mark.parametrize("axis", ["token", "channel"])
 @pytest.mark.parametrize("detach", [True, False])
 @pytest.mark.parametrize("eps", [0, 1e-6])
