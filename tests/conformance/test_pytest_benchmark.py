@@ -1,7 +1,4 @@
-"""A user's file of `benchmark_cases` under pytest-benchmark: rows, groups, peers, comparison.
-
-No test asserts a time.
-"""
+"""A user's file of `benchmark_cases` under pytest-benchmark. No test asserts a time."""
 
 import json
 import os
