@@ -97,31 +97,14 @@ def conformance(
     self_test: Annotated[
         bool, typer.Option("--self-test", help="plant faults, and check that the suite finds them")
     ] = False,
-    mutate: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="change this module, package or .cu file token by token: what is not noticed? "
-            "may be repeated"
-        ),
-    ] = None,
     inside: Annotated[
         str | None,
-        typer.Option(
-            help="with --mutate or --devices: a context manager for all cases, module:function"
-        ),
-    ] = None,
-    equivalent: Annotated[
-        Path | None,
-        typer.Option(help="with --mutate: a list of mutants that compute the same, with reasons"),
-    ] = None,
-    most_cases: Annotated[
-        int | None,
-        typer.Option(help="with --mutate: the largest number of cases of a mutant", min=1),
+        typer.Option(help="with --devices: a context manager for all cases, module:function"),
     ] = None,
 ) -> None:
     """Compare backends with the oracle, by every check on every mechanism; report the errors."""
     with reported():
-        if not (self_test or design or mutate):  # Before imports, which take a while.
+        if not (self_test or design):  # Before imports, which take a while.
             console.print(f"choosing the cases of level {level}", highlight=False)
         from precondattn_conformance.command import conformance as run
         from precondattn_conformance.session import Session
@@ -168,31 +151,10 @@ def conformance(
             jobs=jobs,
             devices=devices,
             source=source,
-            inside=None if mutate else inside,
+            inside=inside,
         )
-        if mutate:
-            from precondattn_conformance.mutation.command import mutate as run_mutants
-
-            files = {"--html": html, "--junit": junit, "--xfail": xfail, "--skip": skip}
-            cases = {"--devices": devices, "--declines": declines or None}
-            for option, value in {**files, **cases}.items():
-                if value is not None:
-                    raise ValueError(f"{option} does not go with --mutate")
-            code = run_mutants(
-                session,
-                mutate,
-                console,
-                inside=inside,
-                record=record,
-                equivalent=equivalent,
-                most_cases=most_cases,
-            )
-            raise typer.Exit(code)
         if inside is not None and devices is None:
-            raise ValueError("--inside needs --mutate or --devices")
-        for option, value in {"--equivalent": equivalent, "--most-cases": most_cases}.items():
-            if value is not None:
-                raise ValueError(f"{option} needs --mutate")
+            raise ValueError("--inside needs --devices")
         raise typer.Exit(run(session, console, record=record, html=html, junit=junit))
 
 

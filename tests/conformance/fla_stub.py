@@ -11,102 +11,95 @@ import torch
 
 import precondattn as pa
 
-WIDTHS_OF_PATH = (16, 32, 64, 128)
+
+def _one_number_of_heads(x):
+    assert x["q"].shape == x["k"].shape
+    assert x["v"].shape[:3] == x["q"].shape[:3]
 
 
-def chunk_linear_attn(
-    q, k, v, scale=None, initial_state=None, output_final_state=False, normalize=True,
-    cu_seqlens=None,
-):  # fmt: skip
-    _one_number_of_heads(q, k, v)
-    return pa.Linear(normalize=normalize)(q, k, v), None
+def _values_share_keys(x):
+    assert x["q"].shape == x["k"].shape
+    assert x["v"].shape[2] % x["q"].shape[2] == 0
+    assert x["beta"].shape == x["v"].shape[:3] == x["g"].shape[:3]
 
 
-def chunk_retention(
-    q, k, v, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, **kwargs
-):
-    assert not kwargs
-    _one_number_of_heads(q, k, v)
-    return pa.Retention()(q, k, v), None
+def _linear(x):
+    _one_number_of_heads(x)
+    return pa.Linear(normalize=x.pop("normalize", True))
 
 
-def chunk_gla(
-    q, k, v, g, scale=None, initial_state=None, output_final_state=False, state_v_first=False,
-    cu_seqlens=None, cu_seqlens_cpu=None,
-):  # fmt: skip
-    assert q.shape == k.shape == g.shape
-    assert v.shape == (*q.shape[:3], v.shape[-1])
-    return pa.GLA()(q, k, v, g=g), None
+def _retention(x):
+    _one_number_of_heads(x)
+    return pa.Retention()
 
 
-def chunk_gsa(
-    q, k, v, s, g=None, scale=None, initial_state=None, output_final_state=False,
-    checkpoint_level=2, cu_seqlens=None, cu_seqlens_cpu=None, **kwargs,
-):  # fmt: skip
-    assert not kwargs
-    assert s.shape == g.shape == (*k.shape[:3], s.shape[-1])
-    assert q.shape[2] % k.shape[2] == 0
-    return pa.GSA()(q, k, v, s=s, g=g), [None, None]
+def _gla(x):
+    assert x["q"].shape == x["k"].shape == x["g"].shape
+    assert x["v"].shape[:3] == x["q"].shape[:3]
+    return pa.GLA()
 
 
-def chunk_delta_rule(
-    q, k, v, beta, scale=None, initial_state=None, output_final_state=False,
-    use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None, **kwargs,
-):  # fmt: skip
-    assert not kwargs
-    assert q.dtype == k.dtype == v.dtype
-    assert q.dtype != torch.float32
-    _one_number_of_heads(q, k, v)
-    assert beta.shape == q.shape[:3]
-    return pa.Delta()(q, k, v, beta=beta), None
+def _gsa(x):
+    assert x["s"].shape == x["g"].shape == (*x["k"].shape[:3], x["s"].shape[-1])
+    assert x["q"].shape[2] % x["k"].shape[2] == 0
+    return pa.GSA()
 
 
-def chunk_gated_delta_rule(
-    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
-    use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
-    state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None,
-    cp_context=None, **kwargs,
-):  # fmt: skip
-    assert not kwargs
-    assert q.shape == k.shape
-    assert v.shape[2] % q.shape[2] == 0
-    assert g.shape == beta.shape == v.shape[:3]
-    out = pa.GatedDelta()(q, k, v, g=g, beta=beta)
-    if out.requires_grad:
-        out.register_hook(lambda gradient: _chunk_bwd_dqkwg())
-    return out, None
+def _delta(x):
+    assert {x[name].dtype for name in "qkv"} == {x["q"].dtype} != {torch.float32}
+    _one_number_of_heads(x)
+    assert x["beta"].shape == x["q"].shape[:3]
+    return pa.Delta()
 
 
-def chunk_kda(
-    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
-    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False,
-    allow_neg_eigval=False, safe_gate=False, lower_bound=None, disable_recompute=False,
-    return_intermediate_states=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None,
-    cp_context=None, use_graph=False, max_num_seqs=None, **kwargs,
-):  # fmt: skip
-    assert not kwargs
-    assert q.shape == k.shape
-    assert q.shape[3] <= 256
-    assert v.shape[2] % q.shape[2] == 0
-    assert g.shape == (*v.shape[:3], q.shape[3])
-    assert beta.shape == v.shape[:3]
-    return pa.KDA()(q, k, v, g=g, beta=beta), None
+def _gated_delta(x):
+    _values_share_keys(x)
+    assert x["g"].ndim == 3
+    return pa.GatedDelta()
 
 
-def parallel_path_attn(q, k, v, w, beta, g=None, scale=None, cu_seqlens=None, use_cache=False):
-    assert w.dtype == beta.dtype == torch.float32
-    assert q.shape[-1] in WIDTHS_OF_PATH
-    assert v.shape[-1] in WIDTHS_OF_PATH
-    assert q.shape[-1] == k.shape[-1]
-    assert k.shape == w.shape
-    assert beta.shape[:3] == k.shape[:3]
-    assert q.shape[-2] % k.shape[-2] == 0
-    return pa.Path()(q, k, v, w=w.to(q.dtype), beta=beta.to(q.dtype)), k
+def _kda(x):
+    _values_share_keys(x)
+    assert x["q"].shape[3] <= 256
+    assert x["g"].shape[3:] == x["q"].shape[3:]
+    return pa.KDA()
 
 
-def _one_number_of_heads(q, k, v):
-    assert q.shape == k.shape
-    assert v.shape[:3] == q.shape[:3]
+def _path(x):
+    assert x["w"].dtype == x["beta"].dtype == torch.float32
+    assert {x["q"].shape[-1], x["v"].shape[-1]} <= {16, 32, 64, 128}
+    assert x["q"].shape[-1] == x["k"].shape[-1]
+    assert x["k"].shape == x["w"].shape
+    assert x["beta"].shape[:3] == x["k"].shape[:3]
+    assert x["q"].shape[-2] % x["k"].shape[-2] == 0
+    x |= {name: x[name].to(x["q"].dtype) for name in ("w", "beta")}
+    return pa.Path()
+
+
+def _function(made, inputs, options=""):
+    """A function with these parameters; those behind the inputs have defaults."""
+    inputs, options = inputs.split(), {"scale", "cu_seqlens", *options.split()}
+
+    def called(*arguments, **keywords):
+        x = dict(zip(inputs, arguments, strict=False)) | keywords
+        assert x.keys() >= {*inputs}
+        assert x.keys() <= {*inputs, *options}
+        mechanism = made(x)
+        out = mechanism(**{name: x[name] for name in mechanism.inputs})
+        if made is _gated_delta and out.requires_grad:
+            out.register_hook(lambda gradient: _chunk_bwd_dqkwg())
+        return out, None
+
+    return called
+
+
+STATES = "initial_state output_final_state"
+NORM = f"{STATES} use_qk_l2norm_in_kernel cu_seqlens_cpu"
+RULE = f"{NORM} use_beta_sigmoid_in_kernel allow_neg_eigval state_v_first cp_context"
+KDA = (
+    f"{RULE} use_gate_in_kernel safe_gate lower_bound disable_recompute"
+    " return_intermediate_states use_graph max_num_seqs"
+)
 
 
 def _chunk_bwd_dqkwg():
@@ -126,15 +119,25 @@ MODULES = {
     "fla.ops": {},
     "fla.ops.common": {},
     "fla.ops.common.chunk_o": {"TRITON_ABOVE_3_7_1": False},
-    "fla.ops.linear_attn": {"chunk_linear_attn": chunk_linear_attn},
-    "fla.ops.retention": {"chunk_retention": chunk_retention},
-    "fla.ops.gla": {"chunk_gla": chunk_gla},
-    "fla.ops.gsa": {"chunk_gsa": chunk_gsa},
-    "fla.ops.delta_rule": {"chunk_delta_rule": chunk_delta_rule},
-    "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
-    "fla.ops.kda": {"chunk_kda": chunk_kda},
+    "fla.ops.linear_attn": {
+        "chunk_linear_attn": _function(_linear, "q k v", f"{STATES} normalize")
+    },
+    "fla.ops.retention": {"chunk_retention": _function(_retention, "q k v", STATES)},
+    "fla.ops.gla": {
+        "chunk_gla": _function(_gla, "q k v g", f"{STATES} state_v_first cu_seqlens_cpu")
+    },
+    "fla.ops.gsa": {
+        "chunk_gsa": _function(_gsa, "q k v s g", f"{STATES} checkpoint_level cu_seqlens_cpu")
+    },
+    "fla.ops.delta_rule": {"chunk_delta_rule": _function(_delta, "q k v beta", NORM)},
+    "fla.ops.gated_delta_rule": {
+        "chunk_gated_delta_rule": _function(_gated_delta, "q k v g beta", f"{RULE} chunk_indices")
+    },
+    "fla.ops.kda": {"chunk_kda": _function(_kda, "q k v g beta", KDA)},
     "fla.ops.path_attn": {},
-    "fla.ops.path_attn.parallel": {"parallel_path_attn": parallel_path_attn},
+    "fla.ops.path_attn.parallel": {
+        "parallel_path_attn": _function(_path, "q k v w beta", "g use_cache")
+    },
 }
 """The names of the modules that contain these functions."""
 

@@ -14,15 +14,13 @@ The recurrence is that of flash-linear-attention, with chunks of 64 tokens.
 
     A = tril(D ∘ q kᵀ),    o = r(A) u + e^G ∘ q h,    h ← e^{G_C} h + kᵀ (e^{G_C − G} ∘ u)
 
-States h, decays and all sums are in float32. Both factors of every product are rounded to the dtype
-of the call, among them the chunk's state and A. For the delta rule,
+States h, decays, one for each head, and all sums are in float32. Both factors of every product are
+rounded to the dtype of the call, among them the chunk's state and A. For the delta rule,
 
     u = Y − W h,    (W, Y) = M (β e^G k, β v),    M = (I + β stril(D ∘ k kᵀ))⁻¹,
 
-M is computed in float32, and M, W, Y and u are stored in the dtype of the call. With a decay for
-each channel, A is computed from float32 factors q e^{G − G₀} and k e^{G₀ − G} in tf32, where G₀ is
-at the start of a block of 16 tokens, and within such a block in float32. Each gradient has the
-products of its forward step, with the same rounding.
+M is computed in float32, and M, W, Y and u are stored in the dtype of the call. Each gradient has
+the products of its forward step, with the same rounding.
 """
 
 from collections.abc import Callable
@@ -93,7 +91,6 @@ def stored(x: Tensor, rounding: Rounding) -> Tensor:
 
 
 CHUNK = 64
-BLOCK = 16
 NEVER = -1e5
 """A finite log-decay in place of −∞."""
 
@@ -153,51 +150,20 @@ class RoundedChunks:
         until = g.cumsum(2)
         reading = until.exp().float()
         writing = (until[:, :, -1:] - until).exp().float()
-        scores = self._scores(q, k, g, until)
+        decay = torch.ones(CHUNK, CHUNK).tril() * _decay(until)
+        scores = decay[:, :, None] * product(q, k[:, :, None].mT, r)
         u = v if beta is None else self._written(k, v, until, reading, beta, h)
-        inter = product(q, h[:, :, None], r) if reading.shape[-1] == 1 else None
-        if inter is None:
-            out = self.scale * product(q * reading[:, :, None], h[:, :, None], r)
-        else:
-            out = self.scale * reading[:, :, None] * inter
-        out = out + self.scale * product(scores, u[:, :, None], r)
-        if reading.shape[-1] == 1:
-            written = product(k.mT, writing * u, r)
-        else:
-            written = product((writing * k).mT, u, r)
-        return out, h * reading[:, :, -1, :, None] + written
+        inter = reading[:, :, None] * product(q, h[:, :, None], r)
+        out = self.scale * (inter + product(scores, u[:, :, None], r))
+        return out, h * reading[:, :, -1, :, None] + product(k.mT, writing * u, r)
 
     def _written(self, k, v, until, reading, beta, h):
         r = self.rounding
         strict = torch.ones(CHUNK, CHUNK).tril(-1) * _decay(until) * product(k, k.mT, r)
-        inverse = _inverse(beta[..., None] * strict, r)
+        inverse = _Inverse.apply(beta[..., None] * strict, r)
         y = stored(product(inverse, beta[..., None] * v, r), r)
         w = stored(product(inverse, beta[..., None] * reading * k, r), r)
         return stored(y - product(w, h, r), r)
-
-    def _scores(self, q, k, g, until):
-        """A (b, m, r, C, C), the decayed scores."""
-        if until.shape[-1] == 1:
-            decay = torch.ones(CHUNK, CHUNK).tril() * _decay(until)
-            return decay[:, :, None] * product(q, k[:, :, None].mT, self.rounding)
-        rows = []
-        for start in range(0, CHUNK, BLOCK):
-            block = slice(start, start + BLOCK)
-            border = until[:, :, start : start + 1]
-            since = (until[:, :, block] - border).exp().float()
-            before = (border - until[:, :, :start]).exp().float()
-            earlier = product(
-                q[:, :, :, block] * since[:, :, None],
-                (k[:, :, :start] * before)[:, :, None].mT,
-                tf32,
-            )
-            apart = until[:, :, block, None] - until[:, :, None, block]
-            decay = torch.where(torch.ones(BLOCK, BLOCK).tril()[..., None] > 0, apart, NEVER)
-            weighted = decay.exp().float() * k[:, :, None, block]
-            own = (q[:, :, :, block, None] * weighted[:, :, None]).sum(-1)
-            later = torch.zeros(*own.shape[:-1], CHUNK - start - BLOCK)
-            rows.append(torch.cat([earlier, own, later], dim=-1))
-        return torch.cat(rows, dim=-2)
 
 
 def _decay(until: Tensor) -> Tensor:
@@ -225,12 +191,8 @@ class _Inverse(torch.autograd.Function):
         return -(inverse.mT @ r(r(d_inverse) @ inverse.mT)).tril(-1), None
 
 
-def _inverse(strict: Tensor, rounding: Rounding) -> Tensor:
-    return _Inverse.apply(strict, rounding)
-
-
 HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-RECURRENT = (pa.GLA, pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear)
+RECURRENT = (pa.GatedDelta, pa.Delta, pa.SSD)
 
 
 class HalfPrecisionModel(pa.Backend):
@@ -295,11 +257,7 @@ class FlashLinearAttention(HalfPrecisionModel):
     name = "flash_linear_attention"
 
     def refuses(self, leaf, request):
-        return (
-            None
-            if type(leaf) in RECURRENT and not getattr(leaf, "normalize", False)
-            else "no model"
-        )
+        return None if type(leaf) in RECURRENT else "no model"
 
     def _model(self, leaf, x):
         """The leaf without its scale, and its recurrence form, which scales products instead."""

@@ -73,12 +73,9 @@ OUTPUTS = {"dtypes": ("float64",), "checks": ("outputs",)}
 FAULTY = [
     # The backend, what is run, the checks and dtypes that fail, and words of what is printed.
     ("zeros", OUTPUTS, "outputs", "float64", "the output is off by 1 "),
-    ("nans", OUTPUTS, "outputs", "float64", "the output is off by nan"),
-    ("shuffles", OUTPUTS, "outputs", "float64", "first wrong element"),
     ("pretends", OUTPUTS, "outputs", "float64", "the output is off by"),
     ("raises", OUTPUTS, "outputs", "float64", "launch failed"),
     # Backends without float64 have the same checks in float32.
-    ("overflows", {}, "stability", "float32", "the output is off by nan"),
     ("varies", {}, "determinism", "float32", "is not deterministic"),
 ]
 
@@ -176,12 +173,6 @@ def test_a_failure_that_never_comes_back_depends_on_chance(tmp_path, monkeypatch
     assert failed.after == ()
 
 
-def test_a_case_is_replayed_by_its_id(here):
-    code, record, _ = here("zeros", mechanisms=(), libraries=(), ids=(ZERO,))
-    assert code == 1
-    assert [outcome.id for outcome in record.outcomes] == [ZERO]
-
-
 def test_a_backend_that_refuses_all_has_no_coverage_and_fails(here):
     code, record, printed = here("refuses")
     assert code == 1
@@ -239,7 +230,6 @@ LEAK, LONG = "leaks-torch-float32-leak-random-softmax", "memory-torch-float32-lo
     ("backend", "case", "says"),
     [
         ("leaks", LEAK, "each call keeps"),
-        ("quadratic", LEAK, None),
         ("quadratic", LONG, "declares linear memory"),
     ],
 )
@@ -247,8 +237,8 @@ def test_memory_that_is_kept_or_exceeds_what_is_declared_is_a_failure(here, back
     pytest.importorskip("torch")
     code, record, _ = here(backend, mechanisms=(), libraries=(), ids=(case,))
     (outcome,) = record.outcomes
-    assert code == (says is not None), outcome.reason
-    assert (says or "") in outcome.reason
+    assert code == 1, outcome.reason
+    assert says in outcome.reason
 
 
 @pytest.mark.thorough
@@ -348,20 +338,31 @@ def test_an_interrupted_run_leaves_a_partial_record_and_no_process(tmp_path):
     assert "interrupted" in printed
 
 
-def test_lists_of_expected_failures_and_skipped_cases(tmp_path, here):
+@pytest.mark.thorough(but=("raises",))
+@pytest.mark.parametrize("backend", ["raises", "crashes"])
+def test_lists_of_expected_failures_and_skipped_cases(tmp_path, here, backend):
     xfail, skip = tmp_path / "xfail.txt", tmp_path / "skip.txt"
-    xfail.write_text("# Known.\noutputs-*-packed-*-softmax   # segments are not written yet\n")
+    # Of the cases that are not skipped, one of these backends fails in all.
+    failing = "packed" if backend == "crashes" else "*"
+    xfail.write_text(f"# Known.\noutputs-*-{failing}-*-softmax   # not written yet\n")
     skip.write_text("outputs-*-ragged-*  # issue 3\n*block*  # rows of the design\n")
-    given = ("--xfail", str(xfail), "--skip", str(skip), "--check", "outputs", "--dtype", "float64")
-    code, record, printed = recorded(tmp_path, "crashes", *given)
-    assert code == 0, printed
+    if backend == "raises":
+        code, record, printed = here("raises", xfail=xfail, skip=skip, **OUTPUTS)
+        assert code == 1  # Nothing was compared.
+    else:
+        files = ("--xfail", str(xfail), "--skip", str(skip))
+        code, record, printed = recorded(
+            tmp_path, "crashes", *files, "--check", "outputs", "--dtype", "float64"
+        )
+        assert code == 0, printed
     by_layout = {outcome.layout: outcome.status for outcome in record.outcomes}
     assert by_layout["packed"] == "xfailed"
     assert by_layout["ragged"] == "skipped"
     code, record, _ = here("quadratic", xfail=xfail, skip=skip, **OUTPUTS)
     assert code == 1
-    (failed,) = [outcome for outcome in record.outcomes if outcome.status == "failed"]
-    assert "it passed, though" in failed.reason
+    failed = [outcome for outcome in record.outcomes if outcome.status == "failed"]
+    assert "packed" in {outcome.layout for outcome in failed}
+    assert all("it passed, though" in outcome.reason for outcome in failed)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_an_interrupted_run_prints_and_saves_what_was_measured(tmp_path, monkeyp
     assert "median times" in printed.getvalue()
 
 
-def test_an_interrupt_that_becomes_another_error_ends_the_run():
+def test_an_interrupt_ends_the_run_also_if_it_is_dropped_or_becomes_another_error():
     with Interruption() as interruption:
         try:
             os.kill(os.getpid(), signal.SIGINT)
@@ -69,17 +69,11 @@ def test_an_interrupt_that_becomes_another_error_ends_the_run():
             raise TypeError("unsupported operand") from None
     assert interruption.is_noticed
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_an_interrupt_that_is_dropped_is_raised_again():
     with Interruption() as interruption:
         with suppress(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             interruption.check()
-
-
-def test_other_errors_leave_the_run():
     with pytest.raises(TypeError, match="of a case"), Interruption():
         raise TypeError("of a case")
 

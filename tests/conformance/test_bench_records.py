@@ -18,7 +18,6 @@ from precondattn_conformance.bench.compare import (
     SAME,
     UNCOMPARED,
     changes,
-    machines_differ,
 )
 from precondattn_conformance.bench.cost import flops, moved_bytes
 from precondattn_conformance.bench.plot import ratios_to_plain
@@ -99,10 +98,15 @@ def compared(folder, old, new, threshold=0.1):
     ],
 )  # fmt: skip
 def test_what_compare_prints_and_its_exit_code(tmp_path, old, new, threshold, code, texts):
-    records = [BenchRecord("", {"processor": p}, rows=[r]) for p, r in (("a", old), ("b", new))]
+    records = [
+        BenchRecord("", {"processor": p, "versions": {"torch": p, "precondattn": p}}, rows=[r])
+        for p, r in (("a", old), ("b", new))
+    ]
     exit_code, printed = compared(tmp_path, *records, threshold)
     assert exit_code == code
     assert "the machines differ in processor: a before, b now" in printed
+    assert "torch: a before, b now" in printed
+    assert "precondattn: a" not in printed  # What two records compare.
     for text in texts:
         assert text in printed
     (tmp_path / "old.json").write_text("{}")
@@ -110,18 +114,7 @@ def test_what_compare_prints_and_its_exit_code(tmp_path, old, new, threshold, co
         command.compare(tmp_path / "old.json", tmp_path / "new.json", 0.1, Console())
 
 
-def test_another_version_of_a_peers_library_is_another_machine(tmp_path):
-    """The package's own version is what two records compare."""
-    old, new = (
-        BenchRecord("", {"versions": {"torch": version, "precondattn": version}})
-        for version in ("1", "2")
-    )
-    assert machines_differ(old, new) == ["torch: 1 before, 2 now"]
-
-
 SIZES = {"b": 1, "t": 4, "s": 4, "h": 2, "n": 2, "u": 2, "d": 3, "e": 5}
-
-
 ONE_QUERY = {**SIZES, "t": 1}
 
 

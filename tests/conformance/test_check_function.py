@@ -35,10 +35,6 @@ def of_one_sequence(q, k, v):
     return attend(q[None], k[None], v[None])[0]
 
 
-def of_one_with_heads_first(q, k, v):
-    return heads_first(q[None], k[None], v[None])[0]
-
-
 def by_position(q, k, v, /, *, causal=True):
     assert causal
     return attend(q, k, v)
@@ -76,7 +72,6 @@ BOTH = ("outputs", "gradients")
 RIGHT = [
     (heads_first, "softmax", ("outputs",), FIRST, "has no parameter for segment_ids"),
     (of_one_sequence, "softmax", ("gradients",), {"layout": "thd"}, ""),
-    (of_one_with_heads_first, "softmax", ("gradients",), {"layout": "htd", "heads": "equal"}, ""),
     (by_position, "softmax", ("outputs",), {}, ""),
     (with_other_names, "softmax", ("outputs",), {}, "called by position: q, k, v"),
     (of_numbers, "softmax", ("outputs",), {}, "parameters that keep their defaults: dropout"),
@@ -103,26 +98,16 @@ def test_a_right_function_passes_in_all_that_it_can_do(row):
     text = f"{result}\n{list(result.declined)}"
     assert says in text
     assert bool(result.partial) == (function is of_few), result.partial
-
-
-def test_what_is_declined_is_listed_by_names_and_said_in_the_verdict():
-    result = checked(of_few, "softmax", "outputs")
-    assert "is right where it could be compared with softmax" in result.verdict
-    assert f": {len(result.compared)} of {len(result.outcomes)} cases compared" in result.verdict
-    result = checked(lucid, "lucid", "outputs", "caching")
-    assert "has no parameter for a state" in result.declined
-    assert any("lengths (" in line and "window (" in line for line in str(result).splitlines())
-
-
-# Wrong functions.
+    if function is of_few:
+        assert "is right where it could be compared with softmax" in result.verdict
+        assert f": {len(result.compared)} of {len(result.outcomes)} cases" in result.verdict
+    if function is lucid:
+        assert "has no parameter for a state" in result.declined
+        assert any("lengths (" in line and "window (" in line for line in text.splitlines())
 
 
 def hidden_before_exp(weights, apart, later):
     return weights * apart.masked_fill(later, -torch.inf).exp()
-
-
-def hidden_after_exp(weights, apart, later):
-    return (weights * apart.exp()).masked_fill(later, 0)  # It is infinite for later keys.
 
 
 def test_a_wrong_function_fails_and_is_diagnosed():
@@ -135,15 +120,6 @@ def test_a_wrong_function_fails_and_is_diagnosed():
     assert any("one token late" in str(finding) for finding in result.findings)
     assert "does not compute kda" in str(result)
     assert "<table>" in result._repr_html_()
-
-
-def test_a_gradient_that_overflows_where_the_output_is_right():
-    options = {"heads": "equal", "dtypes": ["float64"]}
-    ssd = gated_by_differences(hidden_after_exp)
-    result = checked(ssd, "ssd", "outputs", "stability", **options)
-    assert result.by_check["outputs"][:2] == (1, 0)
-    assert [outcome.case.kind for outcome in result.failures] == ["extreme_gates"]
-    assert result.failures[0].reason.startswith("vjp of q is off by nan")
 
 
 def test_a_decay_that_is_a_difference_of_cumulative_sums_fails_at_gates_of_many_digits():
@@ -161,7 +137,7 @@ def test_a_nan_has_to_reach_the_sequences_that_depend_on_it(hides):
         q, k, v = (x.nan_to_num() if hides else x for x in (q, k, v))
         return pa.parse(expression)(q, k, v, backend="reference")
 
-    result = checked(from_the_batch, expression, "future", gradient=False)
+    result = checked(from_the_batch, expression, "future", gradient=False, library="torch")
     reasons = [outcome.reason for outcome in result.failures]
     assert result.compared
     assert all("finite: something replaces NaN" in reason for reason in reasons)
@@ -243,10 +219,8 @@ def test_a_gradient_that_is_claimed_and_wrong_still_fails():
     assert not result.outputs_only
 
 
-# Functions of JAX.
-
-
-@pytest.mark.parametrize("row_of_no_key", [0.0, "mean"])
+@pytest.mark.thorough(but=("mean",))
+@pytest.mark.parametrize("row_of_no_key", ["zero", "mean"])
 def test_a_function_of_jax_fails_if_rows_without_keys_are_a_mean(row_of_no_key):
     """JAX's own attention does this with a mask; its plain and packed calls are right."""
     jnp = pytest.importorskip("jax.numpy")
@@ -259,7 +233,7 @@ def test_a_function_of_jax_fails_if_rows_without_keys_are_a_mean(row_of_no_key):
         scores = jnp.einsum("bthd,bshd->bhts", query, key) * query.shape[-1] ** -0.5
         scores = jnp.where(visible, scores, -1e30)
         scores = jnp.exp(scores - scores.max(-1, keepdims=True))
-        if row_of_no_key == 0.0:
+        if row_of_no_key == "zero":
             scores = scores * visible.any(-1, keepdims=True)
         total = jnp.maximum(scores.sum(-1, keepdims=True), 1e-30)
         return jnp.einsum("bhts,bshd->bthd", scores / total, value)
@@ -268,7 +242,8 @@ def test_a_function_of_jax_fails_if_rows_without_keys_are_a_mean(row_of_no_key):
     assert backend.libraries == {"jax"}
     assert backend.parameters.inputs == {"q": "query", "k": "key", "v": "value"}
     assert backend.parameters.options == {"causal": "is_causal"}
-    result = checked(in_jax, "softmax", "outputs", heads="equal", library="jax")
+    chosen = {"heads": "equal", "library": "jax", "dtypes": ["float32"]}
+    result = checked(in_jax, "softmax", "outputs", **chosen)
     wrong = {outcome.case.layout.name for outcome in result.failures}
     assert wrong == ({"masked"} if row_of_no_key == "mean" else set())
     assert len(result.compared) > len(result.failures)
@@ -286,9 +261,6 @@ def test_a_default_is_left_to_a_jitted_function_which_would_trace_it():
     request = pa.Request("forward", "jax", "cpu", "float32", shapes, frozenset())
     assert not backend.refusal(pa.Softmax(), request)
     assert "TracerBool" in backend.refusal(pa.Softmax(causal=False), request)
-
-
-# Errors.
 
 
 def broken(q, k, v):
@@ -319,16 +291,12 @@ ERRORS = [
     (broken, {}, TypeError, r"(?s)of no array library;.*\n  torch: .*Error: no GPU\n  "),
     (of_cuda, {}, TypeError, r"AssertionError at \w+\.py:\d+: raise AssertionError"),
     (of(lambda v: {"out": v}), {}, TypeError, "returned dict with 'out'; expected an array"),
-    (of(lambda v: None), {}, TypeError, "returned None; expected an array, or a tuple that begins"),
     (of(lambda v: v.flatten(2)), {}, TypeError, RETURNED + "the axes bthd"),
-    (of(lambda v: v[..., :1]), {}, TypeError, RETURNED + r"\("),
     (of(lambda v: torch.cat([v, v], 1)), {}, TypeError, r"\(1, 256, .*; expected \(1, 128, "),
-    (plain, {"inputs": {"query": "q"}}, ValueError, "inputs must map names of softmax"),
     (plain, {"inputs": {"q": "x"}}, ValueError, r"parameters of the function \(q, k, v\)"),
     (plain, {"options": {"heads": "q"}}, ValueError, "options must map .*'heads'"),
     (plain, {"layout": "bhtt"}, ValueError, "layout must have the letters"),
     (plain, {"heads": "few"}, ValueError, "heads must be 'grouped' or 'equal'; found 'few'"),
-    (plain, {"widths": "wide"}, ValueError, "widths must be .any. or .equal.; found .wide."),
     (plain, {"multiple": 0}, ValueError, "multiple must be at least 1; found 0"),
 ]
 
@@ -339,18 +307,17 @@ def test_what_can_not_be_checked_is_refused_with_its_reason(function, options, e
         check(function, **{"mechanism": "softmax", **options})
 
 
-# Parameters.
-
-
-def test_a_modules_parameters_are_those_of_its_forward():
+@pytest.mark.thorough(but=("plain",))
+@pytest.mark.parametrize("how", ["plain", "compiled"])
+def test_a_modules_parameters_are_those_of_its_forward(how):
     class Attention(torch.nn.Module):
         def forward(self, q, k, v, causal=True, key_mask=None):
             return attend(q, k, v)
 
-    for module in (Attention(), torch.compile(Attention(), backend="eager")):
-        backend = backend_from_function(module, "softmax")
-        assert backend.parameters.options == {"causal": "causal"}
-        assert backend.parameters.masks == {"key_mask"}
+    module = Attention() if how == "plain" else torch.compile(Attention(), backend="eager")
+    backend = backend_from_function(module, "softmax")
+    assert backend.parameters.options == {"causal": "causal"}
+    assert backend.parameters.masks == {"key_mask"}
 
 
 def test_options_of_the_leaf_are_those_of_a_mechanism_that_is_one():
@@ -367,8 +334,6 @@ def test_options_of_the_leaf_are_those_of_a_mechanism_that_is_one():
     windowed = pa.Softmax(read="log_mean_exp", window=3, scale=0.1)
     assert backend.lacks(windowed, request) == "has no parameter for the option window"
 
-
-# Arrangements of arrays.
 
 HEADS = {"heads": "equal"}
 STEPS = {"q": (2, 5, 4, 8), "k": (2, 5, 2, 4, 8), "v": (2, 5, 2, 4, 6), "g": (2, 5, 4)}

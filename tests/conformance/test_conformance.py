@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import precondattn as pa
-from precondattn_conformance import expecting, extremes, libraries
+from precondattn_conformance import expecting, libraries
 from precondattn_conformance.case import Case
 from precondattn_conformance.cases import case_of, cases, designed
 from precondattn_conformance.checks import CHECK, Check
@@ -14,7 +13,7 @@ from precondattn_conformance.declared import compositions
 from precondattn_conformance.design.levels import DRAWN
 from precondattn_conformance.design.rows import design
 from precondattn_conformance.expecting import expected_by, is_certified, shortened
-from precondattn_conformance.inputs import REAL, REAL_GROUPED, CallLayout, real_heads
+from precondattn_conformance.inputs import CallLayout
 from precondattn_conformance.layout_names import layout_named
 from precondattn_conformance.oracle import oracle
 from precondattn_conformance.report.result import Result
@@ -99,15 +98,6 @@ def test_cases_that_failed_before_pass(name):
     assert result.status == PASSED, result.text
 
 
-@pytest.mark.parametrize(
-    ("library", "backend"), [("numpy", "reference"), ("numpy", "portable"), ("torch", "torch")]
-)
-def test_a_derived_leaf_that_runs_its_own_mathematics_is_right(library, backend):
-    pytest.importorskip(library)
-    result = run_case(case_of(f"refusals-{library}-float64-plain-random-softmax"), backend)
-    assert result.status == PASSED, result.reason
-
-
 def test_a_third_party_backend_is_compared_on_what_it_claims(third_party):
     solves = cases("smoke", only_mechanisms=("lucid_solve",), only_libraries=("numpy",))
     outcomes = [run_case(case, "third_party") for case in solves if case.dtype == "float64"]
@@ -137,33 +127,6 @@ def test_jaxs_compilation_cache_is_cleared_before_a_process_has_too_many_memory_
     assert libraries.mapped_regions() < with_it - 50
 
 
-# Data and errors.
-
-
-@pytest.mark.parametrize("layout", [REAL, REAL_GROUPED], ids=lambda layout: layout.name)
-def test_on_a_trained_models_keys_lucid_is_far_from_softmax(layout):
-    """On i.i.d. keys the outputs hardly differ, so a test would pass without a solve."""
-    sizes = {"q": layout.h, "k": layout.n, "v": layout.n}
-    x = {name: real_heads(name, (1, layout.s, n, 32), layout) for name, n in sizes.items()}
-    plain, solved = pa.softmax(**x), pa.lucid(**x)
-    difference = np.linalg.norm(solved - plain, axis=(1, 3)) / np.linalg.norm(plain, axis=(1, 3))
-    assert difference.shape == (1, 9)
-    assert difference.min() > 0.3
-    identity = np.broadcast_to(np.eye(layout.s)[None, :, None, :], (1, layout.s, 9, layout.s))
-    keys = real_heads("k", (1, layout.s, 9, 32), REAL)
-    condition = np.linalg.cond(pa.LucidSolve()(keys, identity)[0].transpose(1, 0, 2))
-    assert condition.min() > 5
-    assert condition.max() < 100
-
-
-def test_there_is_a_jump_of_gates_in_the_first_or_in_the_last_token_of_a_block():
-    gates = extremes._with_jumps_at_edges(np.zeros((1, 65, 2)))
-    jumps = {(int(t), int(head)) for t, head in np.argwhere(gates[0] == extremes.JUMP)}
-    for edge in (16, 32, 48, 64):
-        before, after = ({h for t, h in jumps if t == token} for token in (edge - 1, edge))
-        assert before ^ after == {0, 1}
-
-
 def test_one_wrong_element_fails():
     expected = np.random.default_rng(0).normal(size=(4, 1000))
     result = expected.copy()
@@ -182,8 +145,6 @@ def test_the_error_of_a_sum_whose_terms_cancel_is_relative_to_the_terms():
     for expression in ("temperature(path)", "qk_norm(temperature)"):
         assert oracle(expression, layout, "clustered", "float64").terms
 
-
-# The source of expected results of long cases, which the record names.
 
 LONG = "b1t1025s1025h1n1d16e16block64.segments_long"
 

@@ -10,7 +10,7 @@ import pytest
 from precondattn_conformance.cases import cases, designed
 from precondattn_conformance.checks.ragged import calls, rows_of
 from precondattn_conformance.design.coverage import pairs, total
-from precondattn_conformance.design.covering import CoveringArray, pairs_of
+from precondattn_conformance.design.covering import CoveringArray
 from precondattn_conformance.design.dense import DENSE
 from precondattn_conformance.design.factors import APART, FACTORS, TRIPLES
 from precondattn_conformance.design.levels import DRAWN, JAX_ROWS, rows
@@ -63,13 +63,6 @@ def test_a_mechanisms_rows_have_every_pair_and_nothing_that_is_apart(mechanism):
             ]
             # Three pairwise compatible levels need not be compatible together.
             assert len(missing) < 0.02 * len(found), missing
-
-
-def test_the_first_rows_and_a_tenth_of_the_others_have_half_of_the_pairs():
-    made = design("lucid", "torch").array
-    count = len(made.first) + (len(made.pair_rows) - len(made.first)) // 10
-    covered = {pair for row in made.pair_rows[:count] for pair in pairs_of(row)}
-    assert len(covered) > 0.5 * len(made.pairs)
 
 
 def test_the_first_rows_have_as_many_of_their_levels_as_go_together_and_are_in_smoke():
@@ -145,9 +138,13 @@ def test_each_sequence_of_a_ragged_batch_gets_its_tokens_and_the_first_is_not_th
     np.testing.assert_array_equal(np.concatenate(seen), np.arange(lengths[0]))
 
 
-@pytest.mark.parametrize("backend", ["reference", "portable", "torch"])
 @pytest.mark.parametrize(
-    "mechanism", ["softmax", "lucid", "path", "gated_delta", "gla", "laser", "differential"]
+    ("backend", "mechanism"),
+    [
+        *(("reference", mechanism) for mechanism in ("softmax", "differential")),
+        *(("portable", mechanism) for mechanism in ("lucid", "gated_delta", "gla", "laser")),
+        *(("torch", mechanism) for mechanism in ("softmax", "path")),
+    ],
 )
 def test_the_rows_of_smoke_pass(backend, mechanism):
     library = "torch" if backend == "torch" else "numpy"

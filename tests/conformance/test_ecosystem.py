@@ -34,6 +34,7 @@ def outcome(status, error=None, check="outputs", kind="random", reason=""):
 RIGHT = outcome(PASSED, 1e-5)
 WRONG = outcome(FAILED, 2.0, kind="zero", reason="the output is off by 2")
 NOT_FINITE = outcome(FAILED, math.nan, kind="tied", reason="the output is off by nan")
+RAISED = outcome(FAILED, reason="it raised ValueError: no")
 DECLINED = outcome(UNSUPPORTED, kind="real", reason="has no gradient")
 
 
@@ -52,15 +53,11 @@ def cell(*outcomes, conventions=()):
         ("convention differs", [RIGHT, NOT_FINITE, WRONG], (NOT_FINITE.case.id, WRONG.case.id)),
         ("not finite", [NOT_FINITE, WRONG], (WRONG.case.id,)),
         ("declined", [DECLINED], ()),
+        ("wrong", [NOT_FINITE, RAISED], ()),  # A failure without an error is no NaN.
     ],
 )
 def test_a_cell_says_what_the_outcomes_of_a_check_are(word, outcomes, conventions):
     assert cell(*outcomes, conventions=conventions).word == word
-
-
-def test_a_failure_without_an_error_is_wrong_and_not_a_nan():
-    raised = outcome(FAILED, reason="it raised ValueError: no")
-    assert cell(NOT_FINITE, raised).word == "wrong"
 
 
 def test_a_row_of_which_nothing_was_compared_is_not_compared():
@@ -109,6 +106,7 @@ def test_rows_run_in_processes_of_their_own_and_one_that_dies_fails_in_one_case(
     assert not absent.checks
 
 
+@pytest.mark.thorough
 def test_a_row_that_hangs_is_ended_and_the_next_one_runs(fakes):
     rows = rows_of(fakes("fake/hangs", "absent/absent"), jobs=1, seconds=8)
     assert rows["fake/hangs"].missing == "no result after 8 s"
@@ -147,53 +145,50 @@ def table(*outcomes, name="fake/attend"):
     return Table("smoke", rows=[row])
 
 
-def test_a_judgement_of_a_cell_that_is_not_red_any_more_is_an_error():
-    red, green = table(WRONG), table(RIGHT)
-    for each in (red, green):
-        run_snippets(each, [DEFECT])
-    require_true(red, [DEFECT])
-    with pytest.raises(StaleError, match=r"fake/attend, outputs: the cell is right, .* a defect"):
-        require_true(green, [DEFECT])
+OTHER = "fape/attend"
+STALE = [
+    # The table, the judgement, whether its code has run, the chosen rows, and the error.
+    (table(WRONG), DEFECT, True, (), None),
+    (table(RIGHT), DEFECT, True, (), r"fake/attend, outputs: the cell is right, .* a defect"),
+    (table(DECLINED), DEFECT, False, (), None),  # This machine can not run it.
+    (table(WRONG), DEFECT, False, (), "its code has not run"),
+    (table(WRONG, name=OTHER), DEFECT, False, (), r"fake/\*: no row has such a name"),
+    (table(WRONG, name=OTHER), DEFECT, False, ("fape/*",), None),
+    (
+        table(WRONG),
+        replace(DEFECT, peers="fake/a* fape/*"),
+        True,
+        (),
+        r"\nfape/\*: no row has such",
+    ),
+]
 
 
-def test_a_judgement_without_a_row_is_an_error_unless_rows_were_chosen():
-    one = table(WRONG, name="fape/attend")
-    with pytest.raises(StaleError, match=r"fake/\*: no row has such a name"):
-        require_true(one, [DEFECT])
-    one.patterns = ("fape/*",)
-    require_true(one, [DEFECT])
+@pytest.mark.parametrize(("one", "judgement", "is_run", "patterns", "error"), STALE)
+def test_a_judgement_that_is_not_true_any_more_is_an_error(one, judgement, is_run, patterns, error):
+    one = replace(one, patterns=patterns)
+    if is_run:
+        run_snippets(one, [judgement])
+        assert one.printed == {DEFECT.code: "off by 2"}
+    if error is None:
+        require_true(one, [judgement])
+        return
+    with pytest.raises(StaleError, match=error):
+        require_true(one, [judgement])
 
 
-def test_each_pattern_of_a_judgement_has_a_row():
-    one = table(WRONG)
-    both = replace(DEFECT, peers="fake/a* fape/*")
-    run_snippets(one, [both])
-    assert both.rows(one) == one.rows
-    with pytest.raises(StaleError, match=r"\nfape/\*: no row has such a name$"):
-        require_true(one, [both])
-
-
-def test_a_judgement_of_what_this_machine_can_not_run_is_kept():
-    require_true(table(DECLINED), [DEFECT])
-
-
-def test_the_code_of_a_judgement_is_run_and_has_to_be():
-    red = table(WRONG)
-    with pytest.raises(StaleError, match="its code has not run"):
-        require_true(red, [DEFECT])
-    run_snippets(red, [DEFECT])
-    assert red.printed == {DEFECT.code: "off by 2"}
-    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        run_snippets(red, [replace(DEFECT, code="1 / 0")])
-
-
-def test_a_judgement_says_what_it_lacks():
-    with pytest.raises(ValueError, match="kind is one of defect, limit, convention; found 'bug'"):
-        replace(DEFECT, kind="bug")
-    with pytest.raises(ValueError, match="a defect has code"):
-        replace(DEFECT, code="")
-    with pytest.raises(ValueError, match="a report is of a defect"):
-        replace(DEFECT, expected="")
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"kind": "bug"}, ValueError, "kind is one of defect, limit, convention; found 'bug'"),
+        ({"code": ""}, ValueError, "a defect has code"),
+        ({"expected": ""}, ValueError, "a report is of a defect"),
+        ({"code": "1 / 0"}, RuntimeError, "ZeroDivisionError"),
+    ],
+)
+def test_a_judgement_says_what_it_lacks(change, error, words):
+    with pytest.raises(error, match=words):
+        run_snippets(table(WRONG), [replace(DEFECT, **change)])
 
 
 def test_the_page_shows_a_judged_cell_with_its_code_and_others_as_not_yet_looked_at():

@@ -66,19 +66,6 @@ def test_counts_are_saved_by_kind(monkeypatch, tmp_path):
     assert entries[json.dumps(instructions.kind())] == {"lucid": 9, "path": 8}
 
 
-def test_a_damaged_file_is_named(tmp_path):
-    file = tmp_path / "counts.json"
-    file.write_text(json.dumps([{"machine": {}}]))
-    with pytest.raises(ValueError, match=r"counts\.json has no counts"):
-        instructions.load(file)
-
-
-def test_rows_are_small_cases_of_torch():
-    cases = instructions.cases()
-    assert sorted(case.name for case in cases) == sorted(instructions.ROWS)
-    assert {(case.library, case.calls, case.peers) for case in cases} == {("torch", 1, ())}
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -90,18 +77,3 @@ def test_what_it_does_not_take_is_refused(arguments, complaint):
     result = CliRunner().invoke(app, ["bench", *arguments])
     assert result.exit_code == 2
     assert complaint in " ".join(result.output.split())
-
-
-def test_programs_that_are_missing_are_named(monkeypatch):
-    monkeypatch.setattr(instructions.shutil, "which", lambda name: None)
-    assert instructions.missing() == "valgrind is not installed"
-    with pytest.raises(instructions.CannotCountError, match="valgrind is not installed"):
-        instructions.counts(["lucid"])
-
-
-def test_an_interrupted_count_has_judged_nothing(monkeypatch):
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(instructions, "run", interrupted)
-    assert CliRunner().invoke(app, ["bench", "--instructions"]).exit_code == 130

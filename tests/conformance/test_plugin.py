@@ -73,25 +73,29 @@ def test_without_its_flags_the_plugin_is_inert(tmp_path):
     assert "1 passed" in done.stdout, done.stdout
 
 
-def test_a_backend_that_declines_most_of_a_check_fails_unless_it_is_declared(tmp_path):
-    choosy = (*of_numpy("softmax", "choosy"), "--precondattn-in-process")
-    done = pytest_run(tmp_path, *choosy, path=BAD_BACKENDS)
-    assert done.returncode == 1
-    assert "choosy: 2 cases compared\noutputs: 1 of 9 compared; takes a key head" in done.stdout
-    assert "too little was compared, less than half: outputs 1 of 8, " in done.stdout
-    declared = "--precondattn-declines=grouped_heads: a head of its own each"
-    done = pytest_run(tmp_path, *choosy, declared, path=BAD_BACKENDS)
-    assert done.returncode == 0, done.stdout
-    assert "outputs: 1 of 9 compared; a head of its own each, as declared (7)" in done.stdout
-    assert "too little" not in done.stdout
-
-
-@pytest.mark.thorough
-def test_a_named_backend_without_a_compared_case_fails(tmp_path):
-    done = pytest_run(tmp_path, *of_numpy("laser", "third_party"), path=THIRD_PARTY)
-    assert "skipped" in done.stdout
-    assert "third_party: 0 cases compared" in done.stdout
-    assert done.returncode == 1
+@pytest.mark.thorough(but=("declared",))
+@pytest.mark.parametrize(
+    ("backend", "mechanism", "declared", "code", "says"),
+    [
+        ("choosy", "softmax", True, 0,
+         ("outputs: 1 of 9 compared; a head of its own each, as declared (7)",)),
+        ("choosy", "softmax", False, 1,
+         ("choosy: 2 cases compared\noutputs: 1 of 9 compared; takes a key head",
+          "too little was compared, less than half: outputs 1 of 8, ")),
+        ("third_party", "laser", False, 1, ("skipped", "third_party: 0 cases compared")),
+    ],
+    ids=["declared", "declines", "nothing"],
+)  # fmt: skip
+def test_a_backend_that_declines_much_fails_unless_it_is_declared(
+    tmp_path, backend, mechanism, declared, code, says
+):
+    options = ["--precondattn-in-process"] if backend == "choosy" else []
+    if declared:
+        options.append("--precondattn-declines=grouped_heads: a head of its own each")
+    path = BAD_BACKENDS if backend == "choosy" else THIRD_PARTY
+    done = pytest_run(tmp_path, *of_numpy(mechanism, backend), *options, path=path)
+    assert done.returncode == code, done.stdout
+    assert not [text for text in says if text not in done.stdout], done.stdout
 
 
 MODULE = """
@@ -142,6 +146,7 @@ AS_A_FUNCTION = (
 )
 
 
+@pytest.mark.thorough(but=("unaligned",))
 @pytest.mark.parametrize(
     ("name", "options", "code", "says"),
     [
@@ -168,6 +173,7 @@ AS_A_FUNCTION = (
             ),
         ),
     ],
+    ids=["early", "unaligned"],
 )
 def test_a_function_or_backend_of_a_module_is_checked_in_other_processes(
     module, tmp_path, name, options, code, says
@@ -181,12 +187,6 @@ def test_a_function_or_backend_of_a_module_is_checked_in_other_processes(
     assert not [text for text in says if text not in done.stdout], done.stdout
 
 
-def test_a_backend_of_a_module_needs_no_mechanism(module):
-    source = Source(f"{module}:Own")
-    assert source.backend.name == "own_of_module"
-    assert source.mechanisms == ()
-
-
 @pytest.mark.parametrize(
     ("text", "mechanism", "message"),
     [
@@ -195,7 +195,9 @@ def test_a_backend_of_a_module_needs_no_mechanism(module):
         ("nothing", "softmax", "kernels_of_mine has no 'nothing'"),
     ],
 )
-def test_what_is_no_function_or_backend_is_named(module, text, mechanism, message):
+def test_a_function_has_a_mechanism_and_a_backend_needs_none(module, text, mechanism, message):
+    source = Source(f"{module}:Own")
+    assert (source.backend.name, source.mechanisms) == ("own_of_module", ())
     with pytest.raises(ValueError, match=message):
         Source(f"{module}:{text}", mechanism).backend  # noqa: B018
 

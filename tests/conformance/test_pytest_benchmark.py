@@ -1,7 +1,4 @@
-"""A user's file of `benchmark_cases` under pytest-benchmark: rows, groups, peers, comparison.
-
-No test asserts a time.
-"""
+"""A user's file of `benchmark_cases` under pytest-benchmark. No test asserts a time."""
 
 import json
 import os
@@ -72,27 +69,64 @@ def saved(folder, name):
 
 SOFTMAX = 'mechanisms=["softmax", "lucid"], libraries=["torch", "numpy"], peers=["sdpa"]'
 NUMPY = 'mechanisms=["softmax"], libraries=["numpy"], peers=[]'
+RESCALED = """
+import precondattn as pa
+from precondattn.runner import LeafRunner
+
+class WrongRunner(LeafRunner):
+    def forward(self, inputs, frame):
+        out, residuals = super().forward(inputs, frame)
+        return 1.01 * out, residuals
+
+class Wrong(pa.Backend):
+    name, only_by_name, libraries = "wrong", True, frozenset({"numpy"})
+
+    def prepare(self, piece, request):
+        return WrongRunner(piece, piece, differentiable=True)
+
+class Declining(Wrong):
+    name = "declining"
+
+    def prepare(self, piece, request):
+        return "knows nothing"
+
+pa.register_backend(Wrong())
+pa.register_backend(Declining())
+"""
+FILES = {
+    "test_attention.py": a_file(SOFTMAX),
+    "test_wrong.py": a_file(f'{NUMPY}, backends=["reference", "wrong", "declining"]', RESCALED),
+    "test_no_fixture.py": a_file(NUMPY)
+    .replace(", checked_attention", "")
+    .replace("    benchmark(checked_attention)", "    pass"),
+    "test_no_decorator.py": "def test_it(benchmark, checked_attention): pass\n",
+}
 
 
 @pytest.fixture(scope="module")
 def timed(tmp_path_factory):
-    """A folder with two saved runs of one file, the second as if it were another machine's."""
-    folder = written(tmp_path_factory.mktemp("timed"), a_file(SOFTMAX))
-    done = pytest_run(folder, "--benchmark-only", "--benchmark-save=cpu")
-    assert done.returncode == 0, done.stdout
-    content = saved(folder, "cpu")
-    for row in content["benchmarks"]:
-        if row["params"]["library"] == "torch":
-            row["params"]["device"] = "cuda"
-            for text in ("name", "fullname", "param"):
-                row[text] = row[text].replace("-cpu-", "-cuda-")
-    (path,) = folder.glob(".benchmarks/*/0001_cpu.json")
-    path.with_name("0002_gpu.json").write_text(json.dumps(content))
-    return folder
+    """A folder with a saved run of these files, and what the run printed."""
+    pytest.importorskip("torch")
+    folder = tmp_path_factory.mktemp("timed")
+    for name, text in FILES.items():
+        written(folder, text, name)
+    flags = ("--continue-on-collection-errors", "--benchmark-only", "--benchmark-save=cpu")
+    done = pytest_run(folder, *flags)
+    assert done.returncode == 1, done.stdout
+    return folder, done.stdout
 
 
-def test_parameters_are_texts_with_the_names_of_the_columns(timed):
-    rows = saved(timed, "cpu")["benchmarks"]
+@pytest.fixture
+def rows(timed):
+    """The saved rows of the file of SOFTMAX."""
+    return [
+        row
+        for row in saved(timed[0], "cpu")["benchmarks"]
+        if "test_attention.py" in row["fullname"]
+    ]
+
+
+def test_parameters_are_texts_with_the_names_of_the_columns(rows):
     assert all(tuple(row["params"]) == COLUMNS for row in rows)
     assert [tuple(row["params"].values()) for row in rows] == [
         (mechanism, library, backend, "cpu", "forward", "t=48,h=4,d=8", "float32")
@@ -105,92 +139,64 @@ def test_parameters_are_texts_with_the_names_of_the_columns(timed):
     assert "UNSERIALIZABLE" not in json.dumps(rows)
 
 
-def test_a_peer_is_a_row_of_the_group_of_what_it_is_compared_with(timed):
-    """Its name says what it computes, if that is another mechanism."""
-    rows = saved(timed, "cpu")["benchmarks"]
-    assert {row["group"] for row in rows} == {
-        f"{mechanism} forward t=48,h=4,d=8 float32" for mechanism in ("softmax", "lucid")
-    }
-    (peer,) = (row for row in rows if row["params"]["mechanism"] == "lucid"
-               and row["extra_info"]["is_peer"])  # fmt: skip
-    assert peer["group"].startswith("lucid ")
-    assert "lucid-torch-sdpa(softmax)-cpu" in peer["name"]
-    assert peer["extra_info"]["computes"] == "softmax"
-
-
-def test_what_was_checked_and_which_backends_ran_are_saved(timed):
-    content = saved(timed, "cpu")
-    for row in content["benchmarks"]:
+def test_a_row_has_its_group_its_error_and_what_it_computes(rows, timed):
+    """A peer is in the group of what it is compared with, and its name has another mechanism."""
+    for row in rows:
+        assert row["group"] == f"{row['params']['mechanism']} forward t=48,h=4,d=8 float32"
         extra = row["extra_info"]
         assert extra["error"] <= extra["bound"]
         assert extra["checked"] == "all tokens"
         assert extra["first_call_seconds"] > 0
         assert bool(extra["backends"]) != extra["is_peer"]
-    described = content["machine_info"]["precondattn"]
+    peer = rows[-1]
+    assert "lucid-torch-sdpa(softmax)-cpu" in peer["name"]
+    assert peer["extra_info"]["computes"] == "softmax"
+    described = saved(timed[0], "cpu")["machine_info"]["precondattn"]
     assert {"threads", "versions"} <= described.keys()
 
 
-def test_the_file_of_another_device_joins_in_the_same_groups(timed):
-    done = run(timed, "pytest_benchmark", "compare", "0001", "0002", "--columns=median")
+def test_a_wrong_result_is_not_timed_and_a_wrong_file_is_named(timed):
+    folder, printed = timed
+    for text in (
+        "a wrong result is not timed",
+        "knows nothing",
+        "it has to take the fixtures benchmark",
+        "has to be decorated with",
+    ):
+        assert text in printed
+    assert "Traceback" not in printed
+    assert "7 passed, 1 skipped" in printed
+    rows = [r for r in saved(folder, "cpu")["benchmarks"] if "test_wrong.py" in r["fullname"]]
+    assert [row["params"]["backend"] for row in rows] == ["reference"]
+
+
+@pytest.mark.thorough
+def test_saved_runs_are_compared_with_pytest_benchmark(timed, tmp_path):
+    """The file of another device joins in the same groups, and rows are grouped by columns."""
+    folder, _ = timed
+    content = saved(folder, "cpu")
+    for row in content["benchmarks"]:
+        if row["params"]["library"] == "torch":
+            row["params"]["device"] = "cuda"
+            for text in ("name", "fullname", "param"):
+                row[text] = row[text].replace("-cpu-", "-cuda-")
+    (path,) = folder.glob(".benchmarks/*/0001_cpu.json")
+    path.with_name("0002_gpu.json").write_text(json.dumps(content))
+    done = run(folder, "pytest_benchmark", "compare", "0001", "0002", "--columns=median")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("benchmark '") == 2
     of_lucid = done.stdout.partition("benchmark 'lucid")[2].partition("benchmark '")[0]
     for name in ("cpu-forward-t=48,h=4,d=8] (0001_cpu", "cuda-forward-t=48,h=4,d=8] (0002_gpu"):
         assert name in of_lucid
-
-
-@pytest.mark.thorough
-def test_rows_are_grouped_and_written_by_their_columns(timed, tmp_path):
-    done = run(timed, "pytest_benchmark", "compare", "0001", "--group-by=param:work,param:library",
-               f"--csv={tmp_path / 'rows.csv'}")  # fmt: skip
+    csv = tmp_path / "rows.csv"
+    grouping = "--group-by=param:work,param:library"
+    done = run(folder, "pytest_benchmark", "compare", "0001", grouping, f"--csv={csv}")
     assert "benchmark 'work=forward library=torch': 4 tests" in done.stdout
-    header, *rows = (tmp_path / "rows.csv").read_text().splitlines()
-    assert all(f"param:{column}" in header for column in COLUMNS)
-    assert len(rows) == 6
-
-
-@pytest.mark.thorough
-def test_a_run_is_compared_with_a_saved_one(timed):
-    done = pytest_run(timed, "--benchmark-only", "--benchmark-compare=0001", "-W", "default")
+    assert all(f"param:{column}" in csv.read_text().splitlines()[0] for column in COLUMNS)
+    chosen = ("test_attention.py", "--benchmark-only", "--benchmark-compare=0001", "-W", "default")
+    done = pytest_run(folder, *chosen)
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count("(0001_cpu)") == 6
     assert done.stdout.count("(NOW)") == 6
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(find_spec("pygal") is None, reason="pygal is not installed")
-def test_each_group_has_a_histogram(tmp_path):
-    """In a process of its own: pygal changes how modules are found."""
-    written(tmp_path, a_file(SOFTMAX))
-    done = pytest_run(tmp_path, "--benchmark-only", "--benchmark-histogram=drawn")
-    assert done.returncode == 0, done.stdout
-    drawn = sorted(path.name for path in tmp_path.glob("drawn*.svg"))
-    assert drawn == [
-        f"drawn-{mechanism}_forward_t=48,h=4,d=8_float32.svg" for mechanism in ("lucid", "softmax")
-    ]
-    assert "sdpa(softmax)" in (tmp_path / drawn[0]).read_text()
-
-
-RESCALED = """
-import precondattn as pa
-from precondattn.backend import Backend
-from precondattn.dispatch.discovery import register_backend
-from precondattn.runner import LeafRunner
-
-class WrongRunner(LeafRunner):
-    def forward(self, inputs, frame):
-        out, residuals = super().forward(inputs, frame)
-        return 1.01 * out, residuals
-
-class Wrong(Backend):
-    name = "wrong"
-    libraries = frozenset({"numpy"})
-
-    def prepare(self, piece, request):
-        return WrongRunner(piece, piece, differentiable=True)
-
-register_backend(Wrong())
-"""
 
 
 WRONG_PEER = """
@@ -200,70 +206,51 @@ made = peers.Computation("sdpa", peers.SOFTMAX, lambda q, k, v: 1.01 * right(q, 
 peers.PEERS = tuple(
     p._replace(make=lambda m, b: made) if p.name == "sdpa" else p for p in peers.PEERS)
 """
-DECLINING = RESCALED.replace(
-    "return WrongRunner(piece, piece, differentiable=True)", 'return "knows nothing"'
-)
+WORKS = [
+    'mechanisms=["lucid", "gated_delta"], libraries=["torch", "jax"], works=["decode"]',
+    'mechanisms=["ccq(gla)"], libraries=["jax"], works=["forward_backward"], peers=["base"]',
+    '"packed_softmax"',
+    '"overhead_lucid"',
+]
+OF_THE_PAGE = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
 
 
-@pytest.mark.thorough(but=("wrong result", "without support"))
-@pytest.mark.parametrize(
-    ("arguments", "before", "flag", "code", "texts", "timed"),
-    [
-        (
-            f'{NUMPY}, backends=["reference", "wrong"]', RESCALED, "--benchmark-only", 1,
-            ("a wrong result is not timed",), ["reference"],
-        ),
-        (
-            f'{NUMPY}, backends=["reference", "wrong"]', DECLINING, "--benchmark-only", 0,
-            ("knows nothing", "1 passed, 1 skipped"), ["reference"],
-        ),
-        (
-            NUMPY.replace("[]", '["sdpa"]'), WRONG_PEER, "--benchmark-only", 0,
-            ("is off by", "1 passed, 1 skipped"), ["default"],
-        ),
-        (NUMPY, "", "--benchmark-disable", 0, ("1 passed",), None),
-        (NUMPY, "", "--benchmark-skip", 0, ("1 skipped",), None),
-        (
-            NUMPY.replace("numpy", "torch"), "", "--precondattn-benchmark-device=banana", 2,
-            ("torch has no device 'banana' here",), None,
-        ),
-    ],
-    ids=["wrong result", "without support", "wrong peer", "checked only", "skipped", "no device"],
-)  # fmt: skip
-def test_a_row_is_timed_skipped_or_failed(tmp_path, arguments, before, flag, code, texts, timed):
-    if "sdpa" in arguments or "torch" in arguments:
-        pytest.importorskip("torch")
-    written(tmp_path, a_file(arguments, before))
-    saving = () if timed is None else ("--benchmark-save=run",)
-    done = pytest_run(tmp_path, flag, *saving)
-    assert done.returncode == code, done.stdout
-    for text in texts:
-        assert text in done.stdout
-    if timed is not None:
-        rows = saved(tmp_path, "run")["benchmarks"]
-        assert [row["params"]["backend"] for row in rows] == timed
+@pytest.mark.thorough
+def test_every_work_and_the_file_of_the_page_are_timed_beside_peers(tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    for number, text in enumerate((*map(a_file, WORKS), OF_THE_PAGE)):
+        written(tmp_path, text, f"test_{number}.py")
+    done = pytest_run(tmp_path, "--benchmark-only", "--benchmark-save=run")
+    assert done.returncode == 0, done.stdout
+    assert "skipped" not in done.stdout, done.stdout
+    rows = saved(tmp_path, "run")["benchmarks"]
+    for number in range(1, 5):
+        of_file = [row for row in rows if f"test_{number}.py" in row["fullname"]]
+        assert any(row["extra_info"]["is_peer"] for row in of_file), number
+    assert {row["params"]["library"] for row in of_file} == {"torch", "jax"}
+    assert {"default", "sdpa"} <= {row["params"]["backend"] for row in of_file}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "before", "flag", "code", "says"),
     [
-        'mechanisms=["lucid", "gated_delta"], libraries=["torch", "jax"], works=["decode"]',
-        'mechanisms=["ccq(gla)"], libraries=["jax"], works=["forward_backward"], peers=["base"]',
-        '"packed_softmax"',
-        '"overhead_lucid"',
+        (NUMPY.replace("[]", '["sdpa"]'), WRONG_PEER, "--benchmark-only", 0, "is off by"),
+        (NUMPY, "", "--benchmark-disable", 0, "1 passed"),
+        (
+            NUMPY.replace("numpy", "torch"), "", "--precondattn-benchmark-device=banana", 2,
+            "torch has no device 'banana' here",
+        ),
     ],
-    ids=["decode", "backward", "packed", "overhead"],
-)
-def test_every_work_is_timed_beside_its_peers(arguments, tmp_path):
+    ids=["wrong peer", "checked only", "no device"],
+)  # fmt: skip
+def test_a_file_is_timed_checked_or_refused(tmp_path, arguments, before, flag, code, says):
     pytest.importorskip("torch")
-    pytest.importorskip("jax")
-    written(tmp_path, a_file(arguments))
-    done = pytest_run(tmp_path, "--benchmark-only", "--benchmark-save=run")
-    assert done.returncode == 0, done.stdout
-    rows = saved(tmp_path, "run")["benchmarks"]
-    assert any(row["extra_info"]["is_peer"] for row in rows) or "gated_delta" in arguments
-    assert "skipped" not in done.stdout, done.stdout
+    done = pytest_run(written(tmp_path, a_file(arguments, before)), flag)
+    assert done.returncode == code, done.stdout
+    assert says in done.stdout
+    assert ("1 passed, 1 skipped" in done.stdout) == bool(before)
 
 
 def test_a_library_without_the_device_is_left_out_and_numpy_stays_on_a_cpu(monkeypatch):
@@ -356,26 +343,18 @@ def test_the_dtype_is_in_the_name_if_it_is_not_the_usual_one():
     ("arguments", "complaint"),
     [
         ({}, "name cases, or mechanisms"),
-        ({"mechanisms": ["lucit"]}, "lucit"),
-        ({"mechanisms": ["lucid"], "libraries": ["tensorflow"]}, "unknown array library"),
+        ({"mechanisms": "lucid"}, r"mechanisms is a list of texts; write \['lucid'\]"),
+        ({"names": ["memory_lucid"]}, "none of the requested cases is one of forward"),
         ({"mechanisms": ["lucid"], "backends": ["nobody"]}, "unknown backend 'nobody'"),
         ({"mechanisms": ["lucid"], "works": ["memory"]}, "'memory' is not timed by pytest-bench"),
-        ({"mechanisms": ["lucid"], "sizes": ["t=many"]}, "sizes are written as"),
         ({"mechanisms": ["lucid"], "peers": ["nobody"]}, "unknown peer 'nobody'"),
         ({"mechanisms": ["lucid"], "peers": ["naive_fla"]}, "naive_fla is no peer of lucid"),
         ({"mechanisms": ["lucid"], "peers": ["torch"]}, "'torch' is no peer here: add it to"),
     ],
 )
 def test_a_wrong_choice_is_refused_where_it_is_written(arguments, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        benchmark_cases(**arguments)
-
-
-def test_a_text_in_place_of_a_list_is_refused():
-    with pytest.raises(TypeError, match=r"mechanisms is a list of texts; write \['lucid'\]"):
-        benchmark_cases(mechanisms="lucid")
-    with pytest.raises(ValueError, match="none of the requested cases is one of forward"):
-        benchmark_cases("memory_lucid")
+    with pytest.raises((TypeError, ValueError), match=complaint):
+        benchmark_cases(*arguments.pop("names", ()), **arguments)
 
 
 def test_without_pytest_benchmark_the_extra_is_named(monkeypatch):
@@ -384,36 +363,7 @@ def test_without_pytest_benchmark_the_extra_is_named(monkeypatch):
         benchmark_cases(mechanisms=["lucid"])
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        (a_file(NUMPY).replace(", checked_attention", ""), "it has to take the fixtures benchmark"),
-        ("def test_it(benchmark, checked_attention): pass\n", "has to be decorated with"),
-    ],
-    ids=["without the fixture", "without the decorator"],
-)
-def test_the_decorator_and_the_fixture_belong_together(tmp_path, text, complaint):
-    written(tmp_path, text.replace("    benchmark(checked_attention)", "    pass"))
-    done = pytest_run(tmp_path)
-    assert complaint in done.stdout
-    assert "Traceback" not in done.stdout
-    assert done.returncode == 2
-
-
 @pytest.mark.thorough
-def test_the_file_of_the_page_runs(tmp_path):
-    pytest.importorskip("torch")
-    pytest.importorskip("jax")
-    text = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
-    assert len(text.splitlines()) <= 10
-    written(tmp_path, text)
-    done = pytest_run(tmp_path, "--benchmark-only", "--benchmark-autosave")
-    assert done.returncode == 0, done.stdout
-    rows = saved(tmp_path, "*")["benchmarks"]
-    assert {row["params"]["library"] for row in rows} == {"torch", "jax"}
-    assert {"default", "sdpa"} <= {row["params"]["backend"] for row in rows}
-
-
 def test_the_figure_and_the_tables_of_the_page_are_of_the_committed_runs(monkeypatch):
     """The page equals the output of `docs/make_pytest_benchmark.py`."""
     pytest_benchmark = pytest.importorskip("pytest_benchmark")

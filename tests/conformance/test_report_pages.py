@@ -1,7 +1,6 @@
 """The printed matrix of a conformance run, and its page."""
 
 import math
-import re
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -9,8 +8,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from precondattn_conformance.command import _print_pairs, _print_verdict
-from precondattn_conformance.design.coverage import Pairs
 from precondattn_conformance.report.failures import IN_FULL
 from precondattn_conformance.report.junit import write_junit
 from precondattn_conformance.report.matrix import matrix
@@ -18,8 +15,6 @@ from precondattn_conformance.report.page import page, write_page
 from precondattn_conformance.report.printable import printable
 from precondattn_conformance.report.record import load
 from precondattn_conformance.report.result import Result, share_text
-from precondattn_conformance.runner import Report
-from precondattn_conformance.session import Session
 from tests.conformance.outcomes import (
     HOSTILE,
     a_failure,
@@ -31,8 +26,6 @@ from tests.conformance.outcomes import (
 )
 
 MECHANISMS = [f"{outer}(base{i})" for outer in ("lucid", "laser", "ccq") for i in range(24)]
-
-
 CHECKS = ["outputs", "gradients", "caching", "splits", *(f"check_{i:02}" for i in range(14))]
 
 
@@ -70,27 +63,11 @@ def test_the_matrix_shows_the_worst_error_and_every_status():
     assert "✗1 NaN" in printed
     assert "[red]odd[/red]" in printed
     assert printed_by(lambda console: matrix([], console)) == "no cases were run\n"
-
-
-def test_names_of_checks_are_whole_and_one_without_comparisons_has_no_column():
     outcomes = [an_outcome(check=check) for check in CHECKS]
     outcomes += [an_outcome("unsupported", None, check="refusals_of_all", reason="no")]
     printed = printed_by(lambda console: matrix(outcomes, console))
-    heads = {word for line in printed.splitlines() for word in line.split()}
-    assert heads >= {*CHECKS}
+    assert {*printed.split()} >= {*CHECKS}
     assert "refusals_of_all" not in printed
-
-
-def test_a_run_says_what_it_tried_and_what_to_do_next():
-    pairs = [Pairs("lucid", 21, 100), Pairs("laser", 0, 0)]
-    printed = printed_by(lambda console: _print_pairs(pairs, "smoke", console))
-    assert "21 % of all pairs of sizes, masks and options were tried (--level full" in printed
-    printed = printed_by(lambda console: _print_pairs(pairs, "stress", console))
-    assert "tries more" not in printed
-    for outcome, is_good in ((an_outcome(), True), (a_failure(), False)):
-        report = Report([outcome])
-        printed = printed_by(lambda out, one=report: _print_verdict(one, [], Session(), 1, out))
-        assert ("precondattn explain" in printed) is is_good
 
 
 def test_shares_are_short():
@@ -160,20 +137,7 @@ def test_the_page_shows_all_outcomes_and_loads_no_other_file(tmp_path):
     style = path.read_text(encoding="utf-8").partition("</style>")[0]
     assert "url(" not in style
     assert "@import" not in style
-
-
-def test_tables_of_the_page_are_sorted_by_their_headings_without_a_network():
-    """Every table has headings that the script makes into buttons; no address is in the page."""
-    text = page(recorded(of_every_status() + of_every_status(mechanism="lucid(path)")))
-    read = Reader(text)
-    tables = read.tags.count("table")
-    assert tables >= 4
-    assert [scope for tag, _, scope in read.attributes if tag == "th"].count("col") >= 2 * tables
-    script = text.partition("<script>")[2].partition("</script>")[0]
-    for part in ('document.querySelectorAll("table")', 'createElement("button")', "aria-sort"):
-        assert part in script
-    assert not re.search(r"https?:|fetch\(|XMLHttpRequest|import\(|import ", script)
-    assert "://" not in text
+    assert "://" not in page(recorded(outcomes))
 
 
 def test_the_page_states_the_verdict():
@@ -189,12 +153,6 @@ def test_the_page_states_the_verdict():
 def test_a_large_page_is_small_enough():
     """If there are many failures, some of each kind are shown in full, and the others by name."""
     outcomes = [
-        an_outcome(mechanism=m, check=check, layout=f"layout{i}")
-        for m in MECHANISMS
-        for check in CHECKS[:4]
-        for i in range(7)
-    ]
-    outcomes += [
         a_failure(mechanism=m, check=check, layout=f"bad{i}", details="x" * 1500)
         for m in MECHANISMS
         for check in CHECKS[:2]
@@ -202,8 +160,7 @@ def test_a_large_page_is_small_enough():
     ]
     text = page(recorded(outcomes))
     read = Reader(text)
-    assert len(outcomes) > 4000
-    assert len(text.encode()) < 2_000_000
+    assert len(text.encode()) < 1_000_000
     assert sum(name.startswith("failure-") for name in read.values("id")) == IN_FULL
     assert f"And {72 * 28 - IN_FULL} more" in read.text
     for m in MECHANISMS:

@@ -6,8 +6,6 @@ from hypothesis import strategies as st
 from precondattn_conformance.inputs import numbers_in_range
 
 KEYS = ("random", "clustered", "duplicate", "zero", "tiny", "opposite")
-DISTINCT = ("random", "clustered", "duplicate", "opposite")
-"""Keys of which none is short, so that a norm needs no ε."""
 
 
 def keys_of(rng, kind, shape):

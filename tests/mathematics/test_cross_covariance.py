@@ -1,40 +1,15 @@
-"""Cross-covariance and channel attention: their identities, and how they are related."""
+"""Cross-covariance and channel attention: traced segments, and tokens that are masked."""
 
 import numpy as np
 import pytest
 
 import precondattn as pa
 from tests.mathematics.identities import assert_close
+from tests.mathematics.problems import Problem
 
 
-def inputs(seed=0, *, b=2, t=7, h=4, n=2, d=3):
-    rng = np.random.default_rng(seed)
-    q = rng.normal(size=(b, t, h, d))
-    k, v = rng.normal(size=(2, b, t, n, d))
-    return {"q": q, "k": k, "v": v, "logit_scale": rng.normal(size=h)}
-
-
-def shuffled(x, order):
-    return {name: array[:, order] if array.ndim == 4 else array for name, array in x.items()}
-
-
-def test_the_tokens_may_be_in_any_order():
-    x, order = inputs(), np.random.default_rng(2).permutation(7)
-    attn = pa.CrossCovariance()
-    assert_close(attn(**shuffled(x, order)), attn(**x)[:, order])
-
-
-def test_lengths_of_channels_have_no_effect():
-    x, attn = inputs(), pa.CrossCovariance(eps=0)
-    factors = np.exp(np.random.default_rng(3).normal(size=3))
-    scaled = x | {"q": factors * x["q"], "k": x["k"] / factors}
-    assert_close(attn(**scaled), attn(**x))
-
-
-def test_a_scale_of_zero_gives_the_mean_of_the_channels():
-    x = inputs() | {"logit_scale": np.zeros(4)}
-    mean = x["v"].mean(axis=-1, keepdims=True)
-    assert_close(pa.cross_covariance(**x), np.repeat(mean, 2, axis=2))
+def inputs():
+    return Problem(s=7, n=2, group=2, e=3).x(pa.CrossCovariance())
 
 
 def test_segments_that_are_traced_give_the_same():
@@ -49,25 +24,6 @@ def test_segments_that_are_traced_give_the_same():
     out, pullback = pa.CrossCovariance().vjp(**x, segment_ids=ids)
     for name, gradient in pullback(2 * out).items():
         np.testing.assert_allclose(traced[name], gradient, atol=1e-5)
-
-
-def test_row_normalized_makes_channels_one_long():
-    x = inputs()
-    rows = pa.RowNormalized(pa.CrossCovariance())
-    out = rows(**x)
-    assert_close(np.sum(out**2, axis=1), np.ones((2, 4, 3)))
-    assert rows == pa.parse("row_normalized(cross_covariance)")
-    assert_close(out, pa.parse("row_normalized[axis=channel](cross_covariance)")(**x))
-    tokens = pa.parse("row_normalized[axis=token](cross_covariance)")(**x)
-    assert_close(np.sum(tokens**2, axis=3), np.ones((2, 7, 4)))
-
-
-def test_channels_of_length_one_and_a_learned_factor_are_xcits():
-    x = inputs()
-    del x["logit_scale"]
-    unit = {n: x[n] / np.linalg.vector_norm(x[n], axis=1, keepdims=True) for n in "qk"}
-    expected = pa.CrossCovariance(eps=0)(**x, logit_scale=np.full(4, 1.3))
-    assert_close(pa.Channel(scale=1.3)(**(x | unit)), expected)
 
 
 @pytest.mark.parametrize("text", ["cross_covariance", "channel", "channel[scale_by=tokens]"])

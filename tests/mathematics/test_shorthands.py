@@ -7,12 +7,6 @@ import precondattn as pa
 from tests.mathematics.identities import assert_close
 from tests.mathematics.problems import Problem
 
-
-def in_torch(x):
-    torch = pytest.importorskip("torch")
-    return {name: torch.asarray(array) for name, array in x.items()}
-
-
 SHORTHANDS = [
     (pa.temperature, {}, "temperature"),
     (pa.temperature, {"per": "head"}, "temperature[per=head]"),
@@ -37,39 +31,34 @@ SHORTHANDS = [
 ]
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize(("shorthand", "options", "text"), SHORTHANDS)
-def test_a_shorthand_equals_a_call_of_its_class(shorthand, options, text, library):
+def test_a_shorthand_equals_a_call_of_its_class(shorthand, options, text):
     p = Problem(s=5, n=2, group=2)
     layer = pa.parse(text or "temperature(softmax[causal=false,scale=0.3])")
-    g = -p.rng.uniform(size=(2, 5, 4))
-    x = p.x(layer, q2=p.q[::-1], k2=p.k[::-1], lam=np.asarray(0.7), g=g)
-    x = in_torch({name: array.copy() for name, array in x.items()}) if library == "torch" else x
+    x = p.x(layer, q2=p.q[::-1], k2=p.k[::-1], lam=np.asarray(0.7))
+    if options.get("forget"):
+        x["g"] = -p.rng.uniform(size=(2, 5, 4))
     arrays, named = [x.pop(name) for name in "qkv"], x
     expected, result = layer(*arrays, **named), shorthand(*arrays, **named, **options)
-    np.testing.assert_array_equal(np.asarray(result), np.asarray(expected))
+    np.testing.assert_array_equal(result, expected)
+
+
+PER = [
+    *((pa.temperature, pa.Temperature, "tau", per) for per in ("layer", "head")),
+    *((pa.differential, pa.Differential, "lam", per) for per in ("layer", "head", "token")),
+]
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_a_shorthand_infers_per_from_the_number_of_axes(library):
+@pytest.mark.parametrize(("shorthand", "cls", "name", "per"), PER)
+def test_a_shorthand_infers_per_from_the_number_of_axes(shorthand, cls, name, per, library):
+    array = pytest.importorskip(library).asarray
     p = Problem(s=5, n=2, group=2)
-    x = {"q": p.q, "k": p.k, "v": p.v, "q2": p.q[::-1].copy(), "k2": p.k[::-1].copy()}
-    taus = {"layer": np.asarray(0.7), "head": p.rng.uniform(0.3, 3, size=4)}
-    x |= {f"tau_{per}": tau for per, tau in taus.items()}
-    lams = {"layer": (), "head": (4,), "token": (2, 5, 4)}
-    x |= {f"lam_{per}": np.asarray(p.rng.normal(size=shape)) for per, shape in lams.items()}
-    x = in_torch(x) if library == "torch" else x
-    arrays, second = [x[name] for name in "qkv"], {name: x[name] for name in ("q2", "k2")}
-    for per in ("layer", "head"):
-        tau = x[f"tau_{per}"]
-        expected = pa.Temperature(per=per)(*arrays, tau=tau)
-        result = pa.temperature(*arrays, tau=tau)
-        np.testing.assert_array_equal(np.asarray(result), np.asarray(expected))
-    for per in ("layer", "head", "token"):
-        lam = x[f"lam_{per}"]
-        expected = pa.Differential(per=per)(*arrays, **second, lam=lam)
-        result = pa.differential(*arrays, **second, lam=lam)
-        np.testing.assert_array_equal(np.asarray(result), np.asarray(expected))
+    shape = {"layer": (), "head": (4,), "token": (2, 5, 4)}[per]
+    layer = cls(per=per)
+    x = p.x(layer, **{name: np.asarray(p.rng.uniform(0.3, 3, size=shape))})
+    x = {each: array(a) for each, a in x.items()}
+    np.testing.assert_array_equal(np.asarray(shorthand(**x)), np.asarray(layer(**x)))
 
 
 def test_a_single_head_has_its_own_temperature():

@@ -1,7 +1,7 @@
 """Planted faults: backends that are wrong in one place, by which the suite itself is tested.
 
 Errors in a formula, such as a dropped term, a wrong sign or a bound that is off by one, are not
-planted here. Mutants cover them (`mutation/`): all changes of one token of the formula's text.
+planted here: a tool for mutation testing makes them by changing one token of the text.
 
 fault.py            a fault: a change of the arguments, code, or result of a backend's method
 carriers.py         the backends that carry faults; everything else in them is right

@@ -1,8 +1,8 @@
 """All faults: every operator on every mechanism to which it applies, and faults written by hand.
 
-They are faults that can not be made by changing one token of code; mutants cover those
-(`mutation/`). An operator is applied to a leaf, and to variants of it that have a window, a bias or
-a gate. Faults between leaves are applied to compositions.
+They are faults that can not be made by changing one token of code; a tool for mutation testing
+makes those. An operator is applied to a leaf, and to variants of it that have a window, a bias or a
+gate. Faults between leaves are applied to compositions.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ MINIMUM = 120
 """The smallest number of faults in all."""
 
 OF_EACH_STAGE = 2
-"""The smallest number of faults of each mechanism in each of its methods, besides its mutants."""
+"""The smallest number of faults of each mechanism in each of its methods."""
 
 
 @cache

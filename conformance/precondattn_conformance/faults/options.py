@@ -30,7 +30,7 @@ def with_option(name: str, change: Callable[[OptionValue], OptionValue]) -> Chan
 
 
 ONE_COMPARISON = ("scale", "detach")
-"""Options that a leaf reads in one condition. A mutant of that condition covers ignoring them."""
+"""Options that a leaf reads in one condition. A change of one token makes them ignored."""
 
 
 def ignored(m: Piece, stage: str) -> Named:

@@ -49,10 +49,6 @@ class Zeros(changed(lambda self, out, inputs, frame: 0 * out)):
     name = "zeros"
 
 
-class NaNs(changed(lambda self, out, inputs, frame: out * float("nan"))):
-    name = "nans"
-
-
 class Shuffles(changed(lambda self, out, inputs, frame: np.roll(out, 1, axis=0))):
     """Returns the output of the next sequence."""
 
@@ -144,18 +140,6 @@ class Choosy(Narrow):
         if shapes["q"][2] != shapes["k"][2]:
             return "takes a key head for each query head"
         return super().prepare(piece, request)
-
-
-def without_largest(self, out, inputs, frame):
-    q, k = (np.linalg.norm(inputs[name], axis=-1).max() for name in "qk")
-    largest = q * k / np.sqrt(inputs["q"].shape[-1])
-    return np.where(88 < largest < np.inf, np.nan, out).astype(out.dtype)
-
-
-class Overflows(changed(without_largest, Narrow)):
-    """Does not subtract the largest logit before `exp`."""
-
-    name = "overflows"
 
 
 def odd_calls_differ(self, out, inputs, frame):

@@ -42,6 +42,24 @@ def betas_of(rng, *shape):
     return np.where(kind < 0.1, 0, np.where(kind > 0.9, 2, beta))
 
 
+KINDS = {
+    "normal": normal,
+    "positive": lambda rng, *shape: np.abs(normal(rng, *shape)),
+    "keys": keys_of,
+    "unit": lambda rng, *shape: keys_of(rng, *shape, unit=True),
+    "gates": gates_of,
+    "betas": betas_of,
+    "halves": lambda rng, *shape: betas_of(rng, *shape) / 2,
+    "slots": lambda rng, *shape: sixteenths(rng.uniform(size=shape)),
+}
+
+
+def drawn(rng, sizes, words):
+    """Return arrays by name; a word is a name, a kind and letters of the axes: q:normal:bthd."""
+    parts = (word.split(":") for word in words.split())
+    return {name: KINDS[kind](rng, *(sizes[a] for a in axes)) for name, kind, axes in parts}
+
+
 def stateful_entries(rng, peer, inputs, initial=None):
     """Return one case: the inputs, the peer's outputs, and its gradients.
 

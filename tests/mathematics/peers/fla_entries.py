@@ -3,16 +3,7 @@
 import numpy as np
 
 from precondattn_conformance.peers.fla import references
-from tests.mathematics.peers.entries import (
-    betas_of,
-    clustered,
-    gates_of,
-    keys_of,
-    normal,
-    of_cases,
-    sixteenths,
-    stateful_entries,
-)
+from tests.mathematics.peers.entries import clustered, drawn, of_cases, stateful_entries
 
 PATH_CASES = {
     "gqa": {"batch": 1, "time": 64, "query_heads": 4, "heads": 2, "chunk_size": 16, "gate": False},
@@ -62,264 +53,176 @@ def path_entries():
     return entries
 
 
+def of_naive(operation, name, *modules, order=None, rename=(), heads_first=False, **options):
+    """Return the call of a reference that takes and returns a state.
+
+    `order` has the names of positional arguments, `rename` the reference's own names.
+    """
+
+    def call(x, initial):
+        x = {
+            dict(rename).get(n, n): a.transpose(1, 2) if heads_first and a.ndim > 2 else a
+            for n, a in x.items()
+        }
+        rows = [x.pop(n) for n in order or ()]
+        naive = getattr(references(operation, *modules), name)
+        out, state = naive(*rows, **x, initial_state=initial["state"], **options)
+        return out.transpose(1, 2) if heads_first else out, {"state": state}
+
+    return call
+
+
+SIZES = {"b": 2, "t": 33, "h": 3, "d": 8, "e": 6}
+STATE = "state:normal:bhde"
+LAST = {"output_final_state": True}
+SIMPLE = {
+    # The seed, the sizes beside SIZES, the inputs, and the references, by cases.
+    "rwkv6": (
+        20280,
+        {},
+        "q:normal:bthd k:keys:bthd v:normal:bthe g:gates:bthd u:normal:hd",
+        {
+            "rwkv6": of_naive(
+                *("rwkv6", "naive_recurrent_rwkv6", "recurrent_naive"),
+                **{"order": "qkvgu", "heads_first": True, "scale": 1.0},
+                **LAST,
+            )
+        },
+    ),
+    "kda": (
+        20268,
+        {"t": 32, "h": 2, "u": 4},
+        "q:normal:bthd k:unit:bthd v:normal:btue g:gates:btud beta:betas:btu",
+        {
+            "kda": of_naive("kda", "naive_recurrent_kda", **LAST),
+            "kda_chunk": of_naive("kda", "naive_chunk_kda", chunk_size=16, **LAST),
+        },
+    ),
+    "comba": (
+        20273,
+        {},
+        "q:normal:bthd k:unit:bthd v:normal:bthe beta:halves:bth STATE p:unit:bthd g:gates:bth",
+        {
+            "comba": of_naive("comba", "naive_recurrent_comba", **LAST),
+            "comba_chunk": of_naive("comba", "naive_chunk_comba", chunk_size=16, **LAST),
+        },
+    ),
+    "dplr": (
+        20276,
+        {},
+        "q:normal:bthd k:unit:bthd v:normal:bthe unused:halves:bth STATE"
+        " a:unit:bthd b:unit:bthd g:gates:bthd",
+        {
+            "dplr": of_naive(
+                *("generalized_delta_rule/dplr", "dplr_recurrence"),
+                rename={"a": "alpha", "b": "beta", "g": "gk"},
+                heads_first=True,
+            )
+        },
+    ),
+    "gdn2": (
+        20272,
+        {},
+        "q:normal:bthd k:unit:bthd v:normal:bthe unused:halves:bth STATE"
+        " g:gates:bthd b:betas:bthd w:halves:bthe",
+        {"gdn2": of_naive("gdn2", "naive_recurrent_gdn2", **LAST)},
+    ),
+    "delta_product": (
+        20275,
+        {"t": 17, "h": 2, "s": 51},
+        "q:normal:bthd k:unit:bshd v:normal:bshe g:gates:bth beta:betas:bsh",
+        {
+            "delta_product": of_naive(
+                *("gated_delta_product", "naive_recurrent_gated_delta_product"),
+                **{"scale": 8**-0.5, "num_householder": 3},
+                **LAST,
+            )
+        },
+    ),
+}
+
+
+def simple_entries(name):
+    """Return the entries of a file in SIMPLE. The state is drawn last, or where STATE says."""
+    seed, more, words, cases = SIMPLE[name]
+    rng = np.random.default_rng(seed)
+    sizes = {**SIZES, **more}
+    sizes.setdefault("u", sizes["h"])
+    state = "state:normal:bude"
+    words = words.replace("STATE", state) if "STATE" in words else f"{words} {state}"
+    x = drawn(rng, sizes, words)
+    x.pop("unused", None)
+    initial = {"state": x.pop("state")}
+    return of_cases(
+        **{case: stateful_entries(rng, peer, x, initial) for case, peer in cases.items()}
+    )
+
+
+QKV = "q:normal:bthd k:keys:bthd v:normal:bthe"
+
+
 def linear_entries():
     """Return the entries of linear_fla.npz, without `versions`."""
 
-    def linear(x, initial):
-        out, state = references("linear_attn").naive_recurrent_linear_attn(
-            **x, initial_state=initial["state"], output_final_state=True
-        )
-        return out, {"state": state}
-
     def normalized(x, initial):
         # The mass of the peer has an axis for time.
-        out, (state, mass) = references("linear_attn").naive_recurrent_linear_attn(
-            **x,
-            initial_state=(initial["state"], initial["mass"][:, None]),
-            output_final_state=True,
-            normalize=True,
-        )
+        state = initial["state"], initial["mass"][:, None]
+        naive = references("linear_attn").naive_recurrent_linear_attn
+        out, (state, mass) = naive(**x, initial_state=state, normalize=True, **LAST)
         return out, {"state": state, "mass": mass[:, 0]}
 
     def retention(x, _initial):
         time_behind_heads = (x[name].transpose(1, 2) for name in "qkv")
         return references("retention").naive_retention(*time_behind_heads).transpose(1, 2), {}
 
-    def gla(x, initial):
-        out, state = references("gla").naive_recurrent_gla(
-            x["q"], x["k"], x["v"], x["g"], initial["state"], output_final_state=True
-        )
-        return out, {"state": state}
-
-    def simple(x, initial):
-        out, state = references("simple_gla").naive_recurrent_simple_gla(
-            **x, initial_state=initial["state"], output_final_state=True
-        )
-        return out, {"state": state}
-
+    linear = of_naive("linear_attn", "naive_recurrent_linear_attn", **LAST)
+    gla = of_naive("gla", "naive_recurrent_gla", order="qkvg", **LAST)
+    simple = of_naive("simple_gla", "naive_recurrent_simple_gla", **LAST)
     rng = np.random.default_rng(20262)
-    batch, time, heads, dim, width = 2, 33, 3, 8, 6
 
-    def inputs():
-        return {
-            "q": normal(rng, batch, time, heads, dim),
-            "k": keys_of(rng, batch, time, heads, dim),
-            "v": normal(rng, batch, time, heads, width),
-        }
+    def draw(words):
+        return drawn(rng, SIZES, words)
 
-    def state():
-        return {"state": normal(rng, batch, heads, dim, width)}
-
-    positive = inputs()  # a denominator far from 0
+    positive = draw(QKV)  # a denominator far from 0
     positive |= {name: np.abs(positive[name]) for name in "qk"}
-    mass = {"mass": np.abs(normal(rng, batch, heads, dim))}
-    channels = {"g": gates_of(rng, batch, time, heads, dim)}
-    scalars = {"g": gates_of(rng, batch, time, heads)}
+    mass = draw("mass:positive:bhd")
+    channels, scalars = draw("g:gates:bthd"), draw("g:gates:bth")
     return of_cases(
-        linear=stateful_entries(rng, linear, inputs(), state()),
-        normalized=stateful_entries(rng, normalized, positive, state() | mass),
-        retention=stateful_entries(rng, retention, inputs()),
-        gla=stateful_entries(rng, gla, inputs() | channels, state()),
-        simple=stateful_entries(rng, simple, inputs() | scalars, state()),
+        linear=stateful_entries(rng, linear, draw(QKV), draw(STATE)),
+        normalized=stateful_entries(rng, normalized, positive, draw(STATE) | mass),
+        retention=stateful_entries(rng, retention, draw(QKV)),
+        gla=stateful_entries(rng, gla, draw(QKV) | channels, draw(STATE)),
+        simple=stateful_entries(rng, simple, draw(QKV) | scalars, draw(STATE)),
     )
-
-
-def rwkv6_entries():
-    """Return the entries of rwkv6_fla.npz, without `versions`."""
-
-    def rwkv6(x, initial):
-        rows = (x[name].transpose(1, 2) for name in "qkvg")
-        out, state = references("rwkv6", "recurrent_naive").naive_recurrent_rwkv6(
-            *rows, x["u"], 1.0, initial["state"], output_final_state=True
-        )
-        return out.transpose(1, 2), {"state": state}
-
-    rng = np.random.default_rng(20280)
-    batch, time, heads, dim, width = 2, 33, 3, 8, 6
-    inputs = {
-        "q": normal(rng, batch, time, heads, dim),
-        "k": keys_of(rng, batch, time, heads, dim),
-        "v": normal(rng, batch, time, heads, width),
-        "g": gates_of(rng, batch, time, heads, dim),
-        "u": normal(rng, heads, dim),
-    }
-    initial = {"state": normal(rng, batch, heads, dim, width)}
-    return of_cases(rwkv6=stateful_entries(rng, rwkv6, inputs, initial))
 
 
 def hgrn2_entries():
     """Return the entries of hgrn2_fla.npz, without `versions`."""
 
     def hgrn2(x, initial):
-        out, state = references("gla").naive_recurrent_gla(
-            x["q"], 1 - x["g"].exp(), x["v"], x["g"], initial["state"], output_final_state=True
-        )
+        rows = x["q"], 1 - x["g"].exp(), x["v"], x["g"], initial["state"]
+        out, state = references("gla").naive_recurrent_gla(*rows, **LAST)
         return out, {"state": state}
 
     rng = np.random.default_rng(20290)
-    batch, time, heads, dim, width = 2, 33, 3, 8, 6
-    inputs = {
-        "q": normal(rng, batch, time, heads, dim),
-        "v": normal(rng, batch, time, heads, width),
-        "g": gates_of(rng, batch, time, heads, dim),
-    }
-    initial = {"state": normal(rng, batch, heads, dim, width)}
-    return of_cases(hgrn2=stateful_entries(rng, hgrn2, inputs, initial))
+    x = drawn(rng, SIZES, f"q:normal:bthd v:normal:bthe g:gates:bthd {STATE}")
+    return of_cases(hgrn2=stateful_entries(rng, hgrn2, x, {"state": x.pop("state")}))
 
 
 def delta_entries():
     """Return the entries of delta_fla.npz, without `versions`."""
-
-    def delta(x, initial):
-        time_behind_heads = {name: array.transpose(1, 2) for name, array in x.items()}
-        out, state = references("delta_rule").delta_rule_recurrence(
-            **time_behind_heads, initial_state=initial["state"]
-        )
-        return out.transpose(1, 2), {"state": state}
-
-    def recurrent(x, initial):
-        out, state = references("gated_delta_rule").naive_recurrent_gated_delta_rule(
-            **x, initial_state=initial["state"], output_final_state=True
-        )
-        return out, {"state": state}
-
-    def chunk(x, initial):
-        out, state = references("gated_delta_rule").naive_chunk_gated_delta_rule(
-            **x, chunk_size=16, initial_state=initial["state"], output_final_state=True
-        )
-        return out, {"state": state}
-
     rng = np.random.default_rng(20263)
-    batch, time, heads, dim, width = 2, 33, 3, 8, 6
-    inputs = {
-        "q": normal(rng, batch, time, heads, dim),
-        "k": keys_of(rng, batch, time, heads, dim, unit=True),
-        "v": normal(rng, batch, time, heads, width),
-        "beta": betas_of(rng, batch, time, heads),
-    }
-    gated = inputs | {"g": gates_of(rng, batch, time, heads)}
-    initial = {"state": normal(rng, batch, heads, dim, width)}
+    x = drawn(rng, SIZES, "q:normal:bthd k:unit:bthd v:normal:bthe beta:betas:bth")
+    gated, initial = x | drawn(rng, SIZES, "g:gates:bth"), drawn(rng, SIZES, STATE)
+    delta = of_naive("delta_rule", "delta_rule_recurrence", heads_first=True)
+    rule = "gated_delta_rule"
+    recurrent = of_naive(rule, "naive_recurrent_gated_delta_rule", **LAST)
+    chunk = of_naive(rule, "naive_chunk_gated_delta_rule", chunk_size=16, **LAST)
     return of_cases(
-        delta=stateful_entries(rng, delta, inputs, initial),
+        delta=stateful_entries(rng, delta, x, initial),
         recurrent=stateful_entries(rng, recurrent, gated, initial),
         chunk=stateful_entries(rng, chunk, gated, initial),
     )
-
-
-def kda_entries():
-    """Return the entries of kda_fla.npz, without `versions`."""
-    rng = np.random.default_rng(20268)
-    batch, time, heads, value_heads, dim, width = 2, 32, 2, 4, 8, 6
-    inputs = {
-        "q": normal(rng, batch, time, heads, dim),
-        "k": keys_of(rng, batch, time, heads, dim, unit=True),
-        "v": normal(rng, batch, time, value_heads, width),
-        "g": gates_of(rng, batch, time, value_heads, dim),
-        "beta": betas_of(rng, batch, time, value_heads),
-    }
-    initial = {"state": normal(rng, batch, value_heads, dim, width)}
-    recurrent = of_naive("kda", "naive_recurrent_kda")
-    chunk = of_naive("kda", "naive_chunk_kda", chunk_size=16)
-    return of_cases(
-        kda=stateful_entries(rng, recurrent, inputs, initial),
-        kda_chunk=stateful_entries(rng, chunk, inputs, initial),
-    )
-
-
-def erasing_inputs(rng):
-    """Return q, k, v and beta in [0, 1], and the initial state."""
-    batch, time, heads, dim, width = 2, 33, 3, 8, 6
-    inputs = {
-        "q": normal(rng, batch, time, heads, dim),
-        "k": keys_of(rng, batch, time, heads, dim, unit=True),
-        "v": normal(rng, batch, time, heads, width),
-        "beta": betas_of(rng, batch, time, heads) / 2,
-    }
-    return inputs, {"state": normal(rng, batch, heads, dim, width)}
-
-
-def of_naive(operation, name, **options):
-    """Return the call of a reference that takes and returns a state."""
-
-    def call(x, initial):
-        out, state = getattr(references(operation), name)(
-            **x, initial_state=initial["state"], output_final_state=True, **options
-        )
-        return out, {"state": state}
-
-    return call
-
-
-def gdn2_entries():
-    """Return the entries of gdn2_fla.npz, without `versions`."""
-    rng = np.random.default_rng(20272)
-    inputs, initial = erasing_inputs(rng)
-    shape, values = inputs["k"].shape, inputs["v"].shape
-    del inputs["beta"]
-    inputs |= {"g": gates_of(rng, *shape), "b": betas_of(rng, *shape)}
-    inputs["w"] = betas_of(rng, *values) / 2
-    peer = of_naive("gdn2", "naive_recurrent_gdn2")
-    return of_cases(gdn2=stateful_entries(rng, peer, inputs, initial))
-
-
-def comba_entries():
-    """Return the entries of comba_fla.npz, without `versions`."""
-    rng = np.random.default_rng(20273)
-    inputs, initial = erasing_inputs(rng)
-    inputs["p"] = keys_of(rng, *inputs["k"].shape, unit=True)
-    inputs["g"] = gates_of(rng, *inputs["beta"].shape)
-    recurrent = of_naive("comba", "naive_recurrent_comba")
-    chunk = of_naive("comba", "naive_chunk_comba", chunk_size=16)
-    return of_cases(
-        comba=stateful_entries(rng, recurrent, inputs, initial),
-        comba_chunk=stateful_entries(rng, chunk, inputs, initial),
-    )
-
-
-def dplr_entries():
-    """Return the entries of dplr_fla.npz, without `versions`."""
-
-    def call(x, initial):
-        rows = {"q": "q", "k": "k", "v": "v", "a": "alpha", "b": "beta", "g": "gk"}
-        time_behind_heads = {rows[name]: array.transpose(1, 2) for name, array in x.items()}
-        out, state = references("generalized_delta_rule/dplr").dplr_recurrence(
-            **time_behind_heads, initial_state=initial["state"]
-        )
-        return out.transpose(1, 2), {"state": state}
-
-    rng = np.random.default_rng(20276)
-    inputs, initial = erasing_inputs(rng)
-    del inputs["beta"]
-    shape = inputs["k"].shape
-    inputs |= {name: keys_of(rng, *shape, unit=True) for name in "ab"}
-    inputs["g"] = gates_of(rng, *shape)
-    return of_cases(dplr=stateful_entries(rng, call, inputs, initial))
-
-
-def delta_product_entries():
-    """Return the entries of delta_product_fla.npz, without `versions`."""
-
-    def call(x, initial):
-        out, state = references("gated_delta_product").naive_recurrent_gated_delta_product(
-            **x,
-            scale=x["q"].shape[-1] ** -0.5,
-            initial_state=initial["state"],
-            output_final_state=True,
-            num_householder=3,
-        )
-        return out, {"state": state}
-
-    rng = np.random.default_rng(20275)
-    batch, time, heads, dim, width = 2, 17, 2, 8, 6
-    inputs = {
-        "q": normal(rng, batch, time, heads, dim),
-        "k": keys_of(rng, batch, 3 * time, heads, dim, unit=True),
-        "v": normal(rng, batch, 3 * time, heads, width),
-        "g": gates_of(rng, batch, time, heads),
-        "beta": betas_of(rng, batch, 3 * time, heads),
-    }
-    initial = {"state": normal(rng, batch, heads, dim, width)}
-    return of_cases(delta_product=stateful_entries(rng, call, inputs, initial))
 
 
 def atk_entries():
@@ -329,41 +232,24 @@ def atk_entries():
         naive = getattr(references(operation), f"naive_recurrent_{operation}")
 
         def call(x, initial):
-            out, state, squares = naive(
-                **x,
-                initial_state=initial["state"],
-                initial_A_state=initial["squares"],
-                output_final_state=True,
-            )
+            first = {"initial_state": initial["state"], "initial_A_state": initial["squares"]}
+            out, state, squares = naive(**x, **first, **LAST)
             return out, {"squares": squares, "state": state}
 
         return call
 
     rng = np.random.default_rng(20274)
-    batch, time, heads, dim, width = 2, 24, 2, 8, 6
-
-    def inputs(value_heads, *channels):
-        return {
-            "q": normal(rng, batch, time, heads, dim),
-            "k": keys_of(rng, batch, time, heads, dim, unit=True),
-            "v": normal(rng, batch, time, value_heads, width),
-            "g": gates_of(rng, batch, time, value_heads, *channels),
-            "beta": betas_of(rng, batch, time, value_heads) / 2,
-            "g_atk": gates_of(rng, batch, time, heads),
-            "beta_atk": betas_of(rng, batch, time, heads) / 2,
-        }
-
-    def initial(value_heads):
-        return {
-            "squares": np.abs(normal(rng, batch, heads, dim)),
-            "state": normal(rng, batch, value_heads, dim, width),
-        }
-
-    pgdn, pkda = inputs(2 * heads), inputs(heads, dim)
-    pkda["log_atk_scale"] = normal(rng, heads)
+    pgdn, pkda = ({**SIZES, "t": 24, "h": 2, "u": u} for u in (4, 2))
+    words = (
+        "q:normal:bthd k:unit:bthd v:normal:btue g:gates:{} beta:halves:btu"
+        " g_atk:gates:bth beta_atk:halves:bth"
+    )
+    states = "squares:positive:bhd state:normal:bude"
+    x = drawn(rng, pgdn, words.format("btu"))
+    y = drawn(rng, pkda, words.format("btud")) | drawn(rng, pkda, "log_atk_scale:normal:h")
     return of_cases(
-        pgdn=stateful_entries(rng, of("precond_gated_delta_rule"), pgdn, initial(2 * heads)),
-        pkda=stateful_entries(rng, of("precond_kda"), pkda, initial(heads)),
+        pgdn=stateful_entries(rng, of("precond_gated_delta_rule"), x, drawn(rng, pgdn, states)),
+        pkda=stateful_entries(rng, of("precond_kda"), y, drawn(rng, pkda, states)),
     )
 
 
@@ -371,27 +257,18 @@ def gsa_entries():
     """Return the entries of gsa_fla.npz, without `versions`."""
 
     def gsa(x, initial):
+        first = initial["keys"], initial["values"]
         out, (keys, values) = references("gsa").naive_recurrent_gsa(
-            **x,
-            initial_state=(initial["keys"], initial["values"]),
-            output_final_state=True,
+            **x, initial_state=first, **LAST
         )
         return out, {"keys": keys, "values": values}
 
     rng = np.random.default_rng(20264)
-    batch, time, query_heads, heads, dim, width, slots = 2, 33, 4, 2, 8, 6, 5
-    inputs = {
-        "q": normal(rng, batch, time, query_heads, dim),
-        "k": keys_of(rng, batch, time, heads, dim),
-        "v": normal(rng, batch, time, heads, width),
-        "s": sixteenths(rng.uniform(size=(batch, time, heads, slots))),
-        "g": gates_of(rng, batch, time, heads, slots),
-    }
-    initial = {
-        "keys": normal(rng, batch, heads, dim, slots),
-        "values": normal(rng, batch, heads, slots, width),
-    }
-    return of_cases(gsa=stateful_entries(rng, gsa, inputs, initial))
+    sizes = {**SIZES, "h": 4, "n": 2, "m": 5}
+    words = "q:normal:bthd k:keys:btnd v:normal:btne s:slots:btnm g:gates:btnm"
+    x = drawn(rng, sizes, words)
+    initial = drawn(rng, sizes, "keys:normal:bndm values:normal:bnme")
+    return of_cases(gsa=stateful_entries(rng, gsa, x, initial))
 
 
 def mesa_entries():
@@ -401,16 +278,10 @@ def mesa_entries():
         return references("mesa_net").naive_mesa_net_exact(**x)[0], {}
 
     rng = np.random.default_rng(20276)
-    batch, time, heads, dim = 2, 24, 2, 8
-    inputs = {
-        "q": normal(rng, batch, time, heads, dim),
-        "k": keys_of(rng, batch, time, heads, dim, unit=True),
-        "v": normal(rng, batch, time, heads, dim),
-        "g": gates_of(rng, batch, time, heads),
-        "beta": betas_of(rng, batch, time, heads) / 2,
-        "lamb": 0.25 + np.abs(normal(rng, heads, dim)),
-    }
-    return of_cases(mesa=stateful_entries(rng, mesa, inputs))
+    words = "q:normal:bthd k:unit:bthd v:normal:bthd g:gates:bth beta:halves:bth lamb:positive:hd"
+    x = drawn(rng, {**SIZES, "t": 24, "h": 2}, words)
+    x["lamb"] = 0.25 + x["lamb"]
+    return of_cases(mesa=stateful_entries(rng, mesa, x))
 
 
 def deltaformer_entries():
@@ -420,11 +291,5 @@ def deltaformer_entries():
         return references("deltaformer").naive_deltaformer_attn(**x), {}
 
     rng = np.random.default_rng(20267)
-    batch, time, heads, dim = 2, 33, 3, 8
-    inputs = {
-        "q": normal(rng, batch, time, heads, dim),
-        "k": keys_of(rng, batch, time, heads, dim),
-        "v": normal(rng, batch, time, heads, dim),
-        "beta": betas_of(rng, batch, time, heads) / 2,
-    }
-    return of_cases(deltaformer=stateful_entries(rng, deltaformer, inputs))
+    x = drawn(rng, SIZES, "q:normal:bthd k:keys:bthd v:normal:bthd beta:halves:bth")
+    return of_cases(deltaformer=stateful_entries(rng, deltaformer, x))

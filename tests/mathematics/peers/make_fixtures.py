@@ -49,9 +49,6 @@ are positive and some input gates are 6.
 `deltaformer_fla.npz`: that of DeltaFormer, `deltaformer`, which has no state. beta in [0, 1].
 `gated_delta_qwen3_next.npz`: the gated delta rule of Transformers' Qwen3-Next, `recurrent` and
 `chunk`, with its L2 norm of queries and keys and two value heads for each key head.
-`linear_attention_onnx.npz`: the reference of ONNX's operator LinearAttention, without gradients,
-for `linear`, `retention`, `gla`, `delta`, `gated_delta` and `kda`, with two query heads for each
-key head in `linear` and `gla`.
 `ssd_mamba2.npz`: the chunked scan of Transformers' Mamba-2, with two groups of two heads, from
 nothing (`fresh`) and from a state (`continued`).
 
@@ -78,6 +75,7 @@ All have `versions`, a string. To run it, in an environment of its own:
 """
 
 import importlib.metadata
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -112,19 +110,19 @@ RECURRENCES = {
             "simple": "ssd[scale=none]",
         },
     ),
-    "rwkv6_fla": (fla_entries.rwkv6_entries, {"rwkv6": "rwkv6[scale=1]"}),
+    "rwkv6_fla": (partial(fla_entries.simple_entries, "rwkv6"), {"rwkv6": "rwkv6[scale=1]"}),
     "hgrn2_fla": (fla_entries.hgrn2_entries, {"hgrn2": "hgrn2"}),
     "delta_fla": (
         fla_entries.delta_entries,
         {"delta": "delta", "recurrent": "gated_delta", "chunk": "gated_delta"},
     ),
-    "kda_fla": (fla_entries.kda_entries, {"kda": "kda", "kda_chunk": "kda"}),
-    "gdn2_fla": (fla_entries.gdn2_entries, {"gdn2": "gdn2"}),
+    "kda_fla": (partial(fla_entries.simple_entries, "kda"), {"kda": "kda", "kda_chunk": "kda"}),
+    "gdn2_fla": (partial(fla_entries.simple_entries, "gdn2"), {"gdn2": "gdn2"}),
     "comba_fla": (
-        fla_entries.comba_entries,
+        partial(fla_entries.simple_entries, "comba"),
         {"comba": "comba[erases=decayed]", "comba_chunk": "comba"},
     ),
-    "dplr_fla": (fla_entries.dplr_entries, {"dplr": "dplr"}),
+    "dplr_fla": (partial(fla_entries.simple_entries, "dplr"), {"dplr": "dplr"}),
     "atk_fla": (
         fla_entries.atk_entries,
         {"pgdn": "qk_norm[norm=l2,eps=0](atk)", "pkda": "atk[learned=true](kda)"},
@@ -141,12 +139,11 @@ def main():
     save("differential_diffllama.npz", "transformers", other_entries.differential_entries())
     for file, (entries, _) in RECURRENCES.items():
         save(f"{file}.npz", "fla-core", entries())
-    save("delta_product_fla.npz", "fla-core", fla_entries.delta_product_entries())
+    save("delta_product_fla.npz", "fla-core", fla_entries.simple_entries("delta_product"))
     save("mesa_fla.npz", "fla-core", fla_entries.mesa_entries())
     save("deltaformer_fla.npz", "fla-core", fla_entries.deltaformer_entries())
     save("mlstm_xlstm.npz", "transformers", other_entries.mlstm_entries())
     save("gated_delta_qwen3_next.npz", "transformers", other_entries.qwen3_next_entries())
-    save("linear_attention_onnx.npz", "onnx", other_entries.onnx_entries())
     save("ssd_mamba2.npz", "transformers", other_entries.mamba2_entries())
 
 

@@ -1,18 +1,10 @@
-"""The entries of each file of Transformers' and ONNX's references, without `versions`."""
+"""The entries of each file of Transformers' references, without `versions`."""
 
 import inspect
 
 import numpy as np
 
-from tests.mathematics.peers.entries import (
-    betas_of,
-    clustered,
-    gates_of,
-    keys_of,
-    normal,
-    of_cases,
-    stateful_entries,
-)
+from tests.mathematics.peers.entries import clustered, drawn, of_cases, stateful_entries
 
 
 def differential_entries():
@@ -88,26 +80,19 @@ def mlstm_entries():
         return out.transpose(1, 2), final
 
     def fresh(x, _initial):
-        nothing = torch.zeros(batch, heads, dim, width)
+        nothing = torch.zeros(2, 3, 8, 6)
         return mlstm(x, nothing, nothing[..., 0], nothing[..., 0, 0] - torch.inf)[0], {}
 
     rng = np.random.default_rng(20277)
-    batch, time, heads, dim, width = 2, 33, 3, 8, 6
+    sizes = {"b": 2, "t": 33, "h": 3, "d": 8, "e": 6}
 
     def inputs(center):
-        return {
-            "q": normal(rng, batch, time, heads, dim),
-            "k": keys_of(rng, batch, time, heads, dim),
-            "v": normal(rng, batch, time, heads, width),
-            "f": 2 + normal(rng, batch, time, heads),
-            "i": center + normal(rng, batch, time, heads),
-        }
+        words = "q:normal:bthd k:keys:bthd v:normal:bthe f:normal:bth i:normal:bth"
+        x = drawn(rng, sizes, words)
+        return x | {"f": 2 + x["f"], "i": center + x["i"]}
 
-    initial = {
-        "state": normal(rng, batch, heads, dim, width),
-        "mass": normal(rng, batch, heads, dim),
-        "maximum": normal(rng, batch, heads) - 1,
-    }
+    initial = drawn(rng, sizes, "state:normal:bhde mass:normal:bhd maximum:normal:bh")
+    initial["maximum"] -= 1
     positive = inputs(0)  # denominators far from 0
     positive |= {name: np.abs(positive[name]) for name in "qk"}
     positive["i"][:, 11::9] = 6
@@ -139,18 +124,13 @@ def qwen3_next_entries():
         return call
 
     rng = np.random.default_rng(20265)
-    batch, time, heads, value_heads, dim, width = 2, 33, 2, 4, 8, 6
-    inputs = {
-        "q": normal(rng, batch, time, heads, dim),
-        "k": keys_of(rng, batch, time, heads, dim),
-        "v": normal(rng, batch, time, value_heads, width),
-        "g": gates_of(rng, batch, time, value_heads),
-        "beta": betas_of(rng, batch, time, value_heads),
-    }
+    sizes = {"b": 2, "t": 33, "h": 2, "u": 4, "d": 8, "e": 6}
+    words = "q:normal:bthd k:keys:bthd v:normal:btue g:gates:btu beta:betas:btu"
+    inputs = drawn(rng, sizes, words)
     # so short that the ε of the norm shows
     inputs["k"][:, 2::8] = 0
     inputs["k"][:, 2::8, :, 3] = 1 / 16
-    initial = {"state": normal(rng, batch, value_heads, dim, width)}
+    initial = drawn(rng, sizes, "state:normal:bude")
     recurrent = of(peer.torch_recurrent_gated_delta_rule)
     chunk = of(peer.torch_chunk_gated_delta_rule, chunk_size=16)
     return of_cases(
@@ -179,83 +159,14 @@ def mamba2_entries():
         return out, {"state": state.transpose(2, 3)} if initial else {}
 
     rng = np.random.default_rng(20266)
-    batch, time, heads, groups, dim, width = 2, 33, 4, 2, 8, 6
-    inputs = {
-        "x": normal(rng, batch, time, heads, width),
-        "dt": normal(rng, batch, time, heads),
+    sizes = {"b": 2, "t": 33, "u": 4, "h": 2, "d": 8, "e": 6}
+    inputs = drawn(rng, sizes, "x:normal:btue dt:normal:btu") | {
         "A": np.asarray([0, -1 / 16, -1, -8]),
-        "B": keys_of(rng, batch, time, groups, dim),
-        "C": normal(rng, batch, time, groups, dim),
-        "D": normal(rng, heads),
-        "dt_bias": normal(rng, heads),
+        **drawn(rng, sizes, "B:keys:bthd C:normal:bthd D:normal:u dt_bias:normal:u"),
     }
-    initial = {"state": normal(rng, batch, heads, dim, width)}
+    initial = drawn(rng, sizes, "state:normal:bude")
     dt_limits = dict(zip(("dt_min", "dt_max"), np.asarray(limits), strict=True))
     return of_cases(
         fresh=stateful_entries(rng, mamba2, inputs) | dt_limits,
         continued=stateful_entries(rng, mamba2, inputs, initial) | dt_limits,
     )
-
-
-def onnx_entries():
-    """Return the entries of linear_attention_onnx.npz, without `versions`."""
-    from onnx import TensorProto, helper
-    from onnx.reference import ReferenceEvaluator
-
-    names = {"q": "query", "k": "key", "v": "value", "state": "past_state"}
-    names |= {"g": "decay", "beta": "beta"}
-
-    def run(rule, x):
-        """Output and state of one node; heads are part of its last axis."""
-        heads = {"q_num_heads": x["q"].shape[2], "kv_num_heads": x["k"].shape[2]}
-        given = {
-            names[n]: a if n == "state" or a.ndim == 3 else a.reshape(*a.shape[:2], -1)
-            for n, a in x.items()
-        }
-        inputs = [n if n in given else "" for n in names.values()]
-        outputs = ["output", "present_state"]
-        node = helper.make_node("LinearAttention", inputs, outputs, update_rule=rule, **heads)
-        graph = helper.make_graph(
-            [node],
-            "one",
-            [
-                helper.make_tensor_value_info(n, TensorProto.FLOAT, a.shape)
-                for n, a in given.items()
-            ],
-            [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in outputs],
-        )
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 27)])
-        out, state = ReferenceEvaluator(model).run(None, given)
-        out = out.reshape(*x["q"].shape[:3], -1)
-        return {**x, "initial_state": x["state"], "out": out, "final_state": state}
-
-    rng = np.random.default_rng(20277)
-    batch, time, heads, dim, width = 2, 17, 2, 8, 6
-
-    def inputs(query_heads, *, unit=False):
-        return {
-            "q": normal(rng, batch, time, query_heads, dim),
-            "k": keys_of(rng, batch, time, heads, dim, unit=unit),
-            "v": normal(rng, batch, time, heads, width),
-            "state": normal(rng, batch, heads, dim, width),
-        }
-
-    of_heads, of_channels = (batch, time, heads), (batch, time, heads, dim)
-    retained = np.log(1 - 2.0 ** (-5 - np.arange(heads))) * np.ones(of_heads)
-    beta = {"beta": betas_of(rng, *of_heads)}
-    cases = {
-        "linear": ("linear", inputs(4), {}),
-        "retention": ("gated", inputs(2), {"g": retained.astype(np.float32)}),
-        "gla": ("gated", inputs(4), {"g": gates_of(rng, *of_channels)}),
-        "delta": ("delta", inputs(2, unit=True), beta),
-        "gated_delta": (
-            "gated_delta",
-            inputs(2, unit=True),
-            beta | {"g": gates_of(rng, *of_heads)},
-        ),
-        "kda": ("gated_delta", inputs(2, unit=True), beta | {"g": gates_of(rng, *of_channels)}),
-    }
-    entries = {case: run(rule, x | more) for case, (rule, x, more) in cases.items()}
-    for entry in entries.values():
-        del entry["state"]
-    return of_cases(**entries)
