@@ -84,9 +84,7 @@ def test_wide_keys_are_left_out_only_where_every_token_has_a_matrix(every, share
     assert left_out == {"ccq", "conditioned_query", "mesa", "mesa_query"}
 
 
-@pytest.mark.parametrize(
-    "named", [{"backend": ("portable",)}, {"libraries": ("numpy",)}, {"mechanisms": ("softmax",)}]
-)
+@pytest.mark.parametrize("named", [{"backend": ("portable",)}, {"libraries": ("numpy",)}])
 def test_a_run_that_names_something_has_all_cases(named):
     chosen = {"only_libraries": named.get("libraries", ()), "only_mechanisms": ("softmax",)}
     session = Session(**{"mechanisms": ("softmax",), **named})
@@ -175,16 +173,25 @@ def of_library(library, **named):
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "gated_delta", "lucid"])
-def test_a_named_mechanism_has_in_jax_every_check_that_it_has_in_pytorch(mechanism):
+def test_a_mechanism_and_a_library_have_in_jax_every_check_that_they_have_in_pytorch(mechanism):
     pytest.importorskip("torch")
     pytest.importorskip("jax")
     found, expected = (
-        {c.check for c in of_library(library, mechanisms=(mechanism,))}
+        of_library(library, mechanisms=(mechanism,), libraries=(library,))
         for library in ("jax", "torch")
     )
-    assert expected - found <= {"strides", "autocast", "threads"}
-    of_design = [c for c in of_library("jax", mechanisms=(mechanism,)) if c.layout.block]
-    assert len(of_design) > 2
+    missing = {c.check for c in expected} - {c.check for c in found}
+    assert missing <= {"strides", "autocast", "threads"}
+    assert len([c for c in found if c.layout.block]) > 2
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "gated_delta", "lucid(path)"])
+def test_only_a_mechanism_has_in_jax_outputs_gradients_and_caches_in_one_size(mechanism):
+    pytest.importorskip("jax")
+    chosen = of_library("jax", mechanisms=(mechanism,))
+    assert {"outputs", "gradients", "caching"} <= {c.check for c in chosen}
+    assert {c.layout.mask for c in chosen if c.check == "gradients"} >= {None, "lengths"}
+    assert not any(c.layout.block for c in chosen)
 
 
 def test_a_named_library_has_all_masks_and_gradients_in_jax_in_one_size():

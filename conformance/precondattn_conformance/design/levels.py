@@ -26,8 +26,8 @@ from precondattn_conformance.inputs import CallLayout
 from precondattn_conformance.libraries import SHARING, named
 
 LEVELS = ("smoke", "full", "stress")
-NAMED = ("", "library", "mechanism")
-"""What a run names, if anything; a named backend counts as a library."""
+NAMED = ("", "library", "only a mechanism", "mechanism")
+"""What a run names, if anything: a library or backend, only mechanisms, or both."""
 JAX_ROWS = 24
 """The number of rows for JAX, which compiles every operation for every shape."""
 JAX_DENSE = 2
@@ -132,7 +132,7 @@ class PartOfCases:
     def has_all_of(self, mechanism: str) -> bool:
         """Whether the run has all cases that are listed for a mechanism."""
         if self.level == "full":
-            return self.named == "mechanism" or is_class(mechanism)
+            return self.named in NAMED[2:] or is_class(mechanism)
         return self.level != "smoke" or bool(self.named)
 
     def has(self, case: Case) -> bool:
