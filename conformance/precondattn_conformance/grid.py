@@ -167,7 +167,7 @@ def data(
     if level == "smoke":
         if check == "threads" and (library != "torch" or not is_class(mechanism)):
             return ()  # Long sequences. Among the libraries only PyTorch has a number of threads.
-        if library == "jax" and (named == "mechanism" or (named and is_class(mechanism))):
+        if library == "jax" and ("mechanism" in named or (named and is_class(mechanism))):
             return _smoke_of_named_jax(check, dtype, mechanism, named, is_narrow)
         if library == "jax" and (is_alone or is_narrow):
             return _smoke_of_jax(check, dtype, is_derived, is_narrow)
@@ -212,7 +212,8 @@ def _smoke_of_named_jax(
 ) -> Data:
     """PyTorch's cases in the widest dtype, and a few cases in other dtypes.
 
-    Layouts of other sizes and checks that compile again are left out unless the mechanism is named.
+    Layouts of other sizes and checks that compile again are left out unless a mechanism is named
+    together with a library or backend.
     """
     is_one = named == "mechanism"
     dtypes = ("float32", "float64") if is_narrow else ("float64",)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import precondattn as pa
 from precondattn.arrays import Arrays
 from precondattn_conformance import libraries
@@ -43,8 +41,7 @@ def expected_of(text: str, device: str | None = None) -> Oracle:
     wide = "float32" if trial.case.library == "jax" and dtype != "float64" else "float64"
     with trial.library.precision(dtype):
         right = trial.expected
-        return replace(
-            right,
+        return right.with_arrays(
             inputs=trial.inputs,
             masks=trial.masks,
             out=trial.library.array(right.out, wide),

@@ -6,8 +6,8 @@ computed by blocked algorithms that the reference has certified (`expecting.py`)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from copy import copy
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 
@@ -46,17 +46,75 @@ NEARLY_ZERO = 1e-8
 """A gradient that is smaller than this share of its terms consists of float32 rounding errors."""
 
 
-@dataclass(frozen=True)
 class Oracle:
-    """The oracle's result: the rounded inputs, the output, a cotangent, and the gradients."""
+    """The oracle's result: the rounded inputs, the output, a cotangent, and the gradients.
 
-    inputs: Arrays
-    masks: Arrays
-    out: np.ndarray
-    cotangent: np.ndarray
-    gradients: Arrays
-    terms: dict[str, Sizes]
-    """The sizes of the terms of gradients that are sums with cancellation (`cancellation.py`)."""
+    Gradients are computed, and checked by central differences, when a check first asks for them.
+    """
+
+    def __init__(
+        self, mechanism: str, layout: CallLayout, kind: str, dtype: str, by: str = REFERENCE
+    ) -> None:
+        self.mechanism, self.layout, self.kind, self.dtype = mechanism, layout, kind, dtype
+        self.inputs: Arrays = inputs_of(mechanism, layout, kind, dtype)
+        self.masks: Arrays = layout.masks()
+        m = mechanism_of(mechanism)
+        self.out, self._pullback = m.vjp(**self.inputs, **self.masks, backend=HELPED[by])
+        cotangent = rounded(np.random.default_rng(1).normal(size=self.out.shape), dtype)
+        cotangent = constant(cotangent, cotangent_axes(layout.order, cotangent.ndim))
+        self.cotangent: np.ndarray = np.where(np.isfinite(self.out), cotangent, 0.0)
+
+    @cached_property
+    def gradients(self) -> Arrays:
+        """The gradient of every input at the cotangent."""
+        m = mechanism_of(self.mechanism)
+        gradients: Arrays = self._pullback(self.cotangent)
+        can_differ = self.kind not in EXTREMES and is_smooth(m, self.kind)
+        if can_differ and self.dtype == "float64" and is_certifying(self.layout):
+            arguments = m, self.inputs, self.masks, self.cotangent
+            sum_of_terms = np.sum(np.abs(_finite(self.out) * self.cotangent))
+            rounding = float(np.finfo(np.float64).eps * sum_of_terms)
+            for name in self.inputs:
+                check_direction(*arguments, name, gradients[name], rounding)
+        del self._pullback  # It keeps intermediate arrays.
+        return gradients
+
+    @cached_property
+    def terms(self) -> dict[str, Sizes]:
+        """The sizes of the terms of gradients that are sums with cancellation."""
+        m, inputs, cotangent = mechanism_of(self.mechanism), self.inputs, self.cotangent
+        layout, gradients = self.layout, self.gradients
+        terms = sizes_of_terms(m, inputs, cotangent, self.masks)
+        of_maps = sizes_of_feature_maps(m, inputs, cotangent, self.masks)
+        terms |= of_maps | sizes_of_one_query(m, inputs, cotangent)
+        if self.kind in SATURATED or (layout.s == 1 and is_softmax(m)):
+            terms |= sizes_when_saturated(inputs, cotangent)
+        elif is_softmax(m) or any(isinstance(leaf, pa.GSA) for leaf in m.program.leaves):
+            # A query may have all its weight on one key or one slot.
+            of_scores = OF_SCORES if is_softmax(m) else QUERIES_AND_KEYS
+            for name, size in sizes_when_saturated(inputs, cotangent).items():
+                is_only_query = layout.t == 1 and name in {*of_scores, *of_maps}
+                if is_only_query or np.max(np.abs(gradients[name])) < NEARLY_ZERO * size:
+                    terms[name] = size
+        for leaf in m.program.leaves:
+            if not isinstance(leaf, pa.MLSTM):
+                continue
+            for name, size in sizes_when_saturated(inputs, cotangent).items():
+                least = (NEARLY_ZERO + leaf.eps) * size
+                if name in OF_WEIGHTS and np.max(np.abs(gradients[name])) < least:
+                    terms[name] = size
+        if self.kind == "extreme_gates" and "contraction" in inputs:
+            terms["contraction"] = float(np.max(np.abs(self.out)) * np.max(np.abs(cotangent)))
+        if self.kind == "overwritten" and self.dtype in HALF:
+            terms |= sizes_when_overwritten(inputs, gradients)
+        return terms
+
+    def with_arrays(self, **arrays: object) -> Oracle:
+        """The same results, with other arrays for some attributes."""
+        _ = self.gradients, self.terms
+        other = copy(self)
+        vars(other).update(arrays)
+        return other
 
 
 def oracle(
@@ -69,46 +127,7 @@ def oracle(
 def keep_all() -> None:
     """Keep every result from now on, for a process that repeats the same cases."""
     global _kept
-    _kept = cache(_computed)
-
-
-def _computed(mechanism: str, layout: CallLayout, kind: str, dtype: str, by: str) -> Oracle:
-    m = mechanism_of(mechanism)
-    inputs = inputs_of(mechanism, layout, kind, dtype)
-    masks = layout.masks()
-    out, pullback = m.vjp(**inputs, **masks, backend=HELPED[by])
-    cotangent = rounded(np.random.default_rng(1).normal(size=out.shape), dtype)
-    cotangent = constant(cotangent, cotangent_axes(layout.order, cotangent.ndim))
-    cotangent = np.where(np.isfinite(out), cotangent, 0.0)
-    gradients = pullback(cotangent)
-    can_differ = kind not in EXTREMES and is_smooth(m, kind) and dtype == "float64"
-    for name in inputs if can_differ and is_certifying(layout) else ():
-        rounding = float(np.finfo(np.float64).eps * np.sum(np.abs(_finite(out) * cotangent)))
-        check_direction(m, inputs, masks, cotangent, name, gradients[name], rounding)
-    terms = sizes_of_terms(m, inputs, cotangent, masks)
-    of_maps = sizes_of_feature_maps(m, inputs, cotangent, masks)
-    terms |= of_maps | sizes_of_one_query(m, inputs, cotangent)
-    if kind in SATURATED or (layout.s == 1 and is_softmax(m)):
-        terms |= sizes_when_saturated(inputs, cotangent)
-    elif is_softmax(m) or any(isinstance(leaf, pa.GSA) for leaf in m.program.leaves):
-        # A query may have all its weight on one key or one slot.
-        of_scores = OF_SCORES if is_softmax(m) else QUERIES_AND_KEYS
-        for name, size in sizes_when_saturated(inputs, cotangent).items():
-            is_only_query = layout.t == 1 and name in {*of_scores, *of_maps}
-            if is_only_query or np.max(np.abs(gradients[name])) < NEARLY_ZERO * size:
-                terms[name] = size
-    for leaf in m.program.leaves:
-        if not isinstance(leaf, pa.MLSTM):
-            continue
-        for name, size in sizes_when_saturated(inputs, cotangent).items():
-            least = (NEARLY_ZERO + leaf.eps) * size
-            if name in OF_WEIGHTS and np.max(np.abs(gradients[name])) < least:
-                terms[name] = size
-    if kind == "extreme_gates" and "contraction" in inputs:
-        terms["contraction"] = float(np.max(np.abs(out)) * np.max(np.abs(cotangent)))
-    if kind == "overwritten" and dtype in HALF:
-        terms |= sizes_when_overwritten(inputs, gradients)
-    return Oracle(inputs, masks, out, cotangent, gradients, terms)
+    _kept = cache(Oracle)
 
 
 def is_certifying(layout: CallLayout) -> bool:
@@ -120,7 +139,7 @@ def is_certifying(layout: CallLayout) -> bool:
     return not layout.block
 
 
-_kept = lru_cache(maxsize=256)(_computed)
+_kept = lru_cache(maxsize=256)(Oracle)
 
 
 @lru_cache(maxsize=256)

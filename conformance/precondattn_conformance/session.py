@@ -135,7 +135,7 @@ class Session:
     def named(self) -> str:
         """What the run names: the less it names, the smaller a part of the cases it has."""
         if self.mechanisms:
-            return "mechanism"
+            return "mechanism" if self.backend or self.libraries else "only a mechanism"
         return "library" if self.backend or self.libraries else ""
 
     def _divided(self, devices: int) -> list[Case]:

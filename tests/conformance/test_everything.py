@@ -75,9 +75,7 @@ def test_what_a_run_of_everything_leaves_out_on_one_library_it_has_on_another(ev
     assert min(counts.values()) > 0.8 * max(counts.values())
 
 
-@pytest.mark.parametrize(
-    "named", [{"backend": ("portable",)}, {"libraries": ("numpy",)}, {"mechanisms": ("softmax",)}]
-)
+@pytest.mark.parametrize("named", [{"backend": ("portable",)}, {"libraries": ("numpy",)}])
 def test_a_run_that_names_something_has_all_cases(named):
     chosen = {"only_libraries": named.get("libraries", ()), "only_mechanisms": ("softmax",)}
     session = Session(**{"mechanisms": ("softmax",), **named})
@@ -166,6 +164,28 @@ def test_a_process_compiles_quickly_unless_its_user_has_chosen_options(monkeypat
 
 def of_library(library, **named):
     return [c for c in Session(**named).cases() if c.library == library]
+
+
+@pytest.mark.parametrize("mechanism", ["lucid"])
+def test_a_mechanism_and_a_library_have_in_jax_every_check_that_they_have_in_pytorch(mechanism):
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    found, expected = (
+        of_library(library, mechanisms=(mechanism,), libraries=(library,))
+        for library in ("jax", "torch")
+    )
+    missing = {c.check for c in expected} - {c.check for c in found}
+    assert missing <= {"strides", "autocast", "threads"}
+    assert len([c for c in found if c.layout.block]) > 2
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "gated_delta", "lucid(path)"])
+def test_only_a_mechanism_has_in_jax_outputs_gradients_and_caches_in_one_size(mechanism):
+    pytest.importorskip("jax")
+    chosen = of_library("jax", mechanisms=(mechanism,))
+    assert {"outputs", "gradients", "caching"} <= {c.check for c in chosen}
+    assert {c.layout.mask for c in chosen if c.check == "gradients"} >= {None, "lengths"}
+    assert not any(c.layout.block for c in chosen)
 
 
 def test_a_named_library_has_all_masks_and_gradients_in_jax_in_one_size():

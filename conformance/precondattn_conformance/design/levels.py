@@ -18,15 +18,16 @@ from zlib import crc32
 import precondattn as pa
 from precondattn.spec.mesa_query import MesaQuery
 from precondattn_conformance.case import Case
-from precondattn_conformance.declared import is_class, mechanism_of
+from precondattn_conformance.declared import derived, is_class, mechanism_of
 from precondattn_conformance.design.covering import Row
 from precondattn_conformance.design.factors import LONG, NONE
 from precondattn_conformance.design.rows import Design, design
+from precondattn_conformance.inputs import CallLayout
 from precondattn_conformance.libraries import SHARING, named
 
 LEVELS = ("smoke", "full", "stress")
-NAMED = ("", "library", "mechanism")
-"""What a run names, if anything; a named backend counts as a library."""
+NAMED = ("", "library", "only a mechanism", "mechanism")
+"""What a run names, if anything: a library or backend, only mechanisms, or both."""
 JAX_ROWS = 24
 """The number of rows for JAX, which compiles every operation for every shape."""
 JAX_DENSE = 2
@@ -37,6 +38,11 @@ WIDEST = 256
 """The width of keys at which a d × d matrix for each token takes seconds."""
 PARTS = 12
 """The number of cases of options and compositions of which `full` runs one."""
+ROWS = 3
+"""The number of rows of options and compositions of which `smoke` runs one."""
+OF_CLASSES = ("outputs", "gradients", "caching")
+"""The checks that each library runs for a class on the plain layout; for others, the first."""
+PLAIN = CallLayout("plain")
 
 
 def require_possible(level: str, *filters: tuple[Sequence[str], Sequence[str], str]) -> None:
@@ -104,11 +110,12 @@ def _of_smoke(made: Design) -> list[Row]:
 class PartOfCases:
     """The part of a level's cases that a run has, by what it names (one of `NAMED`).
 
-    At `smoke`, the libraries of a run that names nothing share the cases. Of a class as it is
-    declared, each library has all cases of named layouts; of options and compositions, the outputs.
-    Every other case, and every row of the design, is on one of the libraries, in turn. JAX has the
-    outputs of classes. NumPy, PyTorch and CuPy run the same steps by the same algorithms, so most
-    errors show on any of them.
+    At `smoke`, the libraries of a run that names nothing share the cases. Each library has the
+    outputs of every expression, and the gradients and caches of classes as they are declared, on
+    one layout. Checks with threads are PyTorch's. Every other case, and every row of the design,
+    is on one of the libraries, in turn; of options and compositions it is every third row. JAX has
+    the outputs of classes. NumPy, PyTorch and CuPy run the same steps by the same algorithms, so
+    most errors show on any of them.
 
     At `full`, a run that names no mechanism has all cases of classes as they are declared. Of
     options and compositions it has those of `smoke`, and every twelfth other one: the rows of a
@@ -125,7 +132,7 @@ class PartOfCases:
     def has_all_of(self, mechanism: str) -> bool:
         """Whether the run has all cases that are listed for a mechanism."""
         if self.level == "full":
-            return self.named == "mechanism" or is_class(mechanism)
+            return self.named in NAMED[2:] or is_class(mechanism)
         return self.level != "smoke" or bool(self.named)
 
     def has(self, case: Case) -> bool:
@@ -136,10 +143,14 @@ class PartOfCases:
             return number % PARTS == 0
         if case.library not in SHARING:
             return is_class(case.mechanism) or not named(case.library).compiles_operations
-        if not case.layout.block:
-            if is_class(case.mechanism) or case.check == "outputs":
-                return True
-        elif case.layout.d == WIDEST:
+        is_whole = is_class(case.mechanism)
+        on_each = OF_CLASSES if is_whole else OF_CLASSES[:1]
+        is_one = case.layout == PLAIN or (case.mechanism in derived() and not case.layout.block)
+        if case.check == "threads" or (is_one and case.check in on_each):
+            return True
+        if case.layout.block and not is_whole and number % ROWS:
+            return False
+        if case.layout.d == WIDEST:
             # The reference may solve or multiply with a d × d matrix for every token.
             leaves = mechanism_of(case.mechanism).program.leaves
             if any(isinstance(leaf, MesaQuery | pa.ConditionedQuery) for leaf in leaves):
