@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from tests.core.in_every_library import LIBRARIES, assert_same_in
 from tests.mathematics.identities import assert_close
 
 spectrum, margin_gain = pa.diagnostics.covariance_spectrum, pa.diagnostics.margin_gain
@@ -112,74 +111,3 @@ def test_a_target_after_its_query_has_no_margin():
     out = margin_gain(q, k, target, contraction)
     assert np.all(np.isnan(out[:, :, 0]))
     assert np.all(np.isfinite(out[:, :, 3]))
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_every_library_gives_equal_results_in_its_own_arrays(library):
-    k, g = keys("some zero"), -np.ones((2, 7, 4))
-    assert_same_in(library, spectrum, k)
-    assert_same_in(library, spectrum, k, g)
-    q, k, target, contraction = problem("clustered")
-    for rank_one in (False, True):
-        assert_same_in(
-            library,
-            lambda *given, rank_one=rank_one: margin_gain(*given, rank_one=rank_one),
-            *(q, k, target, contraction),
-        )
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_is_computed_in_float32(dtype):
-    torch = pytest.importorskip("torch")
-    q, k, target, contraction = problem("random")
-    narrow = [torch.asarray(x).to(getattr(torch, dtype)) for x in (q, k, contraction)]
-    wide = [x.double().numpy() for x in narrow]
-    out = margin_gain(*narrow[:2], torch.asarray(target), narrow[2])
-    assert out.dtype == torch.float32
-    expected = margin_gain(*wide[:2], target, wide[2])
-    np.testing.assert_allclose(out.numpy(), expected, atol=1e-5)
-    assert spectrum(narrow[1]).dtype == torch.float32
-    np.testing.assert_allclose(spectrum(narrow[1]).numpy(), spectrum(wide[1]), atol=1e-5)
-
-
-K = keys("random")
-
-
-@pytest.mark.parametrize(
-    ("g", "error", "message"),
-    [
-        ([0.0], TypeError, "g must be an array of .*; found list"),
-        (np.zeros((2, 6, 2)), ValueError, r"g must have the shape \(b, s, h\) = \(2, 7, 2\)"),
-        (np.zeros((2, 7, 3)), ValueError, "g must have a multiple of n = 2 heads; found 3"),
-    ],
-)
-def test_gates_are_checked(g, error, message):
-    with pytest.raises(error, match=message):
-        spectrum(K, g)
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"k": K[0]}, ValueError, r"k must be an array \(b, s, n, d\)"),
-        ({"q": K[..., :3]}, ValueError, r"q must have the shape \(b, t, h, d\) = \(2, 7, 2, 5\)"),
-        (
-            {"q": K[:, :4, :1]},
-            ValueError,
-            "q must have a multiple of n = 2 heads, and at most s = 7",
-        ),
-        ({"contraction": K[:, :4, 0, 0]}, ValueError, r"contraction must be an array \(b, t, h\)"),
-        ({"target": np.zeros((2, 4))}, TypeError, r"target must be an integer array \(b, t\)"),
-        (
-            {"target": np.zeros((2, 3), dtype=int)},
-            ValueError,
-            r"target must have the shape \(b, t\)",
-        ),
-        ({"target": np.full((2, 4), 7)}, ValueError, "from 0 to s - 1 = 6; found 7 to 7"),
-    ],
-)
-def test_the_arguments_of_a_margin_are_checked(changed, error, message):
-    q, k, target, contraction = problem("random")
-    given = {"q": q, "k": k, "target": target, "contraction": contraction} | changed
-    with pytest.raises(error, match=message):
-        margin_gain(**given)
