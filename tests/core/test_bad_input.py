@@ -147,7 +147,7 @@ CALLS = [
     ),
     (
         *(FREE, {"k": K[:, :2], "v": V[:, :2], "segment_ids": np.zeros((2, 2), int)}, ValueError),
-        "segment_ids of a non-causal call needs as many queries as keys; found t = 4 and s = 2; use",
+        "segment_ids of a non-causal call needs as many queries as keys; found t = 4 and s = 2",
     ),
     (
         *(SOFTMAX, {"segment_ids": np.asarray([[0, 0, 1, 1], [0, 1, 0, 1]])}, ValueError),
