@@ -220,28 +220,24 @@ def in_bfloat16(expression, by, mesh):
     prompt = prompt_of(world, by)
     m, x = whole(expression, layout_of(world, t=prompt + 3, s=prompt + 3))
     half = {name: a.to(torch.bfloat16) for name, a in x.items()}
+    new = of_tokens(m, half, range(prompt, prompt + 3))
 
-    def one_process(inputs):
+    def one_process(dtype):
+        inputs = {name: a.to(dtype) for name, a in half.items()}
         cache = m.init_cache(**inputs, capacity=prompt + 3)
         _, cache = m.extend(cache, **of_tokens(m, inputs, range(prompt)))
-        return m.extend(cache, **of_tokens(m, inputs, range(prompt, prompt + 3)))
+        return m.extend(cache, **{name: a.to(dtype) for name, a in new.items()})
 
-    exact, _ = one_process({name: a.double() for name, a in half.items()})
-    usual, reference = one_process(half)
+    (exact, _), (usual, reference) = one_process(torch.float64), one_process(torch.bfloat16)
     attn = context_parallel(m, mesh, layout=by)
     own = own_of(prompt, world, rank, by=by)
     _, cache = attn.prefill(**of_tokens(m, half, own), capacity=prompt + 3)
-    out, cache = attn.extend(cache, **of_tokens(m, half, range(prompt, prompt + 3)))
-
-    def error(found):
-        return float((found - exact).abs().max() / exact.abs().max())
-
+    out, cache = attn.extend(cache, **new)
     assert out.dtype == torch.bfloat16
-    assert error(out) < 1.5 * error(usual) + 2**-9
-    found = redistribute(cache)
-    assert {n: a.dtype for n, a in found.store.items()} == {
-        n: a.dtype for n, a in reference.store.items()
-    }
+    error, bound = ((found - exact).abs().max() / exact.abs().max() for found in (out, usual))
+    assert error < 1.5 * bound + 2**-9
+    dtypes = [{n: a.dtype for n, a in c.store.items()} for c in (redistribute(cache), reference)]
+    assert dtypes[0] == dtypes[1]
 
 
 def as_dtensors(mesh):
