@@ -153,6 +153,7 @@ def test_what_is_advised_for_dtensors_works(mesh):
     assert "(Shard(dim=0),)" in str(raised.value)
 
 
+@pytest.mark.thorough
 def test_jax_advises_segment_ids_and_padding_that_work():
     jax = pytest.importorskip("jax")
     from precondattn.parallel.jax import context_parallel
