@@ -11,12 +11,10 @@ import precondattn as pa
 from precondattn.algebra import registry
 from precondattn.algebra.declaration import Inputs
 
-# Toy mechanisms, with names that no real mechanism has; they are unregistered after the test.
-
 
 @pytest.fixture
 def toy():
-    """Names for toy mechanisms; whatever a test registers is unregistered after it."""
+    """Mechanisms with names that no real one has; they are unregistered after the test."""
     before = registry.registered()
     yield
     for name in set(registry.registered()) - set(before):
@@ -107,7 +105,7 @@ CLASHES = {
         "toy(softmax): q would be renamed to k, which softmax declares already",
     ),
     "a pairing around itself": (
-        lambda: (pair := paired())(pair()),
+        lambda: (pair := paired(q="q2"))(pair()),
         "toy_pair(toy_pair): q would be renamed to q2, which toy_pair declares already",
     ),
     "a step named as an input": (
@@ -144,25 +142,14 @@ def test_a_taken_and_an_unknown_name_are_refused_and_one_meaning_serves_two_step
         registry.unregister("toy_none")
 
 
-def paired():
+def paired(**second):
+    """A toy that subtracts from a call of its base another one with changed inputs."""
     difference = difference_leaf()
     return wiring(
         "toy_pair",
         lambda base: [
             pa.step("first", base),
-            pa.step("second", base, q="q2"),
-            pa.step("out", difference, left="first", right="second"),
-        ],
-    )
-
-
-def null():
-    difference = difference_leaf()
-    return wiring(
-        "toy_null",
-        lambda base: [
-            pa.step("first", base),
-            pa.step("second", base),
+            pa.step("second", base, **second),
             pa.step("out", difference, left="first", right="second"),
         ],
     )
@@ -170,7 +157,7 @@ def null():
 
 @pytest.mark.usefixtures("toy")
 def test_a_leaf_called_twice_on_the_same_inputs_is_called_once_and_may_be_read_twice():
-    nothing = null()()
+    nothing = paired()()
     assert str(nothing.program) == (
         "first = softmax(q, k, v); out = toy_difference(left=first, right=first)"
     )
@@ -180,7 +167,7 @@ def test_a_leaf_called_twice_on_the_same_inputs_is_called_once_and_may_be_read_t
 
 @pytest.mark.usefixtures("toy")
 def test_a_solve_that_two_branches_share_is_one_call_and_appended_inputs_come_last():
-    pair = paired()
+    pair = paired(q="q2")
     leaves = [leaf.name for leaf in pair(pa.Lucid()).program.leaves]
     assert (leaves.count("lucid_solve"), leaves.count("softmax")) == (1, 2)
     assert list(pair(pa.Lucid(beta=True)).inputs) == ["q", "k", "v", "lucid_beta", "q2"]
@@ -189,10 +176,10 @@ def test_a_solve_that_two_branches_share_is_one_call_and_appended_inputs_come_la
 @pytest.mark.usefixtures("toy")
 @pytest.mark.parametrize(
     ("base", "kept"),
-    [("softmax", ["k", "v"]), ("laser", ["k", "v"]), ("lucid", ["first.y", "k", "rms(k)"])],
+    [("laser", ["k", "v"]), ("lucid", ["first.y", "k", "rms(k)"])],
 )
 def test_an_array_is_stored_once_in_the_cache_however_many_calls_read_it(base, kept):
-    mechanism = paired()(pa.parse(base))
+    mechanism = paired(q="q2")(pa.parse(base))
     q, k, v, q2 = np.random.default_rng(0).normal(size=(4, 2, 6, 2, 3))
     cache = mechanism.init_cache(q, k, v, capacity=8)
     assert sorted(cache.store) == kept
@@ -209,7 +196,7 @@ def test_an_array_is_stored_once_in_the_cache_however_many_calls_read_it(base, k
 
 @pytest.mark.usefixtures("toy")
 def test_a_toy_is_an_expression_as_long_as_it_is_registered():
-    pair = paired()
+    pair = paired(q="q2")
     assert str(pair(pa.Lucid(eps=0))) == "toy_pair(lucid[eps=0])"
     assert pa.parse("toy_pair(lucid[eps=0])") == pair(pa.Lucid(eps=0))
     registry.unregister("toy_pair")
