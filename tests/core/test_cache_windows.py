@@ -58,28 +58,6 @@ def test_any_split_equals_the_full_call_in_buffers_of_few_rows(expression, ends,
     assert before == {n: (buffer.shape, buffer.strides) for n, buffer in cache.store.items()}
 
 
-def test_ragged_and_masked_sequences_equal_each_alone():
-    x = inputs_of(PLAIN)
-    mask = np.arange(LENGTH)[None] % 5 != np.asarray([[0], [1], [2]])
-    counts = [(7, 2, 0), (12, 1, 30), (1, 1, 1), (0, 20, 3)]
-    cache, done = PLAIN.init_cache(**x, capacity=1000, key_mask=True), np.zeros(3, dtype=int)
-    expected = PLAIN(**x, key_mask=mask)
-    for count in counts:
-        block = max(count)
-        new = {name: np.full((3, block, *a.shape[2:]), np.nan) for name, a in x.items()}
-        new_mask = np.ones((3, block), dtype=bool)
-        for i, n in enumerate(count):
-            for name in new:
-                new[name][i, :n] = x[name][i, done[i] : done[i] + n]
-            new_mask[i, :n] = mask[i, done[i] : done[i] + n]
-        out, cache = PLAIN.extend(cache, **new, key_mask=new_mask, lengths=list(count))
-        for i, n in enumerate(count):
-            wanted = expected[i, done[i] : done[i] + n]
-            np.testing.assert_allclose(out[i, :n], wanted, rtol=1e-10, atol=1e-12)
-        done += count
-    assert cache.length.tolist() == done.tolist()
-
-
 def test_a_window_is_cropped_within_the_tokens_that_it_holds():
     x = inputs_of(PLAIN)
     expected = PLAIN(**x)
@@ -157,19 +135,3 @@ def test_a_window_is_differentiated():
     cotangent = torch.randn_like(out := torch.cat(outs, dim=1))
     found, expected = (torch.autograd.grad(o, [*x.values()], cotangent) for o in (out, PLAIN(**x)))
     torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.thorough
-def test_a_window_is_compiled_by_torch():
-    torch = pytest.importorskip("torch")
-    x = inputs_of(PLAIN, "torch", b=1)
-    _, cache = extended(PLAIN, PLAIN.init_cache(**x, capacity=1000), x, [20])
-    torch.compiler.reset()
-    step = torch.compile(PLAIN.extend, backend="eager", fullgraph=True)
-    for stop in (23, 24):
-        new = slice_tokens(PLAIN, x, 20, stop)
-        out, compiled = step(cache, **new)
-        expected_out, expected = PLAIN.extend(cache, **new)
-        torch.testing.assert_close(out, expected_out)
-        assert compiled.length.tolist() == expected.length.tolist() == [stop]
-        torch.testing.assert_close(compiled.reorder([0]).store, expected.store)

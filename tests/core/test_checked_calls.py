@@ -4,7 +4,6 @@ import math
 import re
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -232,17 +231,6 @@ def test_the_place_is_that_in_the_given_tokens_where_an_extension_is_divided(seq
         ):
             mechanism.extend(cache, **x, **options, donate=True)
     assert cache.store  # Nothing was written to it.
-
-
-def test_a_context_is_of_its_thread():
-    mechanism, x = inputs_of("delta")
-    x["k"] *= 2
-    shapes = []
-    with pa.checked():
-        thread = threading.Thread(target=lambda: shapes.append(mechanism(**x).shape))
-        thread.start()
-        thread.join()
-    assert len(shapes) == 1
 
 
 @pytest.mark.parametrize(

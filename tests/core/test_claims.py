@@ -21,7 +21,7 @@ ATTRIBUTED = re.compile(r"\b(papers?|reports?|reported|is said)\b", re.I)
 PLACED = re.compile(rf"{SECTION}|{PLACE}|abstract")
 
 
-@pytest.mark.thorough(but=("ccq_mesa", "laser_training"))
+@pytest.mark.thorough(but=("ccq_mesa",))
 @pytest.mark.parametrize("name", NAMES)
 def test_an_experiment_runs_and_is_drawn(name):
     module = experiment(name)

@@ -166,14 +166,6 @@ def test_a_leaf_called_twice_on_the_same_inputs_is_called_once_and_may_be_read_t
 
 
 @pytest.mark.usefixtures("toy")
-def test_a_solve_that_two_branches_share_is_one_call_and_appended_inputs_come_last():
-    pair = paired(q="q2")
-    leaves = [leaf.name for leaf in pair(pa.Lucid()).program.leaves]
-    assert (leaves.count("lucid_solve"), leaves.count("softmax")) == (1, 2)
-    assert list(pair(pa.Lucid(beta=True)).inputs) == ["q", "k", "v", "lucid_beta", "q2"]
-
-
-@pytest.mark.usefixtures("toy")
 @pytest.mark.parametrize(
     ("base", "kept"),
     [("laser", ["k", "v"]), ("lucid", ["first.y", "k", "rms(k)"])],

@@ -200,68 +200,62 @@ def test_bench_keeps_the_sizes_that_are_not_named():
     assert with_sizes(layout(t=2048, d=128), "t=64") == layout(t=64, d=128)
 
 
-BAD = [
-    ["explain", "lucid("],
-    ["explain", "lucid[eps=[/red]]"],
-    ["explain", "elu1(" * 10_000 + "linear" + ")" * 10_000],
-    ["explain", "lucid", "--library", "nope"],
-    ["explain", "lucid", "--library", "torch", "--device", "banana"],
-    ["explain", "lucid", "--dtype", "int8"],
-    ["explain", "lucid", "--verb", "nope"],
-    ["explain", "lucid", "--verb", "extend_vjp"],
-    ["explain", "softmax[causal=false]", "--verb", "extend"],
-    *(["explain", "lucid", "--sizes", each] for each in ("t=", "t", "t=-1", "z=3", "h=6,n=4")),
-    ["explain", "lucid", "--sizes", "t=" + "9" * 30],
-    *(["compare", each, each] for each in ("folder", "binary", "empty", "list", "deep")),
-    *(["compare", each, each] for each in ("no_rows", "no_machine", "schema")),
-    ["compare", "run", "run", "--threshold", "nan"],
-    ["compare", "run", "run", "--growth", "0"],
-    *(["new-backend", each] for each in ("", "Bad Name", "class", "torch")),
-    ["new-backend", "mine", "--library", "nope"],
-    ["new-backend", "mine", "--directory", "binary"],
-    ["new-backend", "mine", "--directory", "binary/inside"],
-    ["conformance", "--backend", "nobody"],
-    ["conformance", "--level", "huge"],
-    *(["conformance", f"--{each}", "nope"] for each in ("library", "mechanism", "check", "dtype")),
-    ["conformance", "--case", "nope"],
-    ["conformance", "--xfail", "missing"],
-    ["conformance", "--skip", "binary"],
-    ["conformance", "--mechanism", "lucid", "--library", "torch", "--device", "banana"],
-    *(["conformance", f"--{each}", "folder"] for each in ("record", "html", "junit")),
-    ["bench", "nope"],
-    ["bench", "lucid", "--mechanism", "lucid"],
-    *(
-        ["bench", "--quick", "--mechanism", "lucid", *each]
-        for each in (
-            ["--library", "nope"],
-            ["--device", "banana"],
-            ["--dtype", "int8"],
-            ["--work", "nope"],
-            ["--peer", "nope"],
-            ["--backend", "nobody"],
-            ["--rounds", "0"],
-            ["--sizes", "h=3,n=2"],
-            ["--save", "folder"],
-            ["--plot", "binary"],
-            ["--benchmark-json", "folder"],
-        )
+RECORD = '{"format": 1, "date": "", "machine": {}, "rates": [], "rows": []}'
+FILES = {
+    "run": RECORD,
+    "empty": "",
+    "list": "[]",
+    "deep": "[" * 100_000,
+    "no_rows": '{"format": 1, "rows": 3}',
+    "no_machine": '{"format": 1, "date": "", "machine": 3, "rows": []}',
+    "schema": '{"schema": "precondattn-conformance/1"}',
+}
+BAD = {
+    "explain": (
+        *("lucid(", "lucid[eps=[/red]]", "softmax[causal=false] --verb extend"),
+        "elu1(" * 10_000 + "linear" + ")" * 10_000,
     ),
-]
+    "explain lucid": (
+        *("--library nope", "--library torch --device banana", "--dtype int8", "--verb nope"),
+        *("--verb extend_vjp", "--sizes t=", "--sizes t", "--sizes t=-1", "--sizes z=3"),
+        *("--sizes h=6,n=4", "--sizes t=999999999999999999999999999999"),
+    ),
+    "compare": (
+        *(f"{name} {name}" for name in ("folder", "binary", *FILES) if name != "run"),
+        *("run run --threshold nan", "run run --growth 0"),
+    ),
+    "new-backend": (
+        *("Bad|Name", "class", "torch", "mine --library nope", "mine --directory binary"),
+        "mine --directory binary/inside",
+    ),
+    "conformance": (
+        *("--backend nobody", "--level huge", "--library nope", "--mechanism nope", "--check nope"),
+        *("--dtype nope", "--case nope", "--xfail missing", "--skip binary", "--record folder"),
+        *("--html folder", "--junit folder"),
+        "--mechanism lucid --library torch --device banana",
+    ),
+    "bench": ("nope", "lucid --mechanism lucid"),
+    "bench --quick --mechanism lucid": (
+        *("--library nope", "--device banana", "--dtype int8", "--work nope", "--peer nope"),
+        *("--backend nobody", "--rounds 0", "--sizes h=3,n=2", "--save folder", "--plot binary"),
+        "--benchmark-json folder",
+    ),
+}
 
 
 @pytest.mark.thorough(but=("conformance --skip binary", "explain lucid("))
-@pytest.mark.parametrize("arguments", BAD, ids=lambda each: " ".join(each)[:60])
-def test_bad_input_of_a_command_has_a_message_and_no_traceback(arguments, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "command",
+    [f"{command} {rest}" for command, of_command in BAD.items() for rest in of_command],
+    ids=lambda command: command[:60],
+)
+def test_bad_input_of_a_command_has_a_message_and_no_traceback(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     Path("binary").write_bytes(bytes(range(256)))
-    Path("empty").touch()
-    Path("list").write_text("[]")
-    Path("deep").write_text("[" * 100_000)
-    Path("no_rows").write_text('{"format": 1, "rows": 3}')
-    Path("no_machine").write_text('{"format": 1, "date": "", "machine": 3, "rows": []}')
-    Path("schema").write_text('{"schema": "precondattn-conformance/1"}')
-    Path("run").write_text('{"format": 1, "date": "", "machine": {}, "rates": [], "rows": []}')
+    for name, text in FILES.items():
+        Path(name).write_text(text)
+    arguments = [word.replace("|", " ") for word in command.split()]
     result = CliRunner().invoke(commands.app, arguments)
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)
@@ -280,7 +274,7 @@ def test_an_unexpected_error_is_one_line_and_its_traceback_is_shown_on_request(m
 
 def test_two_equal_records_of_benchmarks_are_no_regression(tmp_path):
     record = tmp_path / "run"
-    record.write_text('{"format": 1, "date": "", "machine": {}, "rates": [], "rows": []}')
+    record.write_text(RECORD)
     invoked("compare", str(record), str(record))
 
 

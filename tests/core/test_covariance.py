@@ -51,14 +51,6 @@ def test_the_spectrum_is_that_of_the_keys_so_far_of_which_a_gate_counts_earlier_
         assert_close(plain[b, t, n], np.linalg.eigvalsh(sigma)[::-1], size=0.01)
 
 
-def test_the_sum_of_the_spectrum_is_1_less_the_squared_mean():
-    k = keys("random", (1, 50, 1, 16))
-    mean = np.cumsum(unit(k), axis=1) / np.arange(1, 51)[:, None, None]
-    assert_close(spectrum(k).sum(-1), 1 - np.sum(mean**2, axis=-1))
-    opposite = np.resize([1, -1], 50)[None, :, None, None] * k[:, :1]
-    assert_close(spectrum(opposite)[0, -1, 0], np.eye(16)[0])
-
-
 def problem(kind, t=4):
     rng = np.random.default_rng(2)
     k = keys(kind)
@@ -92,17 +84,6 @@ def test_it_is_the_change_of_the_weights_of_linear_attention():
     gain = margin_gain(q, k, target, contraction)
     seen = ~np.isnan(gain)
     assert_close(gain[seen], (of_target - changed)[seen])
-
-
-def test_the_rank_one_gain_is_exact_where_the_covariance_has_rank_one():
-    rng = np.random.default_rng(3)
-    w, u = np.linalg.qr(rng.normal(size=(5, 5)))[0][:2]
-    k = (0.8 * w + 0.6 * np.resize([1, -1], 7)[:, None] * u)[None, :, None]
-    q, target = rng.normal(size=(1, 3, 2, 5)), np.asarray([[0, 1, 2]])
-    given = q, k, target, rng.uniform(size=(1, 3, 2))
-    exact = margin_gain(*given)
-    assert_close(np.nan_to_num(margin_gain(*given, rank_one=True)), np.nan_to_num(exact))
-    assert np.nanmax(np.abs(exact)) > 0.05
 
 
 def test_a_target_after_its_query_has_no_margin():
