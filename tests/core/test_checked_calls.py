@@ -108,6 +108,8 @@ def test_values_that_are_not_finite_are_errors_except_a_decay_to_nothing(value):
     ("expression", "name", "advice"),
     [
         ("gated_delta", "g", "write log(x) of a decay x, or -softplus(x)"),
+        ("gated_delta", "beta", "write 2 * sigmoid(x)"),
+        ("temperature", "tau", "write softplus(x) or exp(x)"),
         ("gated_delta", "k", "by its length, or write qk_norm[norm=l2](gated_delta)"),
         ("path", "w", "divide each row of w by its length"),
         ("ccq", "contraction", "write sigmoid(x)"),
@@ -115,7 +117,7 @@ def test_values_that_are_not_finite_are_errors_except_a_decay_to_nothing(value):
 )
 def test_an_error_says_what_to_write_instead(expression, name, advice):
     mechanism, x = inputs_of(expression)
-    x[name] = np.where(x[name] > -np.inf, -5.0 if name == "contraction" else 5.0, 0)
+    x[name] = np.where(x[name] > -np.inf, -5.0 if name in ("tau", "contraction") else 5.0, 0)
     with pytest.raises(ValueError, match=re.escape(advice) + "$"):
         examined(mechanism, x)
 
