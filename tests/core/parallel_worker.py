@@ -27,7 +27,6 @@ from precondattn.parallel.layouts import from_layout, to_layout, tokens_of
 from precondattn.parallel.torch import context_parallel, solve_blocks
 from precondattn_conformance.inputs import CallLayout, make_inputs
 
-SINGLE = {"dtype": torch.float32, "tolerance": 1e-5}
 CYCLIC = "cyclic[block=2]"
 RINGS = ("softmax", "softmax[causal=false]", "softmax[softcap=5,scale=0.3]", "laser")
 """Mechanisms whose keys go around a ring"""
@@ -80,9 +79,9 @@ def part_of(expression, mesh, by="contiguous", **of):
     return m, of_tokens(m, x, own_tokens(by, layout.t, mesh))
 
 
-def require_equal(found, expected, what, tolerance=1e-10):
+def require_equal(found, expected, what):
     torch.testing.assert_close(
-        found, expected, rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}"
+        found, expected, rtol=1e-10, atol=1e-10, msg=lambda m: f"{what}: {m}"
     )
 
 

@@ -131,40 +131,29 @@ def test_a_cache_that_was_donated_is_refused(verb, expression, stop, library, mo
             again()
 
 
-OPERATIONS = {
-    "crop": lambda c: c.crop(0) if c.can_crop else c.reorder([0, 1, 2]),
-    "restore": lambda c: c.restore(c.snapshot()),
-    "reorder": lambda c: c.reorder([2, 0, 1, 1]),
-    "select": lambda c: c.select(c.length != c.length[0] + 1),
-    "grow": lambda c: c.grow(20),
-    "to": lambda c: c.to(device="cpu", dtype="float64"),
-    "concatenate": lambda c: pa.Cache.concatenate([c]),
-    "state_dict": lambda c: pa.Cache.from_state_dict(c.state_dict()),
-}
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(
     ("expression", "library"),
     [("lucid(laser)", "torch"), ("gla", "numpy"), ("path", "numpy"), ("ccq(softmax)", "torch")],
 )
-def test_a_new_cache_has_the_same_memory_layout_and_shares_no_memory(
-    expression, library, operation
-):
+def test_a_new_cache_has_the_same_memory_layout_and_shares_no_memory(expression, library):
     pytest.importorskip(library)
     m = pa.parse(expression)
     # An empty cache, because a step may give rewritten rows another layout.
     cache = m.init_cache(**cache_of(m, library)[0], capacity=CAPACITY)
-    new = OPERATIONS[operation](cache)
-    if new is cache:  # A state has no capacity to grow.
-        assert (expression, operation) == ("gla", "grow")
-        return
-    before = {name: np.asarray(buffer).copy() for name, buffer in cache.store.items()}
-    for name, buffer in new.store.items():
-        assert order_in_memory(buffer) == order_in_memory(cache.store[name]), name
-        buffer[...] = 1
-    for name, buffer in cache.store.items():
-        np.testing.assert_array_equal(buffer, before[name], err_msg=name)
+    for new in (
+        cache.crop(0) if cache.can_crop else cache,
+        cache.restore(cache.snapshot()),
+        cache.reorder([2, 0, 1, 1]),
+        cache.select(cache.length != cache.length[0] + 1),
+        cache.grow(20),
+        cache.to(device="cpu", dtype="float64"),
+        pa.Cache.concatenate([cache]),
+        pa.Cache.from_state_dict(cache.state_dict()),
+    ):
+        for name, buffer in new.store.items():
+            old = cache.store[name]
+            assert order_in_memory(buffer) == order_in_memory(old), name
+            assert new is cache or not np.shares_memory(np.asarray(buffer), np.asarray(old)), name
 
 
 def order_in_memory(buffer):
@@ -295,12 +284,6 @@ def by_numpy(state, folder):
     return dict(np.load(folder / "cache.npz"))
 
 
-def by_safetensors(state, folder):
-    safetensors = pytest.importorskip("safetensors.torch")
-    safetensors.save_file(state, folder / "cache.safetensors")
-    return safetensors.load_file(folder / "cache.safetensors")
-
-
 def by_orbax(state, folder):
     orbax = pytest.importorskip("orbax.checkpoint")
     with orbax.StandardCheckpointer() as checkpointer:
@@ -312,9 +295,8 @@ def by_orbax(state, folder):
 @pytest.mark.parametrize(
     ("expression", "library", "saved"),
     [
-        *((text, "torch", by_torch) for text in ("path", "gla", "ccq(softmax)")),
-        *(("lucid", "numpy", by_numpy), ("lucid", "torch", by_safetensors)),
-        ("lucid", "jax", by_orbax),
+        *(("path", "torch", by_torch), ("ccq(softmax)", "torch", by_torch)),
+        *(("lucid", "numpy", by_numpy), ("lucid", "jax", by_orbax)),
     ],
 )
 def test_a_saved_cache_is_the_same_cache(expression, library, saved, tmp_path):

@@ -9,32 +9,12 @@ import pytest
 import precondattn as pa
 from precondattn.frameworks import of
 from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
-from tests.representatives import CACHED
 
 LENGTH = 12
 
 
 def inputs_of(m, kind="clustered", **sizes):
     return make_inputs(m, CallLayout("test", t=LENGTH, s=LENGTH, **sizes), kind)
-
-
-@pytest.mark.parametrize("expression", CACHED)
-def test_donated_caches_give_the_same_output_and_are_written_in_place(expression):
-    m = pa.parse(expression)
-    x = inputs_of(m)
-    expected = m(**x)
-    like = {n: a for n, a in x.items() if not m.inputs[n].is_pairwise}
-    cache = m.init_cache(**like, capacity=LENGTH)
-    buffers = dict(cache.store)
-    outs = []
-    for start in range(0, LENGTH, 4):
-        old = cache
-        out, cache = m.extend(old, **slice_tokens(m, x, start, start + 4), donate=True)
-        outs.append(out)
-        with pytest.raises(ValueError, match="donated by extend"):
-            m.extend(old, **slice_tokens(m, x, start, start + 4))
-    assert all(cache.store[key] is buffer for key, buffer in buffers.items())
-    np.testing.assert_allclose(np.concatenate(outs, axis=1), expected, rtol=1e-10, atol=1e-12)
 
 
 VIEWS = {
@@ -174,33 +154,6 @@ def test_a_donated_step_computes_with_no_array_that_grows_with_the_capacity(expr
     for lengths in (None, (HELD, HELD - 5)):
         small, large = (largest_array_of_a_step(mechanism, c, lengths) for c in (SMALL, LARGE))
         assert large == small
-
-
-@pytest.mark.parametrize(
-    ("expression", "donate", "lengths"),
-    [
-        (text, i % 2 == 0, (None, (HELD, HELD - 5))[i // 2 % 2])
-        for i, text in enumerate(text for text in MECHANISMS if text != "softmax[window=3]")
-    ],
-)
-def test_the_cache_does_not_depend_on_the_capacity(expression, donate, lengths):
-    """The cache of a softmax with a window, which is not here, has no capacity."""
-    mechanism = pa.parse(expression)
-    x, prompt, token = prompt_and_token(mechanism, np.asarray)
-    found = []
-    for capacity in (HELD + 1, HELD + 40):
-        cache = mechanism.init_cache(**x, capacity=capacity)
-        _, cache = mechanism.extend(cache, **prompt, lengths=lengths, donate=donate)
-        strides = {name: buffer.strides for name, buffer in cache.store.items()}
-        out, cache = mechanism.extend(cache, **token, donate=donate)
-        assert {name: buffer.strides for name, buffer in cache.store.items()} == strides
-        found.append((out, cache))
-    (out, cache), (other_out, other) = found
-    np.testing.assert_allclose(other_out, out, rtol=1e-12, atol=1e-12)
-    for name, buffer in cache.store.items():
-        rows = other.store[name][:, : buffer.shape[1]]
-        np.testing.assert_allclose(rows, buffer, rtol=1e-12, atol=1e-12)
-        np.testing.assert_array_equal(other.store[name][:, buffer.shape[1] :], 0)
 
 
 @pytest.mark.parametrize("whole", [np.int64, np.uint8, np.asarray])

@@ -90,43 +90,36 @@ def made_of(*steps):
 
 TWO = "the input 'strength' would mean two things"
 RMS = pa.RMSNorm()
-CLASHES = {
-    "two meanings": (
-        lambda: made_of(
-            ("a", scaling_leaf("toy_strong"), {"x": "q"}),
-            ("b", scaling_leaf("toy_weak"), {"x": "a"}),
-            {"q": "b"},
-        ),
+STEPS_OF_TWO = [
+    ("a", lambda: scaling_leaf("toy_strong"), {"x": "q"}),
+    ("b", lambda: scaling_leaf("toy_weak"), {"x": "a"}),
+]
+CLASHES = [
+    (
+        lambda: made_of(*((name, leaf(), x) for name, leaf, x in STEPS_OF_TWO), {"q": "b"}),
         f"toy(softmax): {TWO}, that of toy_strong and that of toy_weak",
     ),
-    "of base and preconditioner": (inner_and_outer, f"toy_outer(toy_inner): {TWO}"),
-    "onto another input": (
-        lambda: made_of({"q": "k"}),
-        "toy(softmax): q would be renamed to k, which softmax declares already",
-    ),
-    "a pairing around itself": (
+    (inner_and_outer, f"toy_outer(toy_inner): {TWO}"),
+    (lambda: made_of({"q": "k"}), "q would be renamed to k, which softmax declares already"),
+    (
         lambda: (pair := paired(q="q2"))(pair()),
         "toy_pair(toy_pair): q would be renamed to q2, which toy_pair declares already",
     ),
-    "a step named as an input": (
-        lambda: made_of(("k", RMS, {"x": "k"}), {}),
-        "toy: 'k' is both a step and an input",
-    ),
-    "two steps of one name": (
+    (lambda: made_of(("k", RMS, {"x": "k"}), {}), "toy: 'k' is both a step and an input"),
+    (
         lambda: made_of(("a", RMS, {"x": "q"}), ("a", pa.RMSNorm(0.5), {"x": "a"}), {"q": "a"}),
         "toy: two steps are named 'a'",
     ),
-    "an input that the step lacks": (
+    (
         lambda: made_of(("q_unit", RMS, {"x": "q"}), {"query": "q_unit"}),
         "toy(softmax) makes no sense: it changes query, and softmax takes q, k, v",
     ),
-}
+]
 
 
 @pytest.mark.usefixtures("toy")
-@pytest.mark.parametrize("clash", CLASHES)
-def test_names_that_would_mean_two_things_are_refused_at_construction(clash):
-    build, message = CLASHES[clash]
+@pytest.mark.parametrize(("build", "message"), CLASHES)
+def test_names_that_would_mean_two_things_are_refused_at_construction(build, message):
     with pytest.raises(TypeError, match=re.escape(message)):
         build()
 

@@ -115,27 +115,36 @@ def test_a_plan_for_a_library_that_is_not_installed_says_so():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("library", "device", "verb", "backend"),
+    ("library", "device", "verb", "kernels"),
     [
         ("torch", "cuda:1", "forward", "triton"),
         ("jax", "cuda", "extend", "pallas"),
         ("jax", "tpu", "vjp", "pallas"),
     ],
 )
-def test_explain_answers_for_a_device_that_is_not_here(library, device, verb, backend):
+def test_explain_answers_for_a_device_that_is_not_here_and_says_how_to_ask_for_kernels(
+    library, device, verb, kernels
+):
     if library == "torch":
         pytest.importorskip("triton", minversion="3.6")
     else:
         pytest.importorskip(library)
-    arguments = ("--library", library, "--device", device, "--verb", verb, "--sizes", "t=1,s=128")
-    if verb != "extend":
-        arguments = arguments[:-2]
-    done = precondattn("explain", "lucid", *arguments, **NO_INTERPRETERS, **TRUSTING)
+    described = ("explain", "lucid", "--library", library, "--device", device, "--verb", verb)
+    sizes = ("--sizes", "t=1,s=128") if verb == "extend" else ()
+    done = precondattn(*described, *sizes, **NO_INTERPRETERS, **TRUSTING)
     assert done.returncode == 0, done.stderr
     kind = device.partition(":")[0]
     assert done.stdout.startswith(f"lucid: {verb} of {library} float32 on {kind}\n")
-    assert f": {backend} (" in done.stdout.partition("not chosen")[0]
+    assert f": {kernels} (" in done.stdout.partition("not chosen")[0]
     assert not done.stderr
+    if device != "tpu":
+        chosen, _, refused = precondattn(*described[:6], **NO_INTERPRETERS).stdout.partition(
+            "not chosen"
+        )
+        assert f": {library} (" in chosen
+        assert kernels not in chosen
+        assert f"{kernels} for lucid_solve: its kernels have not yet run" in refused
+        assert "PRECONDATTN_TRUST_KERNELS=1" in refused
 
 
 def test_the_version_is_printed():
@@ -164,21 +173,6 @@ def test_explain_lists_backends_of_other_libraries_only_if_asked():
     assert "no fused kernel: the 2 pieces run separately" in short
     everything = precondattn("explain", "lucid", "--all", **NO_INTERPRETERS).stdout
     assert "triton for lucid_solve: supports arrays of torch, not of numpy" in everything
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("library", "kernels"), [("torch", "triton"), ("jax", "pallas")])
-def test_kernels_that_never_ran_are_not_chosen_and_explain_says_how_to_ask_for_them(
-    library, kernels
-):
-    pytest.importorskip("triton" if kernels == "triton" else "jax")
-    described = ("explain", "lucid", "--library", library, "--device", "cuda")
-    done = precondattn(*described, **NO_INTERPRETERS)
-    chosen, _, refused = done.stdout.partition("not chosen")
-    assert f": {library} (" in chosen
-    assert kernels not in chosen
-    assert f"{kernels} for lucid_solve: its kernels have not yet run" in refused
-    assert "PRECONDATTN_TRUST_KERNELS=1" in refused
 
 
 def test_explain_keeps_the_defaults_of_sizes_that_are_not_named():

@@ -12,24 +12,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(page for page in (DOCS / "mechanisms").glob("*.md") if page.stem != "index")
 
 
-def toctrees(page):
-    """The captions and entries of the toctrees of a page."""
-    for body in re.findall(
-        r"```\{toctree\}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL
-    ):
-        caption = re.search(r"^:caption: (.*)$", body, re.MULTILINE)
-        entries = [line for line in body.splitlines() if line and not line.startswith(":")]
-        yield caption and caption.group(1), entries
-
-
-def test_the_sidebar_has_the_tasks_and_few_pages_at_its_first_two_levels():
-    parts = dict(toctrees(DOCS / "index.md"))
-    assert list(parts) == ["Use", "Train", "Check", "Extend", "Reference", "Experiments"]
-    pages = [page for entries in parts.values() for page in entries]
-    below = [e for page in pages for _, entries in toctrees(DOCS / f"{page}.md") for e in entries]
-    assert len(pages + below) <= 45, (pages, below)
-
-
 def test_scripts_and_styles_come_from_the_build():
     pytest.importorskip("sphinx-mathjax-offline", reason="the extra `docs` is not installed")
     settings = runpy.run_path(str(DOCS / "conf.py"))
