@@ -94,11 +94,6 @@ ADVICE = [
         lambda: FREE(**FEW, lengths=[5, 4]),
         lambda: FREE(**FEW, key_mask=np.arange(5) < np.asarray([[5], [4]])),
     ),
-    (
-        "(use segment_ids)",
-        lambda: LUCID(**X, cu_seqlens=[0, 2, 5]),
-        lambda: LUCID(**X, segment_ids=IDS),
-    ),
     *(
         (
             "take a snapshot() before the tokens, and restore() it",
@@ -106,16 +101,6 @@ ADVICE = [
             lambda m=m, options=options: restored(m, **options),
         )
         for m, options in ((LINEAR, {}), (WINDOW, {"capacity": 90}))
-    ),
-    (
-        "reorder() repeats sequences",
-        lambda: filled(LINEAR).select([1, 1]),
-        lambda: filled(LINEAR).reorder([1, 1]),
-    ),
-    (
-        "replace buffers by `cache._replace(store=...)`",
-        lambda: pa.Cache(filled(LINEAR).length, filled(LINEAR).store).select([0]),
-        lambda: filled(LINEAR)._replace(store=filled(LINEAR).store).select([0]),
     ),
     (
         'start="matrix" is expected',
