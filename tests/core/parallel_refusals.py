@@ -120,6 +120,10 @@ REFUSED = [
         *("lucid", "heads", every_input(lambda a: a[:, :, :1].expand(-1, -1, 3, -1))),
         "2 devices divide the number of heads of the output; found h=3",
     ),
+    (
+        *("lucid", "heads", lambda rank, x: {n: a[:, : 1 - rank] for n, a in x.items()}),
+        "every process must have a token",
+    ),
     ("retention", "heads", unchanged, ("retention", "depends on its number")),
     ("lucid", "heads", lambda *_: {"lengths": torch.tensor([1, 2, 3])}, "lengths"),
     (

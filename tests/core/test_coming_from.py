@@ -118,17 +118,14 @@ def of_xformers():
 
 
 def of_flash_attention():
-    def attention(
-        q, k, v, softmax_scale=None, window_size=None, alibi_slopes=None, s_aux=None,
-        return_attn_probs=False, **options,
-    ):  # fmt: skip
-        bias = 0.0
+    names = {"softmax_scale": "scale", "window_size": "window", "s_aux": "sink"}
+
+    def attention(q, k, v, alibi_slopes=None, return_attn_probs=False, **options):
+        options = {names.get(name, name): value for name, value in options.items()}
         if alibi_slopes is not None:
             distance = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
-            bias = -alibi_slopes[:, None, None] * distance.abs()
-        out, lse = definition(
-            q, k, v, bias=bias, scale=softmax_scale, window=window_size, sink=s_aux, **options
-        )
+            options["bias"] = -alibi_slopes[:, None, None] * distance.abs()
+        out, lse = definition(q, k, v, **options)
         return (out, lse, None) if return_attn_probs else out
 
     def packed(
@@ -137,13 +134,11 @@ def of_flash_attention():
     ):  # fmt: skip
         parts = []
         for (i, j), (m, n) in zip(pairwise(cu_seqlens_q), pairwise(cu_seqlens_k), strict=True):
-            assert j - i <= max_seqlen_q
-            assert n - m <= max_seqlen_k
+            assert (j - i <= max_seqlen_q, n - m <= max_seqlen_k) == (True, True)
             part = (q[None, i:j], k[None, m:n], v[None, m:n])
             parts.append(attention(*part, return_attn_probs=True, **options))
-        out = torch.cat([part[0][0] for part in parts])
-        lse = torch.cat([part[1][0] for part in parts], dim=1)
-        return (out, lse) if return_softmax_lse else out
+        out, lse = torch.cat([out[0] for out, *_ in parts]), [lse[0] for _, lse, _ in parts]
+        return (out, torch.cat(lse, dim=1)) if return_softmax_lse else out
 
     def cached(q, k_cache, v_cache, k, v, cache_seqlens, **options):
         k, v = (

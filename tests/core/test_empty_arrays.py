@@ -31,10 +31,11 @@ def accepts_fewer_queries(text):
 
 
 def texts_for(library, which):
-    """The expressions that are tried: all of them in NumPy, which takes seconds."""
+    """The expressions that are tried: all of them in NumPy, and few in JAX, which compiles."""
+    few = slice(None, None, 2 if library == "jax.numpy" else 1)
     if which == "no keys":  # Others have as many queries as keys, or none more.
-        return WITHOUT_KEYS
-    texts = EXPRESSIONS if library == "numpy" else SAMPLE
+        return WITHOUT_KEYS[few]
+    texts = EXPRESSIONS if library == "numpy" else SAMPLE[few]
     return filter(accepts_fewer_queries, texts) if which == "no queries" else texts
 
 
