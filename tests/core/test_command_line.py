@@ -1,4 +1,4 @@
-"""`precondattn list`, `explain` and `conformance`, as processes: output and exit codes."""
+"""Commands of `precondattn`: what they print, what they refuse, and their exit codes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Compositions beyond pairs, drawn at random, and the page that lists the pairs."""
+"""Compositions beyond pairs, drawn at random, and their programs."""
 
 import functools
 

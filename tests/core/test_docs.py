@@ -1,4 +1,4 @@
-"""The documentation: a short sidebar, pages that need no network, figures of the mechanisms."""
+"""The documentation: generated pages, pages that need no network, figures of the mechanisms."""
 
 import re
 import runpy
