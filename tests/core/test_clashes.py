@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -27,32 +26,26 @@ class _Pointwise(pa.TokenWise):
 
     output = "b t h d"
 
+    def forward(self, x, frame):
+        return self.function(*x.values()), ()
+
     def backward(self, x, frame, out, residuals, cotangent):
         raise NotImplementedError
 
 
+def leaf(name, function, *inputs):
+    """A toy piece: a function of arrays (b, t, h, d)."""
+    declared = {"inputs": Inputs(**dict.fromkeys(inputs, "b t h d"))}
+    members = {"name": name, "function": staticmethod(function), **declared}
+    return dataclass(frozen=True)(type(name, (_Pointwise,), members))()
+
+
 def difference_leaf():
-    @dataclass(frozen=True)
-    class Difference(_Pointwise):
-        name: ClassVar[str] = "toy_difference"
-        inputs = Inputs(left="b t h d", right="b t h d")
-
-        def forward(self, x, frame):
-            return x["left"] - x["right"], ()
-
-    return Difference()
+    return leaf("toy_difference", np.subtract, "left", "right")
 
 
 def scaling_leaf(name):
-    @dataclass(frozen=True)
-    class Scaling(_Pointwise):
-        inputs = Inputs(x="b t h d", strength="b t h d")
-
-        def forward(self, x, frame):
-            return x["x"] * x["strength"], ()
-
-    # The name is given last: a class with a name is registered when it is created.
-    return dataclass(frozen=True)(type(name, (Scaling,), {"name": name}))()
+    return leaf(name, np.multiply, "x", "strength")
 
 
 def wiring(name, make_steps):
@@ -90,13 +83,13 @@ def made_of(*steps):
 
 TWO = "the input 'strength' would mean two things"
 RMS = pa.RMSNorm()
-STEPS_OF_TWO = [
-    ("a", lambda: scaling_leaf("toy_strong"), {"x": "q"}),
-    ("b", lambda: scaling_leaf("toy_weak"), {"x": "a"}),
-]
 CLASHES = [
     (
-        lambda: made_of(*((name, leaf(), x) for name, leaf, x in STEPS_OF_TWO), {"q": "b"}),
+        lambda: made_of(
+            ("a", scaling_leaf("toy_strong"), {"x": "q"}),
+            ("b", scaling_leaf("toy_weak"), {"x": "a"}),
+            {"q": "b"},
+        ),
         f"toy(softmax): {TWO}, that of toy_strong and that of toy_weak",
     ),
     (inner_and_outer, f"toy_outer(toy_inner): {TWO}"),
