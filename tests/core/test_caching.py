@@ -131,20 +131,16 @@ def largest_mode(torch):
     return Largest()
 
 
-def prompt_and_token(mechanism, library):
-    layout = CallLayout("test", b=2, t=HELD + 1, s=HELD + 1)
-    x = {name: library(a) for name, a in make_inputs(mechanism, layout, "random").items()}
-    return x, *(slice_tokens(mechanism, x, *ends) for ends in ((0, HELD), (HELD, HELD + 1)))
-
-
 def largest_array_of_a_step(mechanism, capacity, lengths):
     torch = pytest.importorskip("torch")
-    x, prompt, token = prompt_and_token(mechanism, torch.as_tensor)
+    made = make_inputs(mechanism, CallLayout("test", b=2, t=HELD + 1, s=HELD + 1), "random")
+    x = {name: torch.as_tensor(array) for name, array in made.items()}
     cache = mechanism.init_cache(**x, capacity=capacity)
     with torch.no_grad():
+        prompt = slice_tokens(mechanism, x, 0, HELD)
         _, cache = mechanism.extend(cache, **prompt, lengths=lengths, donate=True)
         with largest_mode(torch) as largest:
-            mechanism.extend(cache, **token, donate=True)
+            mechanism.extend(cache, **slice_tokens(mechanism, x, HELD, HELD + 1), donate=True)
     return largest.entries
 
 
