@@ -182,7 +182,7 @@ def test_every_verb_is_checked_and_none_without_the_context():
 
 KINDS = [
     ("softmax", "v", math.nan, "v[0, 0, 0, 0] is nan, not finite"),
-    ("delta", "k", 2.0, "k[0, 0, 0] is a row of length 4, not at most 1 (71 more)"),
+    ("delta", "k", 2.0, "k[0, 0, 0] is a row of length 4, not at most 1 (143 more)"),
     ("gated_delta", "g", 0.5, "g[0, 0, 0] is 0.5, not at most 0"),
     ("delta", "beta", 3.0, "beta[0, 0, 0] is 3, not between 0 and 2"),
     ("mesa", "lam_mesa", 0.0, "is 0, not above 0"),
