@@ -19,11 +19,6 @@ ONE_DTYPE = (
 )
 
 
-def case(name, text, run, error=ValueError):
-    """One bad input: a name, the text of the error, and the call that raises it."""
-    return pytest.param(run, error, text, id=name.replace(" ", "-"))
-
-
 def refuses(run, error, text):
     with pytest.raises(error, match=re.escape(text)) as caught:
         run()

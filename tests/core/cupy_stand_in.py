@@ -3,32 +3,17 @@
 `asarray` moves a NumPy array in, `.get()` moves one out, and nothing else crosses. The arithmetic
 is that of `array_api_compat.numpy`, with these differences, which CuPy 14 has too:
 
-===========================================  =====================================================
-here                                         in CuPy
-===========================================  =====================================================
-np.asarray(x) raises TypeError               `ndarray.__array__`: no implicit transfer
-NumPy arrays combined with x: TypeError      "Unsupported type <class 'numpy.ndarray'>"
-lists combined with x: TypeError             the same; only NumPy converts lists
-scalars of Python and NumPy work with x      `_scalar.pyx`: they are kernel arguments
-bool(x), int(x), float(x) of 0-d arrays      allowed: an explicit transfer
-range(x) and x in a shape: TypeError         `ndarray.__index__` is absent on purpose (#5784)
-a reduction or x[0] is a 0-d array           never a NumPy scalar
-hash(x), hash(x.device) raise TypeError      neither is hashable (Device: seen in 14.1)
-`device=` accepts such a Device              not the word "cpu"
-linalg.solve does not broadcast stacks       ValueError, `_solve.py` and `cublas.batched_gesv`
-a singular matrix gives NaN                  no LinAlgError; the result is undefined
-overflow, 0 / 0 and log 0 do not warn        kernels have no floating-point warnings
-where's condition is an array                CuPy calls its `astype`
-repeat's count must not be an array          ValueError before CuPy 14
-one boolean mask in an index, not two        not supported
-===========================================  =====================================================
+* NumPy arrays and lists beside an array, `np.asarray(x)`, `hash(x)`, `hash(x.device)`, and arrays
+  as sizes, axes and counts raise a TypeError. Scalars are accepted.
+* A reduction and `x[0]` are arrays without axes, and `bool(x)`, `int(x)`, `float(x)` read them.
+* `linalg.solve` broadcasts no stacks, and a singular matrix gives NaN.
+* An overflow, 0 / 0 and log 0 do not warn.
+* An index has one boolean mask at most.
 
 The stand-in is stricter than CuPy where CuPy accepts a mistake: lists and NumPy arrays as an index
-(CuPy copies them to the device), an assignment that names an element twice (CuPy stores either
-value), NumPy's own functions (CuPy implements `np.exp(x)`), array methods such as `x.sum()` (the
-array-API standard has none), and vectors as the right-hand side of a stack of matrices. Not
-imitated: integer indices out of bounds, which CuPy wraps around and NumPy refuses; names that
-NumPy has and CuPy lacks, which array_api_strict detects.
+(CuPy copies them to the device), an assignment that names an element twice, NumPy's own functions,
+array methods such as `x.sum()`, and vectors as the right-hand side of a stack of matrices. Not
+imitated: integer indices out of bounds, and names that CuPy lacks, which array_api_strict detects.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Refusals of divided caches, which both processes raise alike, and caches that were donated."""
 
 from functools import partial
+from itertools import count
 from unittest.mock import patch
 
 import pytest
@@ -61,93 +62,51 @@ def refusals(mesh):
     beside = {**mine, "contraction": mine["q"][..., 0].abs().clamp(max=1)}
     with_tokens = both.mechanism.init_cache(**beside, capacity=12)
     twice, five = ({n: torch.cat([x] * i, 1) for n, x in new.items()} for i in (2, 5))
-    wide = "capacity must be a whole number, 1 or above; found 2.5"
     heads = (q, k[..., :2, :1, :], v[..., :1, :])
-    same, of_lucid = (
-        "all processes must call the same",
-        "the cache must be of the mechanism 'lucid'",
-    )
+    same, more = "all processes must call the same", {"capacity": 12}
+    of_lucid = "the cache must be of the mechanism 'lucid'; it is of 'gated_delta'"
     cyclic_words = "the cache must be of the layout 'cyclic[block=4]'; it is of 'contiguous'"
     no_cache = "must be a DividedCache from prefill; found Cache"
-    rows = [
-        (ValueError, "found 'heads'", lambda: of_heads.prefill(**mine, capacity=9)),
-        (
-            *(TypeError, "segment_ids belong to a full call"),
-            lambda: prefill(**mine, capacity=9, segment_ids=packed),
-        ),
-        (
-            *(TypeError, "cu_seqlens belong to a full call"),
-            lambda: extend(cache, **new, cu_seqlens=[0, 1]),
-        ),
-        (ValueError, "is not causal, so it can not", lambda: free.prefill(**mine, capacity=9)),
-        (TypeError, "missing capacity", lambda: prefill(**mine)),
-        (ValueError, wide, lambda: prefill(**mine, capacity=2.5)),
-        (ValueError, "capacity must be 8 or above", lambda: prefill(**mine, capacity=7)),
-        (ValueError, same, lambda: prefill(**mine, capacity=differs(9, 10))),
-        (
-            *(ValueError, "cache must be of states only"),
-            lambda: prefill(**mine, capacity=12, cache=tokens),
-        ),
-        (
-            *(TypeError, "cache must be an ordinary Cache"),
-            lambda: linear.prefill(**its, cache=states),
-        ),
-        (
-            *(TypeError, "process 1: cache must be an ordinary Cache"),
-            lambda: linear.prefill(**its, cache=differs(begun, 3)),
-        ),
-        (
-            *(ValueError, "the cache is of another mechanism"),
-            lambda: linear.prefill(**its, cache=whole_one),
-        ),
-        (
-            *(ValueError, "that of ccq has tokens"),
-            lambda: both.prefill(**beside, capacity=12, cache=with_tokens),
-        ),
-        (ValueError, "has shape", lambda: linear.prefill(**its, cache=of_fewer)),
-        (TypeError, no_cache, lambda: extend(whole_one, **new)),
-        (ValueError, f"{of_lucid}; it is of 'gated_delta'", lambda: extend(states, **new)),
-        (ValueError, "the cache must be of the mesh", lambda: elsewhere.extend(cache, **new)),
-        (ValueError, cyclic_words, lambda: cyclic.extend(cache, **new)),
-        (ValueError, same, lambda: extend(cache, **differs(new, twice))),
-        (
-            *(ValueError, same),
-            lambda: extend(cache, **new) if rank else prefill(**mine, capacity=12),
-        ),
-        (ValueError, same, lambda: extend(cache, **new, lengths=differs([1, 1], [1, 0]))),
-        (
-            *(ValueError, "lengths must lie between 0 and t = 1"),
-            lambda: extend(cache, **new, lengths=[1, 2]),
-        ),
-        (ValueError, "these inputs need", lambda: extend(cache, *heads)),
-        (
-            *(TypeError, "has dtype float64; these inputs need float32"),
-            lambda: extend(cache, q.float(), k.float(), v.float()),
-        ),
-        (TypeError, "missing v", lambda: extend(cache, q, k)),
-        (
-            *(ValueError, "this cache stores no key_mask"),
-            lambda: extend(cache, **new, key_mask=ones),
-        ),
-        (
-            *(ValueError, "capacity exceeded: the cache holds at most 12 tokens"),
-            lambda: extend(cache, **five),
-        ),
-        (
-            *(ValueError, "the extension of a divided cache has no gradient"),
-            lambda: extend(cache, q.clone().requires_grad_(), k, v),
-        ),
-        (
-            *(ValueError, "to must be a process, 0 to 1, or None for all; found 2"),
-            lambda: redistribute(cache, to=2),
-        ),
-        (ValueError, "capacity must be 8 or above", lambda: redistribute(cache, capacity=4)),
-        (ValueError, same, lambda: redistribute(cache, to=rank)),
-        (TypeError, no_cache, lambda: redistribute(whole_one)),
-        (ValueError, "found 'vjp'", lambda: attn.explain(**mine, verb="vjp")),
+    values = [
+        ("found 'heads'", lambda: of_heads.prefill(**mine, capacity=9)),
+        ("is not causal, so it can not", lambda: free.prefill(**mine, capacity=9)),
+        ("capacity must be a whole number, 1 or", lambda: prefill(**mine, capacity=2.5)),
+        ("capacity must be 8 or above", lambda: prefill(**mine, capacity=7)),
+        (same, lambda: prefill(**mine, capacity=differs(9, 10))),
+        ("cache must be of states only", lambda: prefill(**mine, **more, cache=tokens)),
+        ("the cache is of another mechanism", lambda: linear.prefill(**its, cache=whole_one)),
+        ("that of ccq has tokens", lambda: both.prefill(**beside, **more, cache=with_tokens)),
+        ("has shape", lambda: linear.prefill(**its, cache=of_fewer)),
+        (of_lucid, lambda: extend(states, **new)),
+        ("the cache must be of the mesh", lambda: elsewhere.extend(cache, **new)),
+        (cyclic_words, lambda: cyclic.extend(cache, **new)),
+        (same, lambda: extend(cache, **differs(new, twice))),
+        (same, lambda: extend(cache, **new) if rank else prefill(**mine, **more)),
+        (same, lambda: extend(cache, **new, lengths=differs([1, 1], [1, 0]))),
+        ("lengths must lie between 0 and t = 1", lambda: extend(cache, **new, lengths=[1, 2])),
+        ("these inputs need", lambda: extend(cache, *heads)),
+        ("this cache stores no key_mask", lambda: extend(cache, **new, key_mask=ones)),
+        ("capacity exceeded: the cache holds at most 12", lambda: extend(cache, **five)),
+        ("has no gradient", lambda: extend(cache, q.clone().requires_grad_(), k, v)),
+        ("to must be a process, 0 to 1, or None for all", lambda: redistribute(cache, to=2)),
+        ("capacity must be 8 or above", lambda: redistribute(cache, capacity=4)),
+        (same, lambda: redistribute(cache, to=rank)),
+        ("found 'vjp'", lambda: attn.explain(**mine, verb="vjp")),
     ]
-    for kind, words, call in rows:
-        require_refused(mesh, kind, words, call)
+    types = [
+        ("segment_ids belong to a full", lambda: prefill(**mine, **more, segment_ids=packed)),
+        ("cu_seqlens belong to a full call", lambda: extend(cache, **new, cu_seqlens=[0, 1])),
+        ("missing capacity", lambda: prefill(**mine)),
+        ("cache must be an ordinary Cache", lambda: linear.prefill(**its, cache=states)),
+        ("process 1: cache must be an", lambda: linear.prefill(**its, cache=differs(begun, 3))),
+        (no_cache, lambda: extend(whole_one, **new)),
+        ("has dtype float64; these", lambda: extend(cache, q.float(), k.float(), v.float())),
+        ("missing v", lambda: extend(cache, q, k)),
+        (no_cache, lambda: redistribute(whole_one)),
+    ]
+    for kind, rows in ((ValueError, values), (TypeError, types)):
+        for words, call in rows:
+            require_refused(mesh, kind, words, call)
 
 
 def donated(mesh):
@@ -176,20 +135,16 @@ def error_of_all(module, name, expression, number, mesh):
     attn = context_parallel(m, mesh, layout="contiguous")
     own = own_of(8, 2, mesh.get_local_rank(), by="contiguous")
     _, cache = attn.prefill(**of_tokens(m, x, own), capacity=12)
-    new, function, calls = of_tokens(m, x, [8]), getattr(module, name), []
+    new, calls, function = of_tokens(m, x, [8]), count(1), getattr(module, name)
 
     def failing(*arguments, **options):
-        calls.append(None)
-        if mesh.get_local_rank() == 1 and len(calls) == number:
+        if next(calls) == number and mesh.get_local_rank() == 1:
             raise ValueError("out of memory")
         return function(*arguments, **options)
 
-    setattr(module, name, failing)
-    try:
+    with patch.object(module, name, failing):
         words = "process 1: out of memory"
         require_refused(mesh, ValueError, words, lambda: attn.extend(cache, **new))
-    finally:
-        setattr(module, name, function)
     attn.extend(cache, **new)
 
 

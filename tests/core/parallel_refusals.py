@@ -1,7 +1,8 @@
 """Refusals of divided calls, which all processes raise alike, and what a call sends."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 
@@ -13,41 +14,37 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from precondattn.parallel import ring_reads
-from precondattn.parallel.layouts import tokens_of
 from precondattn.parallel.torch import context_parallel, solve
-from tests.core.parallel_worker import CYCLIC, RINGS, at, divided, layout_of, part_of, whole
+from tests.core.parallel_worker import CYCLIC, RINGS, divided, part_of
 
 
 @contextmanager
 def sent_bytes():
     """What this process sends meanwhile, of inputs, outputs and states."""
-    sent, exchange, pass_on = [], dist.all_to_all_single, dist.batch_isend_irecv
-    give, gather = dist.broadcast, dist.all_gather_into_tensor
+    sent = []
 
-    def exchanging(result, buffer, received, given, group):
-        sent.append(sum(given))
-        return exchange(result, buffer, received, given, group=group)
+    def counted(name, size):
+        function = getattr(dist, name)
 
-    def passing(operations):
-        sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
-        return pass_on(operations)
+        def call(*arguments, **options):
+            sent.append(size(*arguments))
+            return function(*arguments, **options)
 
-    def gathering(result, x, group):
-        sent.append(x.nbytes * (dist.get_world_size(group) - 1))
-        return gather(result, x, group=group)
+        return patch.object(dist, name, call)
 
-    def giving(x, source, group, async_op=False):
-        if source == dist.get_rank():
-            sent.append(x.nbytes * (dist.get_world_size(group) - 1))
-        return give(x, source, group=group, async_op=async_op)
+    def to_others(x, group):
+        return x.nbytes * (dist.get_world_size(group) - 1)
 
-    dist.all_to_all_single, dist.batch_isend_irecv = exchanging, passing
-    dist.broadcast, dist.all_gather_into_tensor = giving, gathering
-    try:
+    with (
+        counted("all_to_all_single", lambda result, buffer, received, given: sum(given)),
+        counted(
+            "batch_isend_irecv",
+            lambda ops: sum(op.tensor.nbytes for op in ops if op.op is dist.isend),
+        ),
+        counted("broadcast", lambda x, source: to_others(x, None) * (source == dist.get_rank())),
+        counted("all_gather_into_tensor", lambda result, x: to_others(x, None)),
+    ):
         yield sent
-    finally:
-        dist.all_to_all_single, dist.batch_isend_irecv = exchange, pass_on
-        dist.broadcast, dist.all_gather_into_tensor = give, gather
 
 
 def bytes_are_counted(mesh):
@@ -94,9 +91,10 @@ def refused(text, by, change, kind, words, mesh):
     require_refused(mesh, kind, words, lambda: context_parallel(m, mesh, layout=by)(**given))
 
 
-def on_one(name, change):
-    """A change of an input on process 1."""
-    return lambda rank, x: {name: change(x[name])} if rank else {}
+def on_one(name, change, other=None):
+    """A change of an input on process 1; `other` is a mask of process 0."""
+    others = {} if other is None else {name: other}
+    return lambda rank, x: {name: change(x.get(name))} if rank else others
 
 
 def every_input(change):
@@ -107,101 +105,53 @@ def unchanged(rank, x):
     return {}
 
 
+def pieces(rank, x):
+    return {"segment_ids": (torch.arange(5 - rank) > 1).expand(2, -1).int()}
+
+
 SAME = "must call the same"
-CONTIGUOUS = "contiguous"
-REFUSED = {
-    "other heads on one": (
-        *("lucid", "heads", on_one("q", lambda q: q[:, :, :1])),
-        *(ValueError, (SAME, "process 1")),
-    ),
-    "another dtype on one": (
-        *("lucid", "heads", on_one("v", lambda v: v.float())),
-        *(ValueError, (SAME, "float32")),
-    ),
-    "a list on one": (
-        *("lucid", "heads", on_one("k", lambda k: k.tolist())),
-        *(TypeError, "process 1: k must be a tensor; found list"),
-    ),
-    "fewer keys than values on one": (
-        *("lucid", "heads", on_one("k", lambda k: k[:, 1:])),
-        *(ValueError, ("process 1: v has", "tokens, and k has")),
-    ),
-    "no token on one": (
-        "lucid",
-        "heads",
-        lambda rank, x: {n: a[:, :0] for n, a in x.items()} if rank else {},
-        *(ValueError, "every process must have a token"),
-    ),
-    "heads that can not be divided": (
+PER_TOKEN = "contiguous"
+REFUSED = [
+    ("lucid", "heads", on_one("q", lambda q: q[:, :, :1]), (SAME, "process 1")),
+    ("lucid", "heads", on_one("v", lambda v: v.float()), (SAME, "float32")),
+    ("lucid", "heads", on_one("k", lambda k: k[:, 1:]), ("process 1: v has", "tokens, and k has")),
+    ("lucid", "heads", on_one("lengths", lambda _: [9, 4], [9, 3]), (SAME, "lengths [9, 3]")),
+    (
         *("lucid", "heads", every_input(lambda a: a[:, :, :1].expand(-1, -1, 3, -1))),
-        *(ValueError, "2 devices divide the number of heads of the output; found h=3"),
+        "2 devices divide the number of heads of the output; found h=3",
     ),
-    "heads that depend on their number": (
-        *("retention", "heads", unchanged, ValueError, ("retention", "depends on its number")),
+    (
+        *("lucid", "heads", lambda rank, x: {n: a[:, : 1 - rank] for n, a in x.items()}),
+        "every process must have a token",
     ),
-    "an input too many": (
-        *("lucid", "heads", lambda rank, x: {"beta": x["q"][..., 0]}),
-        *(TypeError, "process 0: lucid: unknown keyword 'beta'"),
+    ("retention", "heads", unchanged, ("retention", "depends on its number")),
+    ("lucid", "heads", lambda *_: {"lengths": torch.tensor([1, 2, 3])}, "lengths"),
+    (
+        *("lucid", "heads", lambda *_: {"key_mask": torch.ones(2, 1, dtype=torch.bool)}),
+        "key_mask has 1 tokens, and",
     ),
-    "an error of the call": (
-        *("lucid", "heads", lambda rank, x: {"lengths": torch.tensor([1, 2, 3])}),
-        *(ValueError, "lengths"),
-    ),
-    "a mask that is not one of tokens": (
-        *("lucid", "heads", lambda rank, x: {"key_mask": torch.ones(2, 1, dtype=torch.bool)}),
-        *(ValueError, "key_mask has 1 tokens, and"),
-    ),
-    "states that are not those of one recurrence": (
-        *("deltaformer", CONTIGUOUS, unchanged),
-        *(ValueError, "no way to divide the tokens of deltaformer;"),
-    ),
-    "a bias": (
-        *("softmax[bias=true]", CONTIGUOUS, unchanged),
-        *(ValueError, "bias of softmax[bias=true] is of pairs"),
-    ),
-    "distances without causality": (
-        *("softmax[causal=false,distance=slopes]", CONTIGUOUS, unchanged, ValueError),
+    ("deltaformer", PER_TOKEN, unchanged, "no way to divide the tokens of deltaformer;"),
+    ("softmax[bias=true]", PER_TOKEN, unchanged, "bias of softmax[bias=true] is of pairs"),
+    (
+        *("softmax[causal=false,distance=slopes]", PER_TOKEN, unchanged),
         ("gathers the keys before a query", "is not causal; use the layout 'heads'"),
     ),
-    "lengths that differ": (
-        *("lucid", "heads", lambda rank, x: {"lengths": [9, 3 + rank]}),
-        *(ValueError, (SAME, "lengths [9, 3]")),
+    ("gla", PER_TOKEN, lambda *_: {"lengths": [59, -7]}, "lengths must be in 0 ."),
+    ("softmax", "zigzag", unchanged, "expects two equal parts of tokens"),
+    ("gla", "zigzag", unchanged, "not consecutive, as gla needs them"),
+    ("gla", PER_TOKEN, pieces, "segment_ids must be contiguous"),
+    ("lucid", "cyclic[block=3]", unchanged, "expects 6, 3 tokens on the processes; found 5, 4"),
+    ("lucid(path)", PER_TOKEN, unchanged, "divides solves of dot products"),
+    ("lucid(softmax[window=3])", PER_TOKEN, unchanged, "without a window"),
+]
+"""Of a call: mechanism, layout, change of its inputs, and words of the ValueError"""
+REFUSED_TYPES = [
+    ("lucid", "heads", on_one("k", lambda k: k.tolist()), "process 1: k must be a tensor; found l"),
+    (
+        *("lucid", "heads", lambda rank, x: {"beta": x["q"][..., 0]}),
+        "process 0: lucid: unknown keyword 'beta'",
     ),
-    "masks of another dtype": (
-        "lucid",
-        "heads",
-        lambda rank, x: {
-            "segment_ids": torch.zeros(2, 5 - rank, dtype=(torch.int32, torch.int64)[rank])
-        },
-        *(ValueError, (SAME, "segment_ids int32")),
-    ),
-    "lengths beyond the tokens": (
-        *("gla", CONTIGUOUS, lambda rank, x: {"lengths": [59, -7]}),
-        *(ValueError, "lengths must be in 0 ."),
-    ),
-    "an odd number of tokens in two parts": (
-        *("softmax", "zigzag", unchanged, ValueError, "expects two equal parts of tokens"),
-    ),
-    "a zigzag of states": (
-        *("gla", "zigzag", unchanged, ValueError, "not consecutive, as gla needs them"),
-    ),
-    "states of segments that come again": (
-        *("gla", CONTIGUOUS),
-        lambda rank, x: {"segment_ids": (torch.arange(5 - rank) > 1).expand(2, -1).int()},
-        *(ValueError, "segment_ids must be contiguous"),
-    ),
-    "an order that has other numbers": (
-        *("lucid", "cyclic[block=3]", unchanged, ValueError),
-        "expects 6, 3 tokens on the processes; found 5, 4",
-    ),
-    "a solve without a metric of its own": (
-        *("lucid(path)", CONTIGUOUS, unchanged, ValueError, "divides solves of dot products"),
-    ),
-    "a solve with a window": (
-        *("lucid(softmax[window=3])", CONTIGUOUS, unchanged, ValueError, "without a window"),
-    ),
-}
-"""Of a call: mechanism, layout, change of its inputs, error and words"""
+]
 
 
 def refused_dtensors(mesh):
@@ -228,19 +178,15 @@ def error_of_all(text, module, name, on, mesh):
     """A process that has an error takes part in all exchanges, and then all raise it."""
     m, given = part_of(text, mesh)
     given = [a.requires_grad_() for a in given.values()]
-    function = getattr(module, name)
-
-    def failing(*arguments, **options):
-        raise ValueError("out of memory")
-
     call = context_parallel(m, mesh, layout="contiguous")
     out = call(*given) if name.endswith("vjp") else None
-    setattr(module, name, failing if mesh.get_local_rank() == on else function)
-    try:
-        with pytest.raises(ValueError, match=f"process {on}: out of memory"):
-            call(*given) if out is None else out.sum().backward()
-    finally:
-        setattr(module, name, function)
+    error = ValueError("out of memory")
+    failing = patch.object(module, name, side_effect=error)
+    with (
+        failing if mesh.get_local_rank() == on else nullcontext(),
+        pytest.raises(ValueError, match=f"process {on}: out of memory"),
+    ):
+        call(*given) if out is None else out.sum().backward()
 
 
 def chosen_by_default(mesh):
@@ -273,26 +219,6 @@ def a_second_derivative(mesh):
         d_q.sum().backward()
 
 
-def in_bfloat16(text, by, mesh):
-    """As near as one process, whose sums are in float32 too; to the bit where heads are divided."""
-    t = 6 * mesh.size()
-    m, x = whole(text, layout_of(mesh.size(), t=t, s=t))
-    half = {n: a.to(torch.bfloat16) for n, a in x.items()}
-    order = "contiguous" if by == "heads" else by
-    own = tokens_of(order, t, mesh.size(), mesh.get_local_rank())
-    exact = m(**{n: a.double() for n, a in half.items()})[:, own]
-    usual = m(**half)[:, own]
-    given = {n: at(a, m.inputs[n], own) for n, a in half.items()}
-    out = context_parallel(m, mesh, layout=by)(**given)
-
-    def error(found):
-        return float((found - exact).abs().max() / exact.abs().max())
-
-    assert out.dtype == torch.bfloat16
-    assert error(out) < 1.5 * error(usual) + 2**-9
-    assert by != "heads" or torch.equal(out, usual)
-
-
 def cases(world):
     """What a call refuses in two processes, and what it sends in two and four."""
     yield "bytes", bytes_are_counted
@@ -300,8 +226,9 @@ def cases(world):
     if world == 4:
         yield "two dimensions", two_dimensions
         return
-    for name, row in REFUSED.items():
-        yield f"refused: {name}", partial(refused, *row)
+    for kind, rows in ((ValueError, REFUSED), (TypeError, REFUSED_TYPES)):
+        for i, (text, by, change, words) in enumerate(rows):
+            yield f"{i}: {text}, {words}", partial(refused, text, by, change, kind, words)
     yield "refused: DTensors", refused_dtensors
     yield "refused: plans", refused_plans
     yield "a second derivative", a_second_derivative
@@ -310,11 +237,6 @@ def cases(world):
         *(("lucid", solve, "with_lse", 1), ("lucid", solve, "part_vjp", 0)),
     ):
         yield f"an error in {name} of {text}", partial(error_of_all, text, module, name, on)
-    for text, by in (
-        *(("gated_delta", "heads"), ("softmax", "zigzag"), ("laser", "zigzag")),
-        ("lucid", "zigzag"),
-    ):
-        yield f"{text}, {by}, bfloat16", partial(in_bfloat16, text, by)
 
 
 def few(world):

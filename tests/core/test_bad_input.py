@@ -3,8 +3,6 @@
 The error names the argument, what was expected and what was found.
 """
 
-import re
-
 import numpy as np
 import pytest
 
@@ -33,7 +31,6 @@ TOO_MANY = "softmax takes q, k, v: at most 3 by position, the others by name; fo
 WIDE = Q.astype(np.float16), f32(K), V.astype(np.float16)
 NAMES = "backend must be a name or a tuple of names; found "
 OF_BATCH = "lengths is declared (b), that is (2,); found"
-HEADS = "query heads (h = {}) must be a multiple of key/value heads (n = 2)"
 AS_INPUTS = "must be an array of numpy, as the inputs; found"
 BETA = pa.Lucid(beta=True)
 
@@ -46,69 +43,30 @@ def on_meta(array):
     return of_torch(array).to("meta")
 
 
+HEADS = "softmax: query heads (h = 3) must be a multiple of key/value heads (n = 2); found shapes "
 INPUTS = [
     (SOFTMAX, {"length": [1, 2]}, TypeError, f"{NO_KEYWORD} 'length' (did you mean 'lengths'?)"),
-    (BIASED, {"biass": Q}, TypeError, "unknown keyword 'biass' (did you mean 'bias'?); softmax[b"),
-    (SOFTMAX, {"xyz": 1}, TypeError, f"{NO_KEYWORD} 'xyz'; softmax takes q, k, v"),
     (SOFTMAX, {"dropout_p": 0.0}, TypeError, f"{NO_KEYWORD} 'dropout_p' (no mechanism drops weig"),
     (LUCID, {"lucid_beta": Q[..., 0]}, TypeError, "lucid: unknown keyword 'lucid_beta'; lucid tak"),
     (SOFTMAX, {"k": ..., "v": ...}, TypeError, "softmax: missing k, v; softmax takes q, k, v"),
-    (
-        BETA,
-        {},
-        TypeError,
-        "lucid[beta=true]: missing lucid_beta; lucid[beta=true] takes q, k, v, l",
-    ),
+    (BETA, {}, TypeError, "lucid[beta=true]: missing lucid_beta; lucid[beta=true] takes q"),
     (SOFTMAX, {"q": Q.tolist()}, TypeError, f"softmax: q {ARRAY} list"),
-    (SOFTMAX, {"v": None}, TypeError, f"softmax: v {ARRAY} NoneType"),
-    (
-        *(SOFTMAX, {"q": f32(Q)}, TypeError),
-        ONE_DTYPE + "{'q': 'float32', 'k': 'float64', 'v': 'float64'}",
-    ),
-    (
-        *(SOFTMAX, dict(zip("qkv", WIDE, strict=True)), TypeError),
-        ONE_DTYPE + "{'q': 'float16', 'k': 'float32', 'v': 'float16'}",
-    ),
+    (SOFTMAX, dict(zip("qkv", WIDE, strict=True)), TypeError, f"{ONE_DTYPE}{{'q': 'float16', 'k'"),
     (SOFTMAX, {"q": Q.astype(int)}, TypeError, f"softmax: q {REAL} int64"),
-    (SOFTMAX, {"q": Q > 0}, TypeError, f"softmax: q {REAL} bool"),
     (SOFTMAX, {"k": K * 1j}, TypeError, f"softmax: k {REAL} complex128"),
-    (SOFTMAX, {"v": V.astype(object)}, TypeError, f"softmax: v {REAL} object"),
-    (
-        *(SOFTMAX, {"q": Q[0]}, SHAPE),
-        "softmax: q is declared (b t h d), found shape (4, 2, 3): 4 axes expected, not 3",
-    ),
-    (SOFTMAX, {"v": V[None]}, SHAPE, "found shape (1, 2, 4, 2, 3): 4 axes expected, not 5"),
+    (SOFTMAX, {"q": Q[0]}, SHAPE, "found shape (4, 2, 3): 4 axes expected, not 3"),
     (SOFTMAX, {"q": np.float64(1)}, SHAPE, "found shape (): 4 axes expected, not 0"),
-    (
-        *(SOFTMAX, {"q": Q[..., :0], "k": K[..., :0]}, SHAPE),
-        "softmax: q is declared (b t h d), found shape (2, 4, 2, 0): axis 3 (d) is empty",
-    ),
-    (
-        *(SOFTMAX, {"q": np.zeros((2, 4, 3, 3))}, SHAPE),
-        f"softmax: {HEADS.format(3)}; found shapes {{'q': (2, 4, 3, 3), 'k': (2, 4, 2, 3), 'v': ",
-    ),
-    (SOFTMAX, {"q": Q[:, :, :1]}, SHAPE, HEADS.format(1)),
-    (BIASED, {"bias": np.zeros((3, 1, 4, 8))}, SHAPE, "bias is declared (1|b 1|h t "),
-    (
-        BETA,
-        {"lucid_beta": np.ones((2, 4, 1))},
-        SHAPE,
-        "found shape (2, 4, 1): axis 2 (n) is 1, but",
-    ),
+    (SOFTMAX, {"q": Q[..., :0], "k": K[..., :0]}, SHAPE, "(2, 4, 2, 0): axis 3 (d) is empty"),
+    (SOFTMAX, {"q": np.zeros((2, 4, 3, 3))}, SHAPE, f"{HEADS}{{'q': (2, 4, 3, 3), "),
+    (BETA, {"lucid_beta": np.ones((2, 4, 1))}, SHAPE, "shape (2, 4, 1): axis 2 (n) is 1"),
     # Backends
     (SOFTMAX, {"backend": "tritn"}, ValueError, "unknown backend 'tritn'; known are "),
-    (SOFTMAX, {"backend": ""}, ValueError, "unknown backend ''; known are "),
-    (SOFTMAX, {"backend": ("reference", "tritn")}, ValueError, "unknown backend 'tritn'; known "),
     (SOFTMAX, {"backend": ()}, TypeError, f"{NAMES}()"),
     (SOFTMAX, {"backend": ("reference", 3)}, TypeError, f"{NAMES}('reference', 3)"),
-    (SOFTMAX, {"backend": True}, TypeError, f"{NAMES}True"),
     (SOFTMAX, {"backend": b"reference"}, TypeError, f"{NAMES}b'reference'"),
     # Masks
     (SOFTMAX, {"key_mask": np.ones((2, 4))}, TypeError, "bool; found float64"),
-    (SOFTMAX, {"key_mask": np.ones((2, 4), int)}, TypeError, "bool; found int64"),
-    (SOFTMAX, {"key_mask": np.ones((2, 3), bool)}, SHAPE, "that is (2, 4); found (2, 3)"),
     (SOFTMAX, {"key_mask": np.ones((1, 4), bool)}, SHAPE, "that is (2, 4); found (1, 4)"),
-    (SOFTMAX, {"key_mask": np.ones((2, 4, 1), bool)}, SHAPE, "that is (2, 4); found (2, 4, 1)"),
     (SOFTMAX, {"key_mask": [[True] * 4] * 2}, TypeError, f"key_mask {AS_INPUTS} list"),
 ]
 
@@ -145,39 +103,38 @@ def test_inputs_by_position_are_counted_by_every_verb(mechanism, arrays, named, 
         refuses(lambda verb=verb: verb(mechanism, *arrays, **named), TypeError, text)
 
 
+LAYOUT = CallLayout("test", t=4, s=4, h=4, n=2, d=3, e=2)
+
+
+def of(text, **changes):
+    """A mechanism, and its inputs with changes: the shape of an array of ones, or a value."""
+    x = make_inputs(pa.parse(text), LAYOUT, "random")
+    changed = {n: np.ones(a) if isinstance(a, tuple) else a for n, a in changes.items()}
+    return pa.parse(text), x | changed
+
+
 SEGMENTS = "softmax: segment_ids is declared (b s), that is (2, 4); found"
-FEW = "of a non-causal call needs as many queries as keys; found t = {} and s = {}; use key_mask"
+FEW_KEYS = {"k": K[:, :2], "v": V[:, :2]}
+TORN = np.asarray([[0, 0, 1, 1], [0, 1, 0, 1]])
 CALLS = [
-    (
-        SOFTMAX,
-        {"k": K[..., :2]},
-        SHAPE,
-        "k is declared (b s n d), found shape (2, 4, 2, 2): axis 3",
-    ),
+    (SOFTMAX, {"k": K[..., :2]}, SHAPE, "k is declared (b s n d), found shape (2, 4, 2, 2)"),
     (SOFTMAX, {"k": K[:1]}, SHAPE, "found shape (1, 4, 2, 3): axis 0 (b) is 1, but 2 in q"),
-    (SOFTMAX, {"v": V[:, :3]}, SHAPE, "found shape (2, 3, 2, 3): axis 1 (s) is 3, but 4 in k"),
     (SOFTMAX, {"v": V[:, :, :1]}, SHAPE, "found shape (2, 4, 1, 3): axis 2 (n) is 1, but 2 in k"),
-    (
-        *(BIASED, {"bias": np.zeros((3, 1, 4, 4))}, SHAPE),
-        "bias is declared (1|b 1|h t s), found shape (3, 1, 4, 4): axis 0 (1|b) is 3, but 2 in q",
-    ),
-    (
-        *(SOFTMAX, {"k": K[:, :2], "v": V[:, :2]}, SHAPE),
-        "softmax: is causal, so there must not be more queries than keys; found t = 4 and s = 2",
-    ),
-    (FREE, {"q": Q[:, :2], "lengths": [1, 2]}, ValueError, f"lengths {FEW.format(2, 4)}"),
-    (
-        *(FREE, {"k": K[:, :2], "v": V[:, :2], "segment_ids": np.zeros((2, 2), int)}, ValueError),
-        f"segment_ids {FEW.format(4, 2)}",
-    ),
-    (
-        *(SOFTMAX, {"segment_ids": np.asarray([[0, 0, 1, 1], [0, 1, 0, 1]])}, ValueError),
-        "softmax: segment_ids must be contiguous: each id in one run (sequence 1 of the batch)",
-    ),
-    (SOFTMAX, {"segment_ids": np.zeros((2, 3), int)}, SHAPE, f"{SEGMENTS} (2, 3)"),
-    (SOFTMAX, {"segment_ids": np.zeros(4, int)}, SHAPE, f"{SEGMENTS} (4,)"),
-    (SOFTMAX, {"segment_ids": np.zeros((2, 4))}, TypeError, "must have an integer dtype; found fl"),
+    (BIASED, {"bias": np.zeros((3, 1, 4, 4))}, SHAPE, "axis 0 (1|b) is 3, but 2 in q"),
+    (SOFTMAX, FEW_KEYS, SHAPE, "is causal, so there must not be more queries than keys; found t"),
+    (FREE, FEW_KEYS | {"segment_ids": TORN[:, :2]}, ValueError, "needs as many queries as keys"),
+    (SOFTMAX, {"segment_ids": TORN}, ValueError, "contiguous: each id in one run (sequence 1"),
+    (SOFTMAX, {"segment_ids": TORN[:, :3]}, SHAPE, f"{SEGMENTS} (2, 3)"),
+    (SOFTMAX, {"segment_ids": TORN * 1.0}, TypeError, "must have an integer dtype; found float64"),
     (SOFTMAX, {"segment_ids": [[0] * 4] * 2}, TypeError, f"softmax: segment_ids {AS_INPUTS} list"),
+    # Inputs of compositions
+    (*of("path", w=(2, 4, 4, 3)), SHAPE, "path: w is declared (b s n d), found shape (2, 4, 4, 3)"),
+    (*of("path", w=(2, 4, 2, 2)), SHAPE, "axis 3 (d) is 2, but 3 in q"),
+    (*of("path", beta=...), TypeError, "missing beta; "),
+    (*of("differential", lam=(4,)), SHAPE, "lam is declared (), found shape (4,): 0 axes expected"),
+    (*of("differential", lam=0.5), TypeError, "lam must be an array of NumPy"),
+    (*of("differential[per=token]", lam=(2, 4, 1)), SHAPE, "axis 2 (h) is 1, but 4 in q"),
+    (*of("per_dim_scale", per_dim=(4,)), SHAPE, "per_dim is declared (d), found shape (4,)"),
 ]
 
 
@@ -194,19 +151,12 @@ def test_a_full_call_refuses_inputs_and_segments_that_contradict_each_other(
     [
         ([4, 5], ValueError, "lie between 0 and {} = 4 (sequence 1"),
         ([-1, 4], ValueError, "lie between 0 and {} = 4 (sequence 0"),
-        (np.asarray([1, 9]), ValueError, "lie between 0 and {} = 4"),
         (np.asarray([2**32 + 1, 2]), ValueError, "lie between 0 and {} = 4 (sequence 0 of the"),
-        (
-            *(np.asarray([2**64 - 2**32 + 1, 2], dtype=np.uint64), ValueError),
-            "lie between 0 and {} = 4 (sequence 0 of the batch)",
-        ),
+        (np.uint64([2**64 - 2**32 + 1, 2]), ValueError, "lie between 0 and {} = 4"),
         ([2**40, 1], ValueError, "softmax: lengths must"),
         ([1.5, 2], TypeError, "lengths must be whole numbers; found [1.5, 2]"),
-        ([2.0, 1.0], TypeError, "lengths must be whole numbers; found [2.0, 1.0]"),
         ([True, 1], TypeError, "lengths must be whole numbers; found [True, 1]"),
         (np.asarray([1.0, 2.0]), TypeError, "lengths must have an integer dtype; found float64"),
-        (np.asarray([True, False]), TypeError, "lengths must have an integer dtype; found bool"),
-        ([1], SHAPE, f"{OF_BATCH} (1,)"),
         ((1, 2, 3), SHAPE, f"{OF_BATCH} (3,)"),
         (np.asarray([[1, 2]]), SHAPE, f"{OF_BATCH} (1, 2)"),
         (3, TypeError, f"lengths {AS_INPUTS} int"),
@@ -227,26 +177,15 @@ def test_arrays_of_another_library_or_device_are_refused():
     for changes, error, text in (
         ({"k": of_torch(K)}, TypeError, libraries),
         (of_cpu | {"k": on_meta(K)}, ValueError, devices),
-        (
-            {"segment_ids": of_torch([[0] * 4] * 2)},
-            TypeError,
-            f"segment_ids {AS_INPUTS} one of tor",
-        ),
         ({"lengths": of_torch([1, 2])}, TypeError, f"lengths {AS_INPUTS} one of torch"),
         ({"key_mask": of_torch([[True] * 4] * 2)}, TypeError, f"key_mask {AS_INPUTS} one of torch"),
         (
-            *(of_cpu | {"key_mask": on_meta([[True] * 4] * 2)}, ValueError),
-            "softmax: key_mask is on meta; the inputs are on cpu",
+            *(of_cpu | {"key_mask": on_meta(K[..., 0, 0] > 0)}, ValueError),
+            "key_mask is on meta; the inputs are on cpu",
         ),
     ):
         for verb in FULL:
             refuses(lambda verb=verb, c=changes: run(verb, SOFTMAX, c), error, text)
-
-
-def test_lengths_may_be_a_list_of_numpy_integers():
-    np.testing.assert_array_equal(
-        pa.softmax(Q, K, V, lengths=[np.int64(3), 1]), pa.softmax(Q, K, V, lengths=[3, 1])
-    )
 
 
 @pytest.mark.parametrize(
@@ -264,56 +203,11 @@ def test_use_backend_refuses_unknown_names_on_entry(names, error, text):
 
 def test_explain_refuses_what_it_can_not_plan():
     text = "softmax: verb must be 'forward' or 'vjp' (for extend, pass the cache); found {!r}"
-    for verb in ("backward", "extend", "", None):
+    for verb in ("extend", None):
         refuses(lambda v=verb: SOFTMAX.explain(Q, K, V, verb=v), ValueError, text.format(verb))
     text = "softmax: segment_ids divides an extension into several; explain one of them, without"
     packed = {"segment_ids": np.zeros((2, 4), int)}
     refuses(lambda: SOFTMAX.explain(Q, K, V, cache=cache_for(), **packed), ValueError, text)
-
-
-LAYOUT = CallLayout("test", t=4, s=4, h=4, n=2, d=3, e=2)
-
-
-@pytest.mark.parametrize(
-    ("text", "changed", "message"),
-    [
-        ("path", {"w": (2, 4, 4, 3)}, "path: w is declared (b s n d), found shape (2, 4, 4, 3)"),
-        ("path", {"w": (2, 4, 2, 2)}, "axis 3 (d) is 2, but 3 in q"),
-        ("path", {"beta": (2, 4, 2, 1)}, "beta is declared (b s n), found shape (2, 4, 2, 1)"),
-        ("path[forget=scaled]", {"g": (2, 4, 2)}, "g is declared (b s h), found shape (2, 4, 2)"),
-        ("differential", {"lam": (4,)}, "lam is declared (), found shape (4,): 0 axes expected"),
-        ("differential[per=head]", {"lam": ()}, "lam is declared (h), found shape (): 1 axes"),
-        ("differential[per=token]", {"lam": (2, 4, 1)}, "axis 2 (h) is 1, but 4 in q"),
-        (
-            "differential",
-            {"k2": (2, 3, 2, 3)},
-            "k2 is declared (b s n d), found shape (2, 3, 2, 3)",
-        ),
-        ("temperature", {"tau": (1,)}, "tau is declared (), found shape (1,)"),
-        ("per_dim_scale", {"per_dim": (4,)}, "per_dim is declared (d), found shape (4,)"),
-        ("qk_norm[gain=true]", {"k_gain": (2, 3)}, "k_gain is declared (d), found shape (2, 3)"),
-        ("path", {"beta": None}, "missing beta; "),
-        ("differential", {"lam": None}, "missing lam; "),
-        ("qk_norm[gain=true]", {"k_gain": None}, "missing k_gain; "),
-    ],
-)
-def test_an_input_of_a_composition_that_is_missing_or_of_the_wrong_shape_is_named(
-    text, changed, message
-):
-    m = pa.parse(text)
-    x = make_inputs(m, LAYOUT, "random")
-    for name, shape in changed.items():
-        x[name] = None if shape is None else np.ones(shape)
-    x = {name: array for name, array in x.items() if array is not None}
-    for run in (m, m.vjp):
-        with pytest.raises((pa.ShapeError, TypeError), match=re.escape(message)):
-            run(**x)
-
-
-def test_a_python_number_is_refused_where_an_array_is_needed():
-    x = make_inputs(pa.Differential(), LAYOUT, "random")
-    with pytest.raises(TypeError, match=r"lam must be an array of NumPy.* found float"):
-        pa.Differential()(**x | {"lam": 0.5})
 
 
 def test_second_keys_are_of_the_calls_dtype_and_gates_may_be_wider():

@@ -41,7 +41,7 @@ def assert_equal(left, right):
         np.testing.assert_array_equal(buffer, right.store[name], err_msg=name)
 
 
-@pytest.mark.parametrize("expression", ["gla", "path", "softmax[forget=unscaled]", "ccq(softmax)"])
+@pytest.mark.parametrize("expression", ["gla", "path", "softmax[forget=unscaled]"])
 def test_what_can_not_be_cropped_says_so_and_names_snapshot(expression):
     _, cache = cache_of(pa.parse(expression))
     assert not cache.can_crop
@@ -49,64 +49,48 @@ def test_what_can_not_be_cropped_says_so_and_names_snapshot(expression):
         cache.crop(2)
 
 
+BAD_VALUES = [
+    (lambda c: c.crop(7), "crop: lengths must lie between 0 and the 6 tokens held; found 7"),
+    (lambda c: c.crop([6, -1, 7]), "found -1 (sequence 1"),
+    (lambda c: c.crop([6, 6]), "lengths must be 3 integers, one for each sequence; found 2"),
+    (lambda c: c.reorder([0, 3]), "indices must lie between 0 and 2; found 3"),
+    (lambda c: c.reorder([-1]), "between 0 and 2; found -1"),
+    (lambda c: c.select([0, 0]), "at most once"),
+    (lambda c: c.select([True, False]), "a mask must have 3 entries"),
+    (lambda c: c.select(np.ones((3, 1), bool)), "must have shape (3,); found (3, 1)"),
+    (lambda c: c.grow(11), "capacity must be 12 or above"),
+    (lambda c: c.to(dtype=None, device="cuda"), "arrays of numpy are on 'cpu'"),
+    (lambda c: pa.Cache.concatenate([c, c.to(dtype="float32")]), "float32"),
+    (lambda c: pa.Cache.concatenate([c, cache_of(pa.GLA())[1]]), "one mechanism"),
+    (lambda c: c.restore(c.select([0]).snapshot()), "of another cache"),
+    (lambda c: c.crop(3).restore(c.snapshot()), "the 3 tokens held; found 6"),
+    (lambda c: pa.Cache(c.length, c.store).crop(1), "does not say what"),
+    (lambda c: pa.Cache.from_state_dict({}), "missing ['version', 'length']"),
+    (lambda c: pa.Cache.from_state_dict({**c.state_dict(), "k": c.length}), "unknown ['k']"),
+]
+BAD_TYPES = [
+    (lambda c: c.crop(True), "lengths must be a whole number"),
+    (lambda c: c.crop([1, 2, 3.5]), "lengths must be whole numbers"),
+    (lambda c: c.crop(np.ones(3)), "integers with one axis; found float64"),
+    (lambda c: c.reorder(1), "indices must be a list of integers or an array"),
+    (lambda c: c.grow(12.0), "capacity must be a whole number; found 12.0"),
+    (lambda c: c.to(), "pass a device, a dtype, or both"),
+    (lambda c: c.to(dtype="int32"), "dtype must be float16"),
+    (lambda c: pa.Cache.concatenate([]), "one or more caches"),
+    (lambda c: pa.Cache.concatenate([c, 3]), "one or more caches"),
+    (lambda c: c.restore(c), "a Snapshot from snapshot() expected; found Cache"),
+    (lambda c: pa.Cache.from_state_dict({**c.state_dict(), "tokens: k": [1]}), "found list"),
+]
+
+
 @pytest.mark.parametrize(
-    ("operation", "error", "words"),
+    ("error", "operation", "words"),
     [
-        (
-            lambda c: c.crop(7),
-            ValueError,
-            "crop: lengths must lie between 0 and the 6 tokens held; found 7",
-        ),
-        (lambda c: c.crop(-1), ValueError, "found -1 (sequence 0"),
-        (lambda c: c.crop([6, 6, 7]), ValueError, "found 7 (sequence 2"),
-        (
-            lambda c: c.crop([6, 6]),
-            ValueError,
-            "lengths must be 3 integers, one for each sequence; found 2",
-        ),
-        (lambda c: c.crop(1.0), TypeError, "lengths must be a whole number"),
-        (lambda c: c.crop(True), TypeError, "lengths must be a whole number"),
-        (lambda c: c.crop([1, 2, 3.5]), TypeError, "lengths must be whole numbers"),
-        (lambda c: c.crop(np.ones(3)), TypeError, "integers with one axis; found float64"),
-        (lambda c: c.crop("3"), TypeError, "lengths must be a whole number"),
-        (lambda c: c.reorder([0, 3]), ValueError, "indices must lie between 0 and 2; found 3"),
-        (lambda c: c.reorder([-1]), ValueError, "between 0 and 2; found -1"),
-        (lambda c: c.reorder(1), TypeError, "indices must be a list of integers or an array"),
-        (lambda c: c.select([0, 0]), ValueError, "at most once"),
-        (lambda c: c.select([True, False]), ValueError, "a mask must have 3 entries"),
-        (
-            lambda c: c.select(np.ones((3, 1), bool)),
-            ValueError,
-            "must have shape (3,); found (3, 1)",
-        ),
-        (lambda c: c.grow(11), ValueError, "capacity must be 12 or above"),
-        (lambda c: c.grow(12.0), TypeError, "capacity must be a whole number; found 12.0"),
-        (lambda c: c.to(), TypeError, "pass a device, a dtype, or both"),
-        (lambda c: c.to(dtype="int32"), TypeError, "dtype must be float16"),
-        (lambda c: c.to(dtype="wide"), TypeError, "found 'wide'"),
-        (lambda c: c.to(dtype=None, device="cuda"), ValueError, "arrays of numpy are on 'cpu'"),
-        (lambda c: pa.Cache.concatenate([]), TypeError, "one or more caches"),
-        (lambda c: pa.Cache.concatenate([c, 3]), TypeError, "one or more caches"),
-        (lambda c: pa.Cache.concatenate([c, c.to(dtype="float32")]), ValueError, "float32"),
-        (lambda c: pa.Cache.concatenate([c, cache_of(pa.GLA())[1]]), ValueError, "one mechanism"),
-        (lambda c: c.restore(c), TypeError, "a Snapshot from snapshot() expected; found Cache"),
-        (lambda c: c.restore(c.select([0]).snapshot()), ValueError, "of another cache"),
-        (lambda c: c.crop(3).restore(c.snapshot()), ValueError, "the 3 tokens held; found 6"),
-        (lambda c: pa.Cache(c.length, c.store).crop(1), ValueError, "does not say what"),
-        (lambda c: pa.Cache.from_state_dict({}), ValueError, "missing ['version', 'length']"),
-        (
-            lambda c: pa.Cache.from_state_dict({**c.state_dict(), "k": c.length}),
-            ValueError,
-            "unknown ['k']",
-        ),
-        (
-            lambda c: pa.Cache.from_state_dict({**c.state_dict(), "tokens: k": [1]}),
-            TypeError,
-            "'tokens: k' must be an array; found list",
-        ),
+        *((ValueError, *row) for row in BAD_VALUES),
+        *((TypeError, *row) for row in BAD_TYPES),
     ],
 )
-def test_bad_arguments(operation, error, words):
+def test_bad_arguments(error, operation, words):
     _, cache = cache_of(CROPPED)
     with pytest.raises(error, match=re.escape(words)):
         operation(cache)
@@ -147,40 +131,29 @@ def test_a_cache_that_was_donated_is_refused(verb, expression, stop, library, mo
             again()
 
 
-OPERATIONS = {
-    "crop": lambda c: c.crop(0) if c.can_crop else c.reorder([0, 1, 2]),
-    "restore": lambda c: c.restore(c.snapshot()),
-    "reorder": lambda c: c.reorder([2, 0, 1, 1]),
-    "select": lambda c: c.select(c.length != c.length[0] + 1),
-    "grow": lambda c: c.grow(20),
-    "to": lambda c: c.to(device="cpu", dtype="float64"),
-    "concatenate": lambda c: pa.Cache.concatenate([c]),
-    "state_dict": lambda c: pa.Cache.from_state_dict(c.state_dict()),
-}
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(
     ("expression", "library"),
     [("lucid(laser)", "torch"), ("gla", "numpy"), ("path", "numpy"), ("ccq(softmax)", "torch")],
 )
-def test_a_new_cache_has_the_same_memory_layout_and_shares_no_memory(
-    expression, library, operation
-):
+def test_a_new_cache_has_the_same_memory_layout_and_shares_no_memory(expression, library):
     pytest.importorskip(library)
     m = pa.parse(expression)
     # An empty cache, because a step may give rewritten rows another layout.
     cache = m.init_cache(**cache_of(m, library)[0], capacity=CAPACITY)
-    new = OPERATIONS[operation](cache)
-    if new is cache:  # A state has no capacity to grow.
-        assert (expression, operation) == ("gla", "grow")
-        return
-    before = {name: np.asarray(buffer).copy() for name, buffer in cache.store.items()}
-    for name, buffer in new.store.items():
-        assert order_in_memory(buffer) == order_in_memory(cache.store[name]), name
-        buffer[...] = 1
-    for name, buffer in cache.store.items():
-        np.testing.assert_array_equal(buffer, before[name], err_msg=name)
+    for new in (
+        cache.crop(0) if cache.can_crop else cache,
+        cache.restore(cache.snapshot()),
+        cache.reorder([2, 0, 1, 1]),
+        cache.select(cache.length != cache.length[0] + 1),
+        cache.grow(20),
+        cache.to(device="cpu", dtype="float64"),
+        pa.Cache.concatenate([cache]),
+        pa.Cache.from_state_dict(cache.state_dict()),
+    ):
+        for name, buffer in new.store.items():
+            old = cache.store[name]
+            assert order_in_memory(buffer) == order_in_memory(old), name
+            assert new is cache or not np.shares_memory(np.asarray(buffer), np.asarray(old)), name
 
 
 def order_in_memory(buffer):
@@ -189,28 +162,25 @@ def order_in_memory(buffer):
     return sorted(range(buffer.ndim), key=lambda axis: (-strides[axis], axis))
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("lengths", [3, [3, 0, 5]])
+@pytest.mark.parametrize(("donate", "lengths"), [(False, [3, 0, 5]), (True, [3, 0, 5]), (True, 3)])
 def test_cropped_tokens_leave_no_trace(donate, lengths):
     """A NaN in a token that is left out, and a masked key, have no effect."""
-    m = CROPPED
-    x, _ = cache_of(m)
+    x, _ = cache_of(CROPPED)
     changed = {name: array.copy() for name, array in x.items()}
     for array in changed.values():
         array[:, 5] = np.nan
-    mask = np.ones((3, LENGTH), dtype=bool)
-    mask[1, 1] = mask[:, 4:] = False
-    counts = np.broadcast_to(lengths, 3)
+    mask = np.tile(np.arange(LENGTH) < 4, (3, 1))
+    mask[1, 1] = False
 
     def filled(inputs, tokens, **lengths):
-        cache = m.init_cache(**x, capacity=CAPACITY, key_mask=True)
-        new = slice_tokens(m, inputs, 0, tokens)
-        return m.extend(cache, **new, key_mask=mask[:, :tokens], **lengths)[1]
+        cache = CROPPED.init_cache(**x, capacity=CAPACITY, key_mask=True)
+        new = slice_tokens(CROPPED, inputs, 0, tokens)
+        return CROPPED.extend(cache, **new, key_mask=mask[:, :tokens], **lengths)[1]
 
     cache = filled(changed, 7)
     buffers = dict(cache.store)
     cropped = cache.crop(lengths, donate=donate)
-    assert_equal(cropped, filled(x, 5, lengths=counts))
+    assert_equal(cropped, filled(x, 5, lengths=np.broadcast_to(lengths, 3)))
     assert all((cropped.store[name] is buffers[name]) == donate for name in buffers)
 
 
@@ -220,34 +190,18 @@ def is_invalid(cache):
     return ((length < 0) | (length > (length if capacity is None else capacity))).tolist()
 
 
-@pytest.mark.thorough
-def test_a_sequence_that_lost_tokens_stays_invalid():
+def test_traced_arguments_out_of_range_make_a_sequence_invalid_and_it_stays_so():
     jax = pytest.importorskip("jax")
     _, cache = cache_of(CROPPED, "jax", "float32")
-    full = cache._replace(length=jax.numpy.asarray([6, 13, 6], dtype="int32"))
-    assert is_invalid(full) == [False, True, False]
-    assert is_invalid(full.grow(60)) == [False, True, False]
-    assert is_invalid(full.reorder([1, 0])) == [True, False]
-    assert is_invalid(pa.Cache.concatenate([full, cache.grow(20)]))[:4] == [
-        False,
-        True,
-        False,
-        False,
-    ]
-    assert is_invalid(jax.jit(lambda c: c.crop(2))(full)) == [False, True, False]
-    with pytest.raises(ValueError, match="sequence 1 of the batch has lost tokens"):
-        full.crop(2)
-
-
-@pytest.mark.parametrize("expression", ["lucid", "gla"])
-def test_traced_arguments_out_of_range_make_a_sequence_invalid(expression):
-    jax = pytest.importorskip("jax")
-    _, cache = cache_of(pa.parse(expression), "jax", "float32")
     reordered = jax.jit(lambda c, i: c.reorder(i))(cache, jax.numpy.asarray([-1, 0, 3]))
     assert is_invalid(reordered) == [True, False, True]
-    if cache.can_crop:
-        cropped = jax.jit(lambda c, n: c.crop(n))(cache, jax.numpy.asarray([7, 6, -1]))
-        assert is_invalid(cropped) == [True, False, True]
+    full = jax.jit(lambda c, n: c.crop(n))(cache, jax.numpy.asarray([6, 7, -1]))
+    for kept in (full, full.grow(60), full.to(dtype="float64")):
+        assert is_invalid(kept) == [False, True, True]
+    assert is_invalid(full.reorder([1, 0])) == [True, False]
+    assert is_invalid(pa.Cache.concatenate([full, cache.grow(20)]))[:3] == [False, True, True]
+    with pytest.raises(ValueError, match="sequence 1 of the batch has lost tokens"):
+        full.crop(2)
     with pytest.raises(TypeError, match="a traced mask"):
         jax.jit(lambda c, mask: c.select(mask))(cache, cache.length > 0)
 
@@ -284,44 +238,18 @@ def test_operations_in_one_graph_of_torch_compile():
 @pytest.mark.parametrize("expression", ["lucid", "gla"])
 def test_operations_are_differentiated_in_torch(expression):
     torch = pytest.importorskip("torch")
-    m = pa.parse(expression)
-    _, cache = cache_of(m, "torch")
-    arguments = ([2, 0, 0], [1, 2, 6])
-    direction = {name: torch.randn_like(buffer) for name, buffer in cache.store.items()}
-    leaves = {name: buffer.requires_grad_() for name, buffer in cache.store.items()}
+    _, cache = cache_of(pa.parse(expression), "torch")
 
-    def total(store):
-        new = everything(cache._replace(store=store), *arguments, crops=cache.can_crop)
-        return sum((buffer**2).sum() for buffer in new.store.values())
+    def operated(*buffers):
+        store = dict(zip(cache.store, buffers, strict=True))
+        new = everything(cache._replace(store=store), [2, 0, 0], [1, 2, 6], cache.can_crop)
+        return tuple(new.store.values())
 
-    gradients = torch.autograd.grad(total(leaves), list(leaves.values()))
-    slope = sum((g * direction[n]).sum() for n, g in zip(leaves, gradients, strict=True))
-    ahead, behind = (
-        total({n: a + h * direction[n] for n, a in leaves.items()}) for h in (1e-5, -1e-5)
-    )
-    torch.testing.assert_close(slope, (ahead - behind) / 2e-5, rtol=1e-6, atol=1e-6)
+    leaves = tuple(buffer.requires_grad_() for buffer in cache.store.values())
+    assert torch.autograd.gradcheck(operated, leaves, fast_mode=True)
     if cache.can_crop:
         with pytest.raises(ValueError, match=r"under torch\.no_grad"):
             cache.crop(1, donate=True)
-
-
-@pytest.mark.parametrize("expression", ["lucid", "gla"])
-def test_operations_are_differentiated_in_jax(expression):
-    jax = pytest.importorskip("jax")
-    m = pa.parse(expression)
-    rng = np.random.default_rng(0)
-    with jax.enable_x64(True):
-        _, cache = cache_of(m, "jax")
-        direction = {name: rng.normal(size=buffer.shape) for name, buffer in cache.store.items()}
-
-        def total(h):
-            store = {name: buffer + h * direction[name] for name, buffer in cache.store.items()}
-            new = everything(cache._replace(store=store), [2, 0, 0], [1, 2, 6], cache.can_crop)
-            return sum((buffer**2).sum() for buffer in new.store.values())
-
-        both = jax.jit(jax.value_and_grad(total))
-        (ahead, _), (behind, _), (_, slope) = both(1e-5), both(-1e-5), both(0.0)
-        np.testing.assert_allclose(slope, (ahead - behind) / 2e-5, rtol=1e-6)
 
 
 def test_wide_buffers_stay_in_float32():
@@ -329,17 +257,11 @@ def test_wide_buffers_stay_in_float32():
     m = pa.Lucid()
     x, cache = cache_of(m, "torch", "float32")
     half = cache.to(dtype=torch.bfloat16)
-    assert {n: a.dtype for n, a in half.store.items()} == {
-        "k": torch.bfloat16,
-        "y": torch.bfloat16,
-        "rms(k)": torch.float32,
-    }
     new = {n: a.bfloat16() for n, a in slice_tokens(m, x, 6, 7).items()}
     m.extend(half, **new)
-    made = m.init_cache(**new, capacity=CAPACITY)
-    assert {n: a.dtype for n, a in made.store.items()} == {
-        n: a.dtype for n, a in half.store.items()
-    }
+    dtypes = {"k": torch.bfloat16, "y": torch.bfloat16, "rms(k)": torch.float32}
+    for made in (half, m.init_cache(**new, capacity=CAPACITY)):
+        assert {n: a.dtype for n, a in made.store.items()} == dtypes
     assert {a.dtype for a in half.to(dtype="float64").store.values()} == {torch.float64}
     assert half.to(device="meta").length.is_meta
 
@@ -362,12 +284,6 @@ def by_numpy(state, folder):
     return dict(np.load(folder / "cache.npz"))
 
 
-def by_safetensors(state, folder):
-    safetensors = pytest.importorskip("safetensors.torch")
-    safetensors.save_file(state, folder / "cache.safetensors")
-    return safetensors.load_file(folder / "cache.safetensors")
-
-
 def by_orbax(state, folder):
     orbax = pytest.importorskip("orbax.checkpoint")
     with orbax.StandardCheckpointer() as checkpointer:
@@ -379,9 +295,8 @@ def by_orbax(state, folder):
 @pytest.mark.parametrize(
     ("expression", "library", "saved"),
     [
-        *((text, "torch", by_torch) for text in ("path", "gla", "ccq(softmax)")),
-        *(("lucid", "numpy", by_numpy), ("lucid", "torch", by_safetensors)),
-        ("lucid", "jax", by_orbax),
+        *(("path", "torch", by_torch), ("ccq(softmax)", "torch", by_torch)),
+        *(("lucid", "numpy", by_numpy), ("lucid", "jax", by_orbax)),
     ],
 )
 def test_a_saved_cache_is_the_same_cache(expression, library, saved, tmp_path):

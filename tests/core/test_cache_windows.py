@@ -36,13 +36,13 @@ def extended(m, cache, x, ends, start=0, **options):
     return np.concatenate(outs, axis=1), cache
 
 
-@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize(
-    ("expression", "ends"),
+    ("expression", "ends", "donate"),
     [
-        *((text, [3, 40, 41, LENGTH]) for text in MECHANISMS),
-        *((MECHANISMS[0], ends) for ends in (range(1, LENGTH + 1), [LENGTH])),
-        *((MECHANISMS[2], range(5, LENGTH + 1, 5)), (MECHANISMS[4], range(1, LENGTH + 1))),
+        *((text, [3, 40, 41, LENGTH], i % 2 == 0) for i, text in enumerate(MECHANISMS)),
+        *((MECHANISMS[0], range(1, LENGTH + 1), donate) for donate in (False, True)),
+        *((MECHANISMS[0], [LENGTH], False), (MECHANISMS[2], range(5, LENGTH + 1, 5), False)),
+        (MECHANISMS[4], range(1, LENGTH + 1), True),
     ],
     ids=str,
 )
@@ -56,28 +56,6 @@ def test_any_split_equals_the_full_call_in_buffers_of_few_rows(expression, ends,
     assert cache.length.tolist() == [LENGTH] * 3
     assert cache.store["k" if "qk" not in expression else "v"].shape[1] == ROWS
     assert before == {n: (buffer.shape, buffer.strides) for n, buffer in cache.store.items()}
-
-
-def test_ragged_and_masked_sequences_equal_each_alone():
-    x = inputs_of(PLAIN)
-    mask = np.arange(LENGTH)[None] % 5 != np.asarray([[0], [1], [2]])
-    counts = [(7, 2, 0), (12, 1, 30), (1, 1, 1), (0, 20, 3)]
-    cache, done = PLAIN.init_cache(**x, capacity=1000, key_mask=True), np.zeros(3, dtype=int)
-    expected = PLAIN(**x, key_mask=mask)
-    for count in counts:
-        block = max(count)
-        new = {name: np.full((3, block, *a.shape[2:]), np.nan) for name, a in x.items()}
-        new_mask = np.ones((3, block), dtype=bool)
-        for i, n in enumerate(count):
-            for name in new:
-                new[name][i, :n] = x[name][i, done[i] : done[i] + n]
-            new_mask[i, :n] = mask[i, done[i] : done[i] + n]
-        out, cache = PLAIN.extend(cache, **new, key_mask=new_mask, lengths=list(count))
-        for i, n in enumerate(count):
-            wanted = expected[i, done[i] : done[i] + n]
-            np.testing.assert_allclose(out[i, :n], wanted, rtol=1e-10, atol=1e-12)
-        done += count
-    assert cache.length.tolist() == done.tolist()
 
 
 def test_a_window_is_cropped_within_the_tokens_that_it_holds():
@@ -104,7 +82,6 @@ def test_operations_on_a_window():
     for donate in (True, False):
         _, cache = extended(PLAIN, cache, x, [45, 60], 40, donate=True)
         cache = cache.restore(before, donate=donate)
-        assert cache.length.tolist() == [40] * 3
     assert cache.capacity is None
     assert cache.grow(5000) is cache
     order = [2, 0, 0]
@@ -117,17 +94,11 @@ def test_operations_on_a_window():
 
 def test_other_mechanisms_keep_all_tokens_or_refuse_the_cache_of_a_window():
     x = inputs_of(PLAIN)
-    for expression in (
-        f"lucid(softmax[window={WINDOW}])",
-        f"path[window={WINDOW}]",
-        f"softmax[window={WINDOW},bias=true]",
-        "query_weighted_query",
-    ):
-        m = pa.parse(expression)
-        assert m.program.reach is None, expression
+    for expression in ("lucid({})", "path[window=9]", "softmax[window=9,bias=true]"):
+        assert pa.parse(expression.format(MECHANISMS[0])).program.reach is None, expression
     cache = PLAIN.init_cache(**x, capacity=1000)
     new = slice_tokens(PLAIN, x, 0, 2)
-    for other in (pa.Softmax(), pa.Softmax(window=WINDOW - 1), pa.Softmax(window=WINDOW + 1)):
+    for other in (pa.Softmax(), pa.Softmax(window=WINDOW - 1)):
         with pytest.raises(ValueError, match="of another mechanism: it holds the last tokens only"):
             other.extend(cache, **new)
     with pytest.raises(ValueError, match="of another mechanism: it has the buffers"):
@@ -156,35 +127,11 @@ def test_a_window_under_jit():
 
 def test_a_window_is_differentiated():
     torch = pytest.importorskip("torch")
-    x = inputs_of(PLAIN, "torch")
-    for array in x.values():
-        array.requires_grad_()
-    cache = PLAIN.init_cache(**x, capacity=1000)
-    outs = []
+    x = {name: array.requires_grad_() for name, array in inputs_of(PLAIN, "torch").items()}
+    cache, outs = PLAIN.init_cache(**x, capacity=1000), []
     for start, stop in ((0, 20), (20, 30), (30, 31), (31, LENGTH)):
         out, cache = PLAIN.extend(cache, **slice_tokens(PLAIN, x, start, stop))
         outs.append(out)
-    extended_out, full = torch.cat(outs, dim=1), PLAIN(**x)
-    cotangent = torch.randn_like(full)
-    for mine, wanted in zip(
-        torch.autograd.grad(extended_out, list(x.values()), cotangent),
-        torch.autograd.grad(full, list(x.values()), cotangent),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, wanted)
-
-
-@pytest.mark.thorough
-def test_a_window_is_compiled_by_torch():
-    torch = pytest.importorskip("torch")
-    x = inputs_of(PLAIN, "torch", b=1)
-    _, cache = extended(PLAIN, PLAIN.init_cache(**x, capacity=1000), x, [20])
-    torch.compiler.reset()
-    step = torch.compile(PLAIN.extend, backend="eager", fullgraph=True)
-    for stop in (23, 24):
-        new = slice_tokens(PLAIN, x, 20, stop)
-        out, compiled = step(cache, **new)
-        expected_out, expected = PLAIN.extend(cache, **new)
-        torch.testing.assert_close(out, expected_out)
-        assert compiled.length.tolist() == expected.length.tolist() == [stop]
-        torch.testing.assert_close(compiled.reorder([0]).store, expected.store)
+    cotangent = torch.randn_like(out := torch.cat(outs, dim=1))
+    found, expected = (torch.autograd.grad(o, [*x.values()], cotangent) for o in (out, PLAIN(**x)))
+    torch.testing.assert_close(found, expected)

@@ -3,42 +3,18 @@
 That any split gives the output of the full call is the conformance check `caching`.
 """
 
-import pickle
-
 import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn.frame import EXTENSION, Frame, extending_frame
-from precondattn.frame import Layout as FrameLayout
 from precondattn.frameworks import of
 from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
-from tests.representatives import CACHED
 
 LENGTH = 12
 
 
 def inputs_of(m, kind="clustered", **sizes):
     return make_inputs(m, CallLayout("test", t=LENGTH, s=LENGTH, **sizes), kind)
-
-
-@pytest.mark.parametrize("expression", CACHED)
-def test_donated_caches_give_the_same_output_and_are_written_in_place(expression):
-    m = pa.parse(expression)
-    x = inputs_of(m)
-    expected = m(**x)
-    like = {n: a for n, a in x.items() if not m.inputs[n].is_pairwise}
-    cache = m.init_cache(**like, capacity=LENGTH)
-    buffers = dict(cache.store)
-    outs = []
-    for start in range(0, LENGTH, 4):
-        old = cache
-        out, cache = m.extend(old, **slice_tokens(m, x, start, start + 4), donate=True)
-        outs.append(out)
-        with pytest.raises(ValueError, match="donated by extend"):
-            m.extend(old, **slice_tokens(m, x, start, start + 4))
-    assert all(cache.store[key] is buffer for key, buffer in buffers.items())
-    np.testing.assert_allclose(np.concatenate(outs, axis=1), expected, rtol=1e-10, atol=1e-12)
 
 
 VIEWS = {
@@ -57,17 +33,13 @@ DONATING = {
 @pytest.mark.parametrize(
     ("expression", "view", "operation"),
     [
-        ("softmax", "read-only", "one token"),
         ("softmax", "broadcast", "crop"),
         ("softmax", "expanded", "lengths"),
         ("softmax[window=3]", "broadcast", "one token"),
         ("softmax[window=3]", "expanded", "restore"),
-        ("softmax[window=3]", "read-only", "lengths"),
         ("lucid(path)", "read-only", "restore"),
         ("lucid(path)", "expanded", "one token"),
-        ("lucid(path)", "broadcast", "lengths"),
         ("gla", "expanded", "one token"),
-        ("gla", "read-only", "one token"),
         ("gla", "broadcast", "restore"),
     ],
 )
@@ -86,7 +58,7 @@ def test_a_donated_cache_that_can_not_be_written_to_is_copied_once(expression, v
     assert operation == "crop" or all(after.store[name] is buffers[name] for name in buffers)
 
 
-@pytest.mark.parametrize("normalize", ["keys", "queries_and_keys", "rows", "none"])
+@pytest.mark.parametrize("normalize", ["keys", "queries_and_keys", "rows"])
 def test_the_cache_of_lucid_stores_y_after_a_prefill_and_after_one_token(normalize):
     m = pa.Lucid(normalize=normalize)
     x = inputs_of(m)
@@ -94,18 +66,15 @@ def test_the_cache_of_lucid_stores_y_after_a_prefill_and_after_one_token(normali
     _, cache = m.extend(m.init_cache(**x, capacity=20), **slice_tokens(m, x, 0, LENGTH - 1))
     _, cache = m.extend(cache, **slice_tokens(m, x, LENGTH - 1, LENGTH))
     k = x["k"] if normalize != "queries_and_keys" else pa.RMSNorm()(x["k"])
-    y = m.solve()(k, x["v"])
-    np.testing.assert_allclose(cache.store["y"][:, :LENGTH], y, rtol=1e-10, atol=1e-12)
-    assert "v" not in cache.store
-    if normalize == "keys":
+    expected = {"y": m.solve()(k, x["v"]), "rms(k)": np.sqrt(np.mean(k**2, axis=-1) + 1e-6)}
+    assert ("v" in cache.store, "rms(k)" in cache.store) == (False, normalize == "keys")
+    for name in {*expected} & {*cache.store}:
         np.testing.assert_allclose(
-            cache.store["rms(k)"][:, :LENGTH], np.sqrt(np.mean(k**2, axis=-1) + 1e-6)
+            cache.store[name][:, :LENGTH], expected[name], rtol=1e-10, atol=1e-12
         )
 
 
-@pytest.mark.parametrize(
-    "expression", ["softmax", "lucid", "laser", "lucid(laser)", "path[flush=8]", "lucid(path)"]
-)
+@pytest.mark.parametrize("expression", ["softmax", "lucid(laser)", "path[flush=8]", "lucid(path)"])
 def test_the_work_of_a_decoded_token_grows_linearly_with_the_context(expression):
     torch = pytest.importorskip("torch")
     counter_of = pytest.importorskip("torch.utils.flop_counter").FlopCounterMode
@@ -123,31 +92,6 @@ def test_the_work_of_a_decoded_token_grows_linearly_with_the_context(expression)
     assert products[2] <= 2.1 * products[1]
 
 
-def test_a_cache_consists_of_plain_arrays_and_can_be_pickled():
-    m = pa.Lucid()
-    x = inputs_of(m)
-    _, cache = m.extend(m.init_cache(**x, capacity=LENGTH), **slice_tokens(m, x, 0, 6))
-    loaded = pickle.loads(pickle.dumps(cache))
-    expected, _ = m.extend(cache, **slice_tokens(m, x, 6, LENGTH))
-    result, _ = m.extend(loaded, **slice_tokens(m, x, 6, LENGTH))
-    np.testing.assert_array_equal(result, expected)
-
-
-@pytest.mark.parametrize(("b", "held", "t"), [(1, 0, 1), (3, 5, 2), (2, 8, 0)])
-def test_the_frame_of_caches_of_equal_length_equals_the_general_frame(b, held, t):
-    length = np.full((b,), held, dtype=np.int32)
-    few = Frame.of(FrameLayout(EXTENSION, t, 8, held=held, longest=held), length)
-    general = extending_frame(length, 8, t, lengths=None, key_mask=None, past_mask=None)
-    for mine, wanted in zip(few.arrays, general.arrays, strict=True):
-        if wanted is None:
-            assert mine is None
-        else:
-            np.testing.assert_array_equal(mine, wanted)
-    filled = few.of_held()
-    assert filled.k_valid is None
-    np.testing.assert_array_equal(filled.k_position, np.arange(held + t)[None])
-
-
 HELD, SMALL, LARGE = 64, 256, 8192
 
 MECHANISMS = (
@@ -156,14 +100,9 @@ MECHANISMS = (
     "softmax[forget=unscaled]",
     "laser",
     "lucid",
-    "lucid[normalize=rows]",
-    "lucid(softmax[window=3])",
     "lucid(laser)",
-    "path",
     "path[forget=scaled,flush=3]",
     "lucid(path)",
-    "lucid(path[flush=3])",
-    "differential",
     "ccq[covariance=query_weighted](linear)",
     "gated_delta",
 )
@@ -192,20 +131,16 @@ def largest_mode(torch):
     return Largest()
 
 
-def prompt_and_token(mechanism, library):
-    layout = CallLayout("test", b=2, t=HELD + 1, s=HELD + 1)
-    x = {name: library(a) for name, a in make_inputs(mechanism, layout, "random").items()}
-    return x, *(slice_tokens(mechanism, x, *ends) for ends in ((0, HELD), (HELD, HELD + 1)))
-
-
 def largest_array_of_a_step(mechanism, capacity, lengths):
     torch = pytest.importorskip("torch")
-    x, prompt, token = prompt_and_token(mechanism, torch.as_tensor)
+    made = make_inputs(mechanism, CallLayout("test", b=2, t=HELD + 1, s=HELD + 1), "random")
+    x = {name: torch.as_tensor(array) for name, array in made.items()}
     cache = mechanism.init_cache(**x, capacity=capacity)
     with torch.no_grad():
+        prompt = slice_tokens(mechanism, x, 0, HELD)
         _, cache = mechanism.extend(cache, **prompt, lengths=lengths, donate=True)
         with largest_mode(torch) as largest:
-            mechanism.extend(cache, **token, donate=True)
+            mechanism.extend(cache, **slice_tokens(mechanism, x, HELD, HELD + 1), donate=True)
     return largest.entries
 
 
@@ -215,33 +150,6 @@ def test_a_donated_step_computes_with_no_array_that_grows_with_the_capacity(expr
     for lengths in (None, (HELD, HELD - 5)):
         small, large = (largest_array_of_a_step(mechanism, c, lengths) for c in (SMALL, LARGE))
         assert large == small
-
-
-@pytest.mark.parametrize(
-    ("expression", "donate", "lengths"),
-    [
-        (text, i % 2 == 0, (None, (HELD, HELD - 5))[i // 2 % 2])
-        for i, text in enumerate(text for text in MECHANISMS if text != "softmax[window=3]")
-    ],
-)
-def test_the_cache_does_not_depend_on_the_capacity(expression, donate, lengths):
-    """The cache of a softmax with a window, which is not here, has no capacity."""
-    mechanism = pa.parse(expression)
-    x, prompt, token = prompt_and_token(mechanism, np.asarray)
-    found = []
-    for capacity in (HELD + 1, HELD + 40):
-        cache = mechanism.init_cache(**x, capacity=capacity)
-        _, cache = mechanism.extend(cache, **prompt, lengths=lengths, donate=donate)
-        strides = {name: buffer.strides for name, buffer in cache.store.items()}
-        out, cache = mechanism.extend(cache, **token, donate=donate)
-        assert {name: buffer.strides for name, buffer in cache.store.items()} == strides
-        found.append((out, cache))
-    (out, cache), (other_out, other) = found
-    np.testing.assert_allclose(other_out, out, rtol=1e-12, atol=1e-12)
-    for name, buffer in cache.store.items():
-        rows = other.store[name][:, : buffer.shape[1]]
-        np.testing.assert_allclose(rows, buffer, rtol=1e-12, atol=1e-12)
-        np.testing.assert_array_equal(other.store[name][:, buffer.shape[1] :], 0)
 
 
 @pytest.mark.parametrize("whole", [np.int64, np.uint8, np.asarray])

@@ -4,15 +4,14 @@ import math
 import re
 import subprocess
 import sys
-import threading
-import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 import precondattn as pa
 from precondattn.algebra.call import Call
-from precondattn.execution import checked, examined_values
+from precondattn.execution import checked
 from precondattn.execution.arguments import bind
 from precondattn.execution.examined_values import examine
 from precondattn.execution.input_names import MASKS
@@ -99,11 +98,9 @@ def test_values_that_are_not_finite_are_errors_except_a_decay_to_nothing(value):
             examined(mechanism, bad)
     biased, x = inputs_of("softmax[bias=true]")
     x["bias"] = np.where(np.arange(18) > 9, value, x["bias"])
-    if value == -math.inf:
+    is_bad = pytest.raises(ValueError, match=r"bias\[.*\] is .*, not finite")
+    with nullcontext() if value == -math.inf else is_bad:
         examined(biased, x)
-    else:
-        with pytest.raises(ValueError, match=r"bias\[.*\] is .*, not finite"):
-            examined(biased, x)
 
 
 @pytest.mark.parametrize(
@@ -111,10 +108,10 @@ def test_values_that_are_not_finite_are_errors_except_a_decay_to_nothing(value):
     [
         ("gated_delta", "g", "write log(x) of a decay x, or -softplus(x)"),
         ("gated_delta", "beta", "write 2 * sigmoid(x)"),
+        ("temperature", "tau", "write softplus(x) or exp(x)"),
         ("gated_delta", "k", "by its length, or write qk_norm[norm=l2](gated_delta)"),
         ("path", "w", "divide each row of w by its length"),
         ("ccq", "contraction", "write sigmoid(x)"),
-        ("temperature", "tau", "write softplus(x) or exp(x)"),
     ],
 )
 def test_an_error_says_what_to_write_instead(expression, name, advice):
@@ -135,19 +132,13 @@ def test_rows_that_were_rounded_to_bfloat16_have_length_1():
 
 
 @pytest.mark.parametrize(
-    "masks",
-    [
-        {"lengths": [16, 18]},
-        {"key_mask": np.arange(36).reshape(2, 18) % 18 < 16},
-    ],
+    "masks", [{"lengths": [16, 18]}, {"key_mask": np.tile(np.arange(18) < 16, (2, 1))}]
 )
 def test_padding_and_masked_keys_are_not_examined(masks):
     mechanism, x = inputs_of("atk")
     for name, array in x.items():
         if "s" in mechanism.inputs[name].letters:
-            array[0, 16:] = np.nan
-            if "key_mask" in masks:
-                array[1, 16:] = np.nan
+            array[: 1 if "lengths" in masks else 2, 16:] = np.nan
     cache = mechanism.init_cache(**x)
     with pa.checked(layout=False):
         mechanism(**x, **masks)
@@ -169,39 +160,21 @@ def test_more_heads_than_tokens_are_a_transposed_layout():
         pa.Softmax().extend(cache, *heads_first)
 
 
-def test_no_function_of_the_checks_is_called_when_they_are_off():
+def test_every_verb_is_checked_and_none_without_the_context():
     mechanism, x = inputs_of("gated_delta")
     one = {name: array[:1] for name, array in x.items()}
     one["k"] *= 2
-    modules = {module.__file__ for module in (checked, examined_values)}
-
-    def functions_called(run):
-        called = []
-
-        def record(frame, event, _):
-            if event == "call" and frame.f_code.co_filename in modules:
-                called.append(frame.f_code.co_name)
-
-        sys.setprofile(record)
-        try:
-            run()
-        finally:
-            sys.setprofile(None)
-        return called
-
-    two = mechanism.init_cache(**one, sequences=2)
-    verbs = [
+    start, two = mechanism.init_cache(**one), mechanism.init_cache(**one, sequences=2)
+    for run in (
         lambda: mechanism(**one),
         lambda: mechanism.vjp(**one),
-        lambda: mechanism.extend(mechanism.init_cache(**one), **one),
-        lambda: mechanism.extend(mechanism.init_cache(**one), **one, keep=2),
+        lambda: mechanism.extend(start, **one),
+        lambda: mechanism.extend(start, **one, keep=2),
         lambda: mechanism.extend(two, **one, cu_seqlens=[0, 5, 18]),
         lambda: mechanism.extend_vjp(two, **one, cu_seqlens=[0, 5, 18]),
         lambda: pa.gated_delta(**one),
-    ]
-    assert checked.CHECKS.get() is None
-    for run in verbs:
-        assert not functions_called(run)
+    ):
+        run()
         with pa.checked(), pytest.raises(ValueError, match="is a row of length 2"):
             run()
     assert checked.CHECKS.get() is None
@@ -209,10 +182,9 @@ def test_no_function_of_the_checks_is_called_when_they_are_off():
 
 KINDS = [
     ("softmax", "v", math.nan, "v[0, 0, 0, 0] is nan, not finite"),
-    ("delta", "k", 2.0, "k[0, 0, 0] is a row of length 4, not at most 1"),
+    ("delta", "k", 2.0, "k[0, 0, 0] is a row of length 4, not at most 1 (143 more)"),
     ("gated_delta", "g", 0.5, "g[0, 0, 0] is 0.5, not at most 0"),
     ("delta", "beta", 3.0, "beta[0, 0, 0] is 3, not between 0 and 2"),
-    ("ccq", "contraction", 1.5, "contraction[0, 0, 0] is 1.5, not "),
     ("mesa", "lam_mesa", 0.0, "is 0, not above 0"),
     ("softmax", None, 0.0, "more heads than tokens (4 and 3)"),
 ]
@@ -234,19 +206,6 @@ def test_each_kind_of_values_is_examined_on_each_library(library, expression, na
     if name is None:
         with pa.checked(layout=False):
             mechanism(**arrays)
-
-
-def test_random_keys_are_an_error_before_numpy_warns_and_what_it_says_to_write_helps():
-    rng = np.random.default_rng(0)
-    q, k, v = rng.normal(size=(3, 1, 300, 2, 8))
-    gates = {"g": -rng.random((1, 300, 2)), "beta": rng.random((1, 300, 2))}
-    text = re.escape("gated_delta: k[0, 0, 0] is a row of length 2.717, not at most 1 (599 more)")
-    with warnings.catch_warnings(), pa.checked():
-        warnings.simplefilter("error")
-        with pytest.raises(ValueError, match=text) as caught:
-            pa.gated_delta(q, k, v, **gates)
-        advised = re.search(r"or write (\S+)$", str(caught.value))[1]
-        assert np.abs(pa.parse(advised)(q, k, v, **gates)).max() < 100
 
 
 @pytest.mark.parametrize(
@@ -275,18 +234,9 @@ def test_the_place_is_that_in_the_given_tokens_where_an_extension_is_divided(seq
     assert cache.store  # Nothing was written to it.
 
 
-def test_a_context_is_of_its_thread():
-    mechanism, x = inputs_of("delta")
-    x["k"] *= 2
-    shapes = []
-    with pa.checked():
-        thread = threading.Thread(target=lambda: shapes.append(mechanism(**x).shape))
-        thread.start()
-        thread.join()
-    assert len(shapes) == 1
-
-
-@pytest.mark.parametrize(("variable", "passes"), [("0", True), ("1", False)])
+@pytest.mark.parametrize(
+    ("variable", "passes"), [pytest.param("0", True, marks=pytest.mark.thorough), ("1", False)]
+)
 def test_a_variable_checks_every_call_of_a_process(variable, passes):
     code = "import numpy as np, precondattn as pa; pa.softmax(*np.full((3, 1, 2, 1, 2), np.nan))"
     environment = {"PRECONDATTN_CHECKED": variable, "PYTHONPATH": ":".join(sys.path)}
@@ -297,22 +247,20 @@ def test_a_variable_checks_every_call_of_a_process(variable, passes):
     assert ("q[0, 0, 0, 0] is nan, not finite" in done.stderr) != passes
 
 
-def by_jit(mechanism, x):
+def by_jit(call, x):
     jax = pytest.importorskip("jax")
-    arrays = {name: jax.numpy.asarray(array) for name, array in x.items()}
-    return lambda: jax.jit(lambda x: mechanism(**x))(arrays)
+    jax.jit(call)({name: jax.numpy.asarray(array) for name, array in x.items()})
 
 
-def by_vmap(mechanism, x):
+def by_vmap(call, x):
     torch = pytest.importorskip("torch")
-    mapped = torch.func.vmap(lambda x: mechanism(**x))
-    return lambda: mapped({name: torch.tensor(array)[None] for name, array in x.items()})
+    torch.func.vmap(call)({name: torch.tensor(array)[None] for name, array in x.items()})
 
 
-def by_compile(mechanism, x):
+def by_compile(call, x):
     torch = pytest.importorskip("torch")
-    compiled = torch.compile(lambda x: mechanism(**x), backend="aot_eager", fullgraph=True)
-    return lambda: compiled({name: torch.tensor(array) for name, array in x.items()})
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    compiled({name: torch.tensor(array) for name, array in x.items()})
 
 
 @pytest.mark.parametrize(
@@ -320,9 +268,8 @@ def by_compile(mechanism, x):
 )
 def test_a_traced_call_says_that_values_can_not_be_looked_at(traced):
     mechanism, x = inputs_of("delta")
-    call = traced(mechanism, {**x, "k": 2 * x["k"]})
     with pa.checked(), pytest.warns(pa.NotCheckedWarning, match="can not look at the values of"):
-        call()
+        traced(lambda x: mechanism(**x), {**x, "k": 2 * x["k"]})
 
 
 def test_published_recipes_of_layers_pass():

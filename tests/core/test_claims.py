@@ -17,11 +17,9 @@ PLACE = (
     r"|proof|text|list"
 )
 SOURCE = re.compile(rf"(?P<document>.+?) (abstract|({SECTION})(, ({PLACE}))+)")
-ATTRIBUTED = re.compile(r"\b(papers?|reports?|reported|is said)\b", re.I)
-PLACED = re.compile(rf"{SECTION}|{PLACE}|abstract")
 
 
-@pytest.mark.thorough(but=("ccq_mesa", "laser_training"))
+@pytest.mark.thorough(but=("ccq_mesa",))
 @pytest.mark.parametrize("name", NAMES)
 def test_an_experiment_runs_and_is_drawn(name):
     module = experiment(name)
@@ -46,12 +44,3 @@ def test_its_source_names_document_section_and_place(name):
         found = SOURCE.fullmatch(source)
         assert found, source
         assert found["document"] in DOCUMENTS
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_number_of_a_paper_has_its_place_beside_it(name):
-    own, _, rest = page(name).read_text(encoding="utf-8").partition("<!-- measured: begin -->")
-    own += rest.partition("<!-- measured: end -->")[2]
-    for sentence in re.split(r"(?<=[.:?])\s+(?=[A-Z*$])|\n\n", own):
-        if ATTRIBUTED.search(sentence) and re.search(r"\d", PLACED.sub("", sentence)):
-            assert PLACED.search(sentence), sentence

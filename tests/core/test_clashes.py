@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -11,12 +10,10 @@ import precondattn as pa
 from precondattn.algebra import registry
 from precondattn.algebra.declaration import Inputs
 
-# Toy mechanisms, with names that no real mechanism has; they are unregistered after the test.
-
 
 @pytest.fixture
 def toy():
-    """Names for toy mechanisms; whatever a test registers is unregistered after it."""
+    """Mechanisms with names that no real one has; they are unregistered after the test."""
     before = registry.registered()
     yield
     for name in set(registry.registered()) - set(before):
@@ -29,32 +26,26 @@ class _Pointwise(pa.TokenWise):
 
     output = "b t h d"
 
+    def forward(self, x, frame):
+        return self.function(*x.values()), ()
+
     def backward(self, x, frame, out, residuals, cotangent):
         raise NotImplementedError
 
 
+def leaf(name, function, *inputs):
+    """A toy piece: a function of arrays (b, t, h, d)."""
+    declared = {"inputs": Inputs(**dict.fromkeys(inputs, "b t h d"))}
+    members = {"name": name, "function": staticmethod(function), **declared}
+    return dataclass(frozen=True)(type(name, (_Pointwise,), members))()
+
+
 def difference_leaf():
-    @dataclass(frozen=True)
-    class Difference(_Pointwise):
-        name: ClassVar[str] = "toy_difference"
-        inputs = Inputs(left="b t h d", right="b t h d")
-
-        def forward(self, x, frame):
-            return x["left"] - x["right"], ()
-
-    return Difference()
+    return leaf("toy_difference", np.subtract, "left", "right")
 
 
 def scaling_leaf(name):
-    @dataclass(frozen=True)
-    class Scaling(_Pointwise):
-        inputs = Inputs(x="b t h d", strength="b t h d")
-
-        def forward(self, x, frame):
-            return x["x"] * x["strength"], ()
-
-    # The name is given last: a class with a name is registered when it is created.
-    return dataclass(frozen=True)(type(name, (Scaling,), {"name": name}))()
+    return leaf(name, np.multiply, "x", "strength")
 
 
 def wiring(name, make_steps):
@@ -92,8 +83,8 @@ def made_of(*steps):
 
 TWO = "the input 'strength' would mean two things"
 RMS = pa.RMSNorm()
-CLASHES = {
-    "two meanings": (
+CLASHES = [
+    (
         lambda: made_of(
             ("a", scaling_leaf("toy_strong"), {"x": "q"}),
             ("b", scaling_leaf("toy_weak"), {"x": "a"}),
@@ -101,34 +92,27 @@ CLASHES = {
         ),
         f"toy(softmax): {TWO}, that of toy_strong and that of toy_weak",
     ),
-    "of base and preconditioner": (inner_and_outer, f"toy_outer(toy_inner): {TWO}"),
-    "onto another input": (
-        lambda: made_of({"q": "k"}),
-        "toy(softmax): q would be renamed to k, which softmax declares already",
-    ),
-    "a pairing around itself": (
-        lambda: (pair := paired())(pair()),
+    (inner_and_outer, f"toy_outer(toy_inner): {TWO}"),
+    (lambda: made_of({"q": "k"}), "q would be renamed to k, which softmax declares already"),
+    (
+        lambda: (pair := paired(q="q2"))(pair()),
         "toy_pair(toy_pair): q would be renamed to q2, which toy_pair declares already",
     ),
-    "a step named as an input": (
-        lambda: made_of(("k", RMS, {"x": "k"}), {}),
-        "toy: 'k' is both a step and an input",
-    ),
-    "two steps of one name": (
+    (lambda: made_of(("k", RMS, {"x": "k"}), {}), "toy: 'k' is both a step and an input"),
+    (
         lambda: made_of(("a", RMS, {"x": "q"}), ("a", pa.RMSNorm(0.5), {"x": "a"}), {"q": "a"}),
         "toy: two steps are named 'a'",
     ),
-    "an input that the step lacks": (
+    (
         lambda: made_of(("q_unit", RMS, {"x": "q"}), {"query": "q_unit"}),
         "toy(softmax) makes no sense: it changes query, and softmax takes q, k, v",
     ),
-}
+]
 
 
 @pytest.mark.usefixtures("toy")
-@pytest.mark.parametrize("clash", CLASHES)
-def test_names_that_would_mean_two_things_are_refused_at_construction(clash):
-    build, message = CLASHES[clash]
+@pytest.mark.parametrize(("build", "message"), CLASHES)
+def test_names_that_would_mean_two_things_are_refused_at_construction(build, message):
     with pytest.raises(TypeError, match=re.escape(message)):
         build()
 
@@ -144,25 +128,14 @@ def test_a_taken_and_an_unknown_name_are_refused_and_one_meaning_serves_two_step
         registry.unregister("toy_none")
 
 
-def paired():
+def paired(**second):
+    """A toy that subtracts from a call of its base another one with changed inputs."""
     difference = difference_leaf()
     return wiring(
         "toy_pair",
         lambda base: [
             pa.step("first", base),
-            pa.step("second", base, q="q2"),
-            pa.step("out", difference, left="first", right="second"),
-        ],
-    )
-
-
-def null():
-    difference = difference_leaf()
-    return wiring(
-        "toy_null",
-        lambda base: [
-            pa.step("first", base),
-            pa.step("second", base),
+            pa.step("second", base, **second),
             pa.step("out", difference, left="first", right="second"),
         ],
     )
@@ -170,7 +143,7 @@ def null():
 
 @pytest.mark.usefixtures("toy")
 def test_a_leaf_called_twice_on_the_same_inputs_is_called_once_and_may_be_read_twice():
-    nothing = null()()
+    nothing = paired()()
     assert str(nothing.program) == (
         "first = softmax(q, k, v); out = toy_difference(left=first, right=first)"
     )
@@ -179,20 +152,12 @@ def test_a_leaf_called_twice_on_the_same_inputs_is_called_once_and_may_be_read_t
 
 
 @pytest.mark.usefixtures("toy")
-def test_a_solve_that_two_branches_share_is_one_call_and_appended_inputs_come_last():
-    pair = paired()
-    leaves = [leaf.name for leaf in pair(pa.Lucid()).program.leaves]
-    assert (leaves.count("lucid_solve"), leaves.count("softmax")) == (1, 2)
-    assert list(pair(pa.Lucid(beta=True)).inputs) == ["q", "k", "v", "lucid_beta", "q2"]
-
-
-@pytest.mark.usefixtures("toy")
 @pytest.mark.parametrize(
     ("base", "kept"),
-    [("softmax", ["k", "v"]), ("laser", ["k", "v"]), ("lucid", ["first.y", "k", "rms(k)"])],
+    [("laser", ["k", "v"]), ("lucid", ["first.y", "k", "rms(k)"])],
 )
 def test_an_array_is_stored_once_in_the_cache_however_many_calls_read_it(base, kept):
-    mechanism = paired()(pa.parse(base))
+    mechanism = paired(q="q2")(pa.parse(base))
     q, k, v, q2 = np.random.default_rng(0).normal(size=(4, 2, 6, 2, 3))
     cache = mechanism.init_cache(q, k, v, capacity=8)
     assert sorted(cache.store) == kept
@@ -209,7 +174,7 @@ def test_an_array_is_stored_once_in_the_cache_however_many_calls_read_it(base, k
 
 @pytest.mark.usefixtures("toy")
 def test_a_toy_is_an_expression_as_long_as_it_is_registered():
-    pair = paired()
+    pair = paired(q="q2")
     assert str(pair(pa.Lucid(eps=0))) == "toy_pair(lucid[eps=0])"
     assert pa.parse("toy_pair(lucid[eps=0])") == pair(pa.Lucid(eps=0))
     registry.unregister("toy_pair")

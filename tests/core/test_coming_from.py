@@ -4,6 +4,7 @@ Packages that are not installed, and kernels that need a GPU, are replaced by th
 With `TRITON_INTERPRET=1` those of flash-linear-attention that the interpreter runs are themselves.
 """
 
+import math
 import os
 import re
 from copy import deepcopy
@@ -72,63 +73,42 @@ def of_flex_attention():
     return {"AuxRequest": AuxRequest, "block": block, "flex_attention": flex_attention}
 
 
-class CodePairs:
-    """A mask of xformers, by the pairs (t, s) that are visible, or by what is added to scores."""
+def mask_of(lengths=None, before=math.inf, after=0, bias=0.0):
+    """A mask of xformers: packed sequences, the tokens before and after, and what scores get."""
 
-    def __init__(self, pairs, bias=0.0):
-        self.pairs, self.bias = pairs, bias
+    def materialize(shape, dtype):
+        t, s = shape[-2:]
+        ahead = torch.arange(s) - torch.arange(t)[:, None] - (s - t)
+        visible = (ahead <= after) & (-ahead <= before)
+        if lengths is not None:
+            of = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+            visible &= of[:, None] == of
+        return (torch.zeros(shape, dtype=dtype) + bias).masked_fill(~visible, -torch.inf)
 
-    def materialize(self, shape, dtype):
-        hidden = ~self.pairs(*shape[-2:])
-        return (torch.zeros(shape, dtype=dtype) + self.bias).masked_fill(hidden, -torch.inf)
-
-
-def at_the_end(t, s, before=None):
-    visible = torch.ones(t, s).tril(s - t)
-    return (visible if before is None else visible.triu(s - t - before)).bool()
-
-
-class OfXformers(CodePairs):
-    """A mask by the lengths of packed sequences, which is causal, and within a window, or not."""
-
-    def __init__(self, lengths=None, causal=True, before=None):
-        def pairs(t, s):
-            of = torch.repeat_interleave(
-                torch.arange(len(lengths or [s])), torch.tensor(lengths or [s])
-            )
-            seen = at_the_end(t, s, before) if causal else torch.ones(t, s).bool()
-            return (of[s - t :, None] == of) & seen
-
-        super().__init__(pairs)
-        self.make_causal = lambda: OfXformers(lengths)
-        self.make_local_attention = lambda size: OfXformers(lengths, before=size - 1)
-
-
-def of_a_band(window_left, window_right):
-    def pairs(t, s):
-        return torch.ones(t, s).tril(s - t + window_right).triu(s - t - window_left).bool()
-
-    return CodePairs(pairs)
+    return SimpleNamespace(
+        materialize=materialize,
+        make_causal=lambda: mask_of(lengths),
+        make_local_attention=lambda size: mask_of(lengths, before=size - 1),
+    )
 
 
 def of_xformers():
-    def attention(q, k, v, attn_bias=None, scale=None):
-        shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-        bias = 0.0
-        if isinstance(attn_bias, torch.Tensor):
-            bias = attn_bias
-        elif attn_bias is not None:
-            bias = attn_bias.materialize(shape, dtype=q.dtype)
-        out, _ = definition(*(x.flatten(2, -2) for x in (q, k, v)), bias=bias, scale=scale)
+    def attention(q, k, v, attn_bias=0.0, scale=None):
+        if hasattr(attn_bias, "materialize"):
+            shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+            attn_bias = attn_bias.materialize(shape, dtype=q.dtype)
+        out, _ = definition(*(x.flatten(2, -2) for x in (q, k, v)), bias=attn_bias, scale=scale)
         return out.reshape(q.shape)
 
     masks = {
-        "LowerTriangularMask": lambda: CodePairs(lambda t, s: torch.ones(t, s).tril().bool()),
-        "LowerTriangularMaskWithTensorBias": lambda bias: CodePairs(at_the_end, bias),
-        "LowerTriangularFromBottomRightMask": OfXformers,
-        "LocalAttentionFromBottomRightMask": of_a_band,
-        "BlockDiagonalMask": SimpleNamespace(from_seqlens=partial(OfXformers, causal=False)),
-        "BlockDiagonalCausalMask": SimpleNamespace(from_seqlens=OfXformers),
+        "LowerTriangularMask": mask_of,
+        "LowerTriangularMaskWithTensorBias": lambda bias: mask_of(bias=bias),
+        "LowerTriangularFromBottomRightMask": mask_of,
+        "LocalAttentionFromBottomRightMask": lambda window_left, window_right: mask_of(
+            before=window_left, after=window_right
+        ),
+        "BlockDiagonalMask": SimpleNamespace(from_seqlens=partial(mask_of, after=math.inf)),
+        "BlockDiagonalCausalMask": SimpleNamespace(from_seqlens=mask_of),
     }
     if find_spec("xformers"):
         from xformers.ops.fmha import attn_bias
@@ -138,17 +118,14 @@ def of_xformers():
 
 
 def of_flash_attention():
-    def attention(
-        q, k, v, softmax_scale=None, window_size=None, alibi_slopes=None, s_aux=None,
-        return_attn_probs=False, **options,
-    ):  # fmt: skip
-        bias = 0.0
+    names = {"softmax_scale": "scale", "window_size": "window", "s_aux": "sink"}
+
+    def attention(q, k, v, alibi_slopes=None, return_attn_probs=False, **options):
+        options = {names.get(name, name): value for name, value in options.items()}
         if alibi_slopes is not None:
             distance = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
-            bias = -alibi_slopes[:, None, None] * distance.abs()
-        out, lse = definition(
-            q, k, v, bias=bias, scale=softmax_scale, window=window_size, sink=s_aux, **options
-        )
+            options["bias"] = -alibi_slopes[:, None, None] * distance.abs()
+        out, lse = definition(q, k, v, **options)
         return (out, lse, None) if return_attn_probs else out
 
     def packed(
@@ -157,13 +134,11 @@ def of_flash_attention():
     ):  # fmt: skip
         parts = []
         for (i, j), (m, n) in zip(pairwise(cu_seqlens_q), pairwise(cu_seqlens_k), strict=True):
-            assert j - i <= max_seqlen_q
-            assert n - m <= max_seqlen_k
+            assert (j - i <= max_seqlen_q, n - m <= max_seqlen_k) == (True, True)
             part = (q[None, i:j], k[None, m:n], v[None, m:n])
             parts.append(attention(*part, return_attn_probs=True, **options))
-        out = torch.cat([part[0][0] for part in parts])
-        lse = torch.cat([part[1][0] for part in parts], dim=1)
-        return (out, lse) if return_softmax_lse else out
+        out, lse = torch.cat([out[0] for out, *_ in parts]), [lse[0] for _, lse, _ in parts]
+        return (out, torch.cat(lse, dim=1)) if return_softmax_lse else out
 
     def cached(q, k_cache, v_cache, k, v, cache_seqlens, **options):
         k, v = (
@@ -200,34 +175,25 @@ def recurrence(q, k, v, g, beta=None, scale=None, initial_state=None, output_fin
 def of_fla():
     delta, kda, gla = (recurrence,) * 3
     if find_spec("fla"):
-        from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
-        from fla.ops.gla.naive import naive_recurrent_gla
-        from fla.ops.kda.naive import naive_recurrent_kda
-
-        delta, kda, gla = map(
-            in_float32,
-            (naive_recurrent_gated_delta_rule, naive_recurrent_kda, naive_recurrent_gla),
-        )
-    recurrent_delta, recurrent_kda = delta, kda
+        from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule as delta
+        from fla.ops.gla.naive import naive_recurrent_gla as gla
+        from fla.ops.kda.naive import naive_recurrent_kda as kda
+    recurrent_delta, recurrent_kda, of_transformers = delta, kda, recurrence
     if find_spec("fla") and os.environ.get("TRITON_INTERPRET") == "1":
-        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
-        from fla.ops.kda import fused_recurrent_kda
-
-        recurrent_delta, recurrent_kda = map(
-            in_float32, (fused_recurrent_gated_delta_rule, fused_recurrent_kda)
-        )
-    of_transformers = recurrence
+        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as recurrent_delta
+        from fla.ops.kda import fused_recurrent_kda as recurrent_kda
     if find_spec("transformers"):
         from transformers.models.qwen3_next import modeling_qwen3_next
 
         # Its own code, also where Transformers would call that of flash-linear-attention.
         of_transformers = in_float32(unwrap(modeling_qwen3_next.torch_chunk_gated_delta_rule))
+    narrow = in_float32 if find_spec("fla") else (lambda function: function)
     return {
-        "chunk_gated_delta_rule": keywords_of_fla(delta),
-        "chunk_kda": keywords_of_fla(kda),
-        "chunk_gla": gla,
-        "fused_recurrent_gated_delta_rule": recurrent_delta,
-        "fused_recurrent_kda": recurrent_kda,
+        "chunk_gated_delta_rule": keywords_of_fla(narrow(delta)),
+        "chunk_kda": keywords_of_fla(narrow(kda)),
+        "chunk_gla": narrow(gla),
+        "fused_recurrent_gated_delta_rule": narrow(recurrent_delta),
+        "fused_recurrent_kda": narrow(recurrent_kda),
         "torch_chunk_gated_delta_rule": of_transformers,
     }
 
@@ -289,30 +255,18 @@ def of_transformers(folder):
     t5 = T5Attention(T5Config(num_heads=4), has_relative_attention_bias=True).double()
     torch.nn.init.normal_(t5.relative_attention_bias.weight)
     sinks = torch.randn(4, dtype=torch.float64)
+    module = SimpleNamespace(is_causal=True, num_key_value_groups=1, training=False, sinks=sinks)
+    of_models = {"model": model, "ours": replace_attention(deepcopy(model), "softmax"), "t5": t5}
+    given = (LlamaForCausalLM, StaticCache, replace_attention, static_cache)
     return {
-        "ALL_ATTENTION_FUNCTIONS": ALL_ATTENTION_FUNCTIONS,
-        "LlamaForCausalLM": LlamaForCausalLM,
-        "StaticCache": StaticCache,
-        "folder": folder,
-        "gemma2": modeling_gemma2,
-        "gpt_oss": modeling_gpt_oss,
-        "llama": modeling_llama,
-        "model": model,
-        "module": SimpleNamespace(
-            is_causal=True, num_key_value_groups=1, training=False, sinks=sinks
-        ),
-        "ours": replace_attention(deepcopy(model), "softmax"),
+        **{each.__name__: each for each in given},
+        **{"gemma2": modeling_gemma2, "gpt_oss": modeling_gpt_oss, "llama": modeling_llama},
+        **{"ALL_ATTENTION_FUNCTIONS": ALL_ATTENTION_FUNCTIONS, "folder": folder, "module": module},
         "padding": torch.tensor([[0, 1, 1], [1, 1, 1]]),
-        "replace_attention": replace_attention,
-        "sdpa": torch.nn.functional.scaled_dot_product_attention,
-        "static_cache": static_cache,
-        "t5": t5,
         "tokens": torch.tensor([[3, 4, 5], [6, 7, 8]]),
+        **of_models,
+        **of_pytorch(),
     }
-
-
-def of_jax():
-    return {"jax": pytest.importorskip("jax")}
 
 
 def of_x_transformers():
@@ -341,7 +295,7 @@ THERE = {
     "flash-attention and vLLM": of_flash_attention,
     "flash-linear-attention": of_fla,
     "Transformers": of_transformers,
-    "JAX": of_jax,
+    "JAX": lambda: {"jax": pytest.importorskip("jax")},
     "x-transformers": of_x_transformers,
 }
 
@@ -355,11 +309,10 @@ def test_every_row_of_a_table_is_code():
 
 def as_jax(value):
     """A tensor as an array of JAX, whose attention computes in float32; anything else as it is."""
-    import jax.numpy as jnp
-
     if not isinstance(value, torch.Tensor):
         return value
-    return jnp.asarray((value.float() if value.is_floating_point() else value).numpy())
+    narrow = value.float() if value.is_floating_point() else value
+    return pytest.importorskip("jax").numpy.asarray(narrow.numpy())
 
 
 def as_tensor(array):
@@ -369,6 +322,9 @@ def as_tensor(array):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:Triton is not supported on current platform")
 @pytest.mark.filterwarnings("ignore:Flash Attention is not installed")
+@pytest.mark.thorough(
+    but=("PyTorch's SDPA", "xformers", "flash-attention and vLLM", "JAX", "x-transformers")
+)
 @pytest.mark.parametrize("section", THERE)
 def test_both_sides_of_each_row_compute_the_same(section, tmp_path):
     here = {}

@@ -1,45 +1,22 @@
 """A NaN or infinity in the inputs spoils later outputs of its own segment, and nothing else."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn.algebra.call import Call
 from precondattn.arrays import running_maximum
-from precondattn.execution import containment
-from precondattn.execution.arguments import bind
 from precondattn.execution.containment import INF, NAN
-from precondattn.execution.input_names import MASKS
 from precondattn.execution.preparation import examined
-from precondattn.execution.signature import signature_of
 from precondattn.frameworks import of
 from precondattn_conformance import libraries
 from precondattn_conformance.inputs import CallLayout, make_inputs
+from tests.core.in_every_library import LIBRARIES, assert_same_in
 
 T, BAD = 9, 5
 LAYOUT = CallLayout("short", b=2, t=T, s=T, h=4, n=2, d=4, e=3, values_per_head=2)
 SEGMENTS = np.asarray([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 0, 0, 1, 1, 1, 1, 2]])
-LIBRARIES = ("numpy", "torch", "jax")
-MECHANISMS = ("lucid", "gated_delta", "path", "linear")
-
-
-@pytest.fixture
-def library(request):
-    if request.param not in libraries.installed():
-        pytest.skip(f"{request.param} is not installed")
-    library = libraries.named(request.param, None)
-    with library.precision("float64"):
-        yield library
-
-
-def in_libraries(*expressions, of_jax):
-    """Each expression in each library. JAX, which compiles every operation, has fewer of them."""
-    pairs = [
-        (library, expression)
-        for library in LIBRARIES
-        for expression in (of_jax if library == "jax" else expressions)
-    ]
-    return pytest.mark.parametrize(("library", "expression"), pairs, indirect=["library"])
 
 
 def inputs_of(mechanism, **bad):
@@ -50,52 +27,31 @@ def inputs_of(mechanism, **bad):
     return x
 
 
-def given(library, x):
-    return {name: library.array(array, "float64") for name, array in x.items()}
+def moved(name, x):
+    """A library, and inputs in its arrays of float64."""
+    if name not in libraries.installed():
+        pytest.skip(f"{name} is not installed")
+    library = libraries.named(name, None)
+    return library, {each: library.array(array, "float64") for each, array in x.items()}
 
 
-@in_libraries(*MECHANISMS, of_jax=["lucid"])
-def test_a_bad_key_reaches_no_earlier_output_and_every_later_one(library, expression):
-    m = pa.parse(expression)
-    expected = m(**inputs_of(m))
-    for bad in (np.nan, np.inf):
-        out = library.numpy(m(**given(library, inputs_of(m, k=bad)), backend="reference"))
-        np.testing.assert_allclose(out[0, :BAD], expected[0, :BAD], rtol=1e-10)
-        np.testing.assert_allclose(out[1], expected[1], rtol=1e-10)
-        np.testing.assert_allclose(out[0, :, 2:], expected[0, :, 2:], rtol=1e-10)
-        assert np.isnan(out[0, BAD:, :2]).all()
-
-
-@in_libraries("softmax", "laser", "laser(softmax[causal=false])", of_jax=["laser"])
-def test_attention_with_a_bad_key_is_nan(library, expression):
+@pytest.mark.parametrize("backend", ["reference", None])
+@pytest.mark.parametrize(
+    ("name", "expression"),
+    [
+        *(("numpy", "softmax"), ("torch", "laser"), ("jax", "laser")),
+        ("numpy", "laser(softmax[causal=false])"),
+    ],
+)
+def test_attention_with_a_bad_key_is_nan(name, expression, backend):
     """In LASER, the logarithm of a sum that is NaN is not that of an empty sum."""
     m = pa.parse(expression)
     first = BAD if m.offers.causal else 0
-    for backend in ("reference", None):
-        out = library.numpy(m(**given(library, inputs_of(m, k=np.nan)), backend=backend))
-        assert np.isnan(out[0, first:, :2]).all()
-        assert np.isfinite(out[0, :first]).all()
-        assert np.isfinite(out[1]).all()
-
-
-@in_libraries(*MECHANISMS, "softmax", "softmax[causal=false]", "laser", of_jax=["softmax"])
-def test_nothing_reaches_other_segments_nor_their_gradients(library, expression):
-    m = pa.parse(expression)
-    segments = library.array(SEGMENTS)
-    x = inputs_of(m)
-    expected, pullback = m.vjp(**x, segment_ids=SEGMENTS, backend="reference")
-    cotangent = np.random.default_rng(1).normal(size=expected.shape)
-    exact = pullback(cotangent)
-    other = SEGMENTS[:, BAD : BAD + 1] != SEGMENTS
-    other[1] = True
-    for name in x:
-        changed = given(library, inputs_of(m, **{name: np.nan}))
-        out, pullback = m.vjp(**changed, segment_ids=segments, backend="reference")
-        np.testing.assert_allclose(library.numpy(out)[other], expected[other], rtol=1e-9)
-        for name, gradient in pullback(library.array(cotangent, "float64")).items():
-            np.testing.assert_allclose(
-                library.numpy(gradient)[other], exact[name][other], rtol=1e-9, atol=1e-12
-            )
+    library, x = moved(name, inputs_of(m, k=np.nan))
+    out = library.numpy(m(**x, backend=backend))
+    assert np.isnan(out[0, first:, :2]).all()
+    assert np.isfinite(out[0, :first]).all()
+    assert np.isfinite(out[1]).all()
 
 
 def test_the_gradient_by_autograd_of_other_segments_is_that_without_the_bad_one():
@@ -132,12 +88,12 @@ def test_under_jit_the_gradient_of_other_segments_is_that_without_the_bad_one():
             np.testing.assert_allclose(found[other], expected[name][other], rtol=1e-9, atol=1e-12)
 
 
-@in_libraries("gated_delta", of_jax=[])
-def test_a_gate_of_minus_infinity_is_not_bad(library, expression):
-    m = pa.parse(expression)
-    x = given(library, inputs_of(m, g=-np.inf))
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_a_gate_of_minus_infinity_is_not_bad(name):
+    m = pa.GatedDelta()
+    library, x = moved(name, inputs_of(m, g=-np.inf))
     assert np.isfinite(library.numpy(m(**x, segment_ids=library.array(SEGMENTS)))).all()
-    x = given(library, inputs_of(m, g=-np.inf, k=np.nan))
+    _, x = moved(name, inputs_of(m, g=-np.inf, k=np.nan))
     assert np.isnan(library.numpy(m(**x))[0, BAD:, :2]).all()
 
 
@@ -160,11 +116,17 @@ def test_which_outputs_a_bad_entry_spoils(text, bad, packed, expected):
     assert (start + np.flatnonzero(is_bad)).tolist() == expected
 
 
-@in_libraries("lucid", "gated_delta", "path", "lucid(path[flush=3])", of_jax=["gated_delta"])
-def test_a_block_of_new_tokens_leaves_nan_in_the_cache(library, expression):
+@pytest.mark.parametrize(
+    ("name", "expression"),
+    [
+        *(("torch", "lucid"), ("numpy", "gated_delta"), ("numpy", "path")),
+        *(("torch", "gated_delta"), ("torch", "lucid(path[flush=3])")),
+    ],
+)
+def test_a_block_of_new_tokens_leaves_nan_in_the_cache(name, expression):
     m = pa.parse(expression)
     expected = m(**inputs_of(m))
-    x = given(library, inputs_of(m, k=np.nan))
+    library, x = moved(name, inputs_of(m, k=np.nan))
     cache = m.init_cache(**x, capacity=T)
     first = {name: array[:, :-1] for name, array in x.items()}
     last = {name: array[:, -1:] for name, array in x.items()}
@@ -187,7 +149,7 @@ def test_the_cotangent_of_a_nan_state_is_not_used():
         assert np.isfinite(array).all()
 
 
-@pytest.mark.parametrize("expression", ["lucid", "path", "softmax", "ccq"])
+@pytest.mark.parametrize("expression", ["lucid", "ccq"])
 def test_a_masked_key_reaches_no_output_and_no_gradient(expression):
     m = pa.parse(expression)
     masks = {"key_mask": np.broadcast_to(np.arange(T) != BAD, (2, T))}
@@ -242,45 +204,34 @@ def test_the_largest_numbers_of_a_dtype_are_not_taken_for_infinity():
         assert good.reshape(2, 3).tolist() == [[True, False, True], [True, True, False]], dtype
 
 
-@pytest.mark.parametrize(
-    "expression", ["lucid", "lucid_solve", "gated_delta", "gla", "path", "ccq(gated_delta)"]
-)
-def test_pytorchs_operators_find_the_same_rows(expression, monkeypatch):
-    """On accelerators. Each example has a bad entry of one input, of one key/value head."""
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(containment, "_are_finite", lambda *_: False)
+@pytest.mark.parametrize("expression", ["lucid", "gated_delta", "gla", "path", "ccq(gated_delta)"])
+def test_pytorchs_few_operators_find_the_rows_that_numpy_finds(expression):
+    """Each example has a bad entry of one input, of one key/value head."""
     m = pa.parse(expression)
-    for name in examined(m, is_packed=False):
-        for bad in (NAN, INF, -INF):
-            x = {n: torch.from_numpy(a) for n, a in inputs_of(m, **{name: bad}).items()}
-            call = Call("vjp", m, (), x, dict.fromkeys(MASKS), None)
-            bound = bind(call, signature_of(call))
-            few = containment._in_few_operators(m, bound)
-            with monkeypatch.context() as general:
-                general.setattr(containment, "_in_few_operators", lambda *_: None)
-                expected = containment._non_finite_rows(m, bound)
-            shape = few.outputs.shape
-            for found, mask in ((few.outputs, expected.outputs), (few.by_keys, expected.by_keys)):
-                assert torch.equal(found, mask.expand(shape)), (name, bad)
-            assert few.good.keys() == expected.good.keys()
-            for n, good in few.good.items():
-                assert torch.equal(good, expected.good[n]), (name, bad, n)
+    for name, bad in product(examined(m, is_packed=False), (NAN, INF, -INF)):
+        x = inputs_of(m, **{name: bad})
+        out, pullback = m.vjp(**x)
+        library, x = moved("torch", x)
+        x = {each: array.requires_grad_() for each, array in x.items()}
+        found = m(**x)
+        np.testing.assert_allclose(found.detach(), out, rtol=1e-9, err_msg=f"{name}, {bad}")
+        cotangent = np.random.default_rng(1).normal(size=out.shape)
+        found.backward(library.array(cotangent, "float64"))
+        for each, gradient in pullback(cotangent).items():
+            np.testing.assert_allclose(x[each].grad, gradient, rtol=1e-9, atol=1e-12)
 
 
 def test_softmax_and_pieces_of_single_tokens_are_not_examined():
-    for expression in ("softmax", "laser", "qk_norm", "differential", "row_normalized"):
+    for expression in ("softmax", "laser", "differential"):
         assert not examined(pa.parse(expression), is_packed=False)
         assert examined(pa.parse(expression), is_packed=True)
     assert not examined(pa.parse("l2_norm"), is_packed=True)
     assert tuple(examined(pa.parse("path"), is_packed=False)) == ("k", "w", "beta")
-    assert tuple(examined(pa.parse("lucid"), is_packed=True)) == ("q", "k", "v")
 
 
-@pytest.mark.parametrize("name", [*LIBRARIES, "array_api_strict"])
-def test_the_running_maximum(name):
-    if name not in libraries.installed():
-        pytest.skip(f"{name} is not installed")
-    library = libraries.named(name, None)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_running_maximum(library):
     numbers = np.random.default_rng(0).integers(0, 99, size=(3, 13, 2))
-    found = library.numpy(running_maximum(library.array(numbers), axis=1))
-    assert np.array_equal(found, np.maximum.accumulate(numbers, axis=1))
+    expected = np.maximum.accumulate(numbers, axis=1)
+    np.testing.assert_array_equal(running_maximum(numbers, axis=1), expected)
+    assert_same_in(library, running_maximum, numbers, axis=1)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from tests.core.in_every_library import LIBRARIES, assert_same_in
 from tests.mathematics.identities import assert_close
 
 spectrum, margin_gain = pa.diagnostics.covariance_spectrum, pa.diagnostics.margin_gain
@@ -52,14 +51,6 @@ def test_the_spectrum_is_that_of_the_keys_so_far_of_which_a_gate_counts_earlier_
         assert_close(plain[b, t, n], np.linalg.eigvalsh(sigma)[::-1], size=0.01)
 
 
-def test_the_sum_of_the_spectrum_is_1_less_the_squared_mean():
-    k = keys("random", (1, 50, 1, 16))
-    mean = np.cumsum(unit(k), axis=1) / np.arange(1, 51)[:, None, None]
-    assert_close(spectrum(k).sum(-1), 1 - np.sum(mean**2, axis=-1))
-    opposite = np.resize([1, -1], 50)[None, :, None, None] * k[:, :1]
-    assert_close(spectrum(opposite)[0, -1, 0], np.eye(16)[0])
-
-
 def problem(kind, t=4):
     rng = np.random.default_rng(2)
     k = keys(kind)
@@ -95,91 +86,9 @@ def test_it_is_the_change_of_the_weights_of_linear_attention():
     assert_close(gain[seen], (of_target - changed)[seen])
 
 
-def test_the_rank_one_gain_is_exact_where_the_covariance_has_rank_one():
-    rng = np.random.default_rng(3)
-    w, u = np.linalg.qr(rng.normal(size=(5, 5)))[0][:2]
-    k = (0.8 * w + 0.6 * np.resize([1, -1], 7)[:, None] * u)[None, :, None]
-    q, target = rng.normal(size=(1, 3, 2, 5)), np.asarray([[0, 1, 2]])
-    given = q, k, target, rng.uniform(size=(1, 3, 2))
-    exact = margin_gain(*given)
-    assert_close(np.nan_to_num(margin_gain(*given, rank_one=True)), np.nan_to_num(exact))
-    assert np.nanmax(np.abs(exact)) > 0.05
-
-
 def test_a_target_after_its_query_has_no_margin():
     q, k, target, contraction = problem("random")
     target[:, 0] = 5  # The query is at 3.
     out = margin_gain(q, k, target, contraction)
     assert np.all(np.isnan(out[:, :, 0]))
     assert np.all(np.isfinite(out[:, :, 3]))
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_every_library_gives_equal_results_in_its_own_arrays(library):
-    k, g = keys("some zero"), -np.ones((2, 7, 4))
-    assert_same_in(library, spectrum, k)
-    assert_same_in(library, spectrum, k, g)
-    q, k, target, contraction = problem("clustered")
-    for rank_one in (False, True):
-        assert_same_in(
-            library,
-            lambda *given, rank_one=rank_one: margin_gain(*given, rank_one=rank_one),
-            *(q, k, target, contraction),
-        )
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_is_computed_in_float32(dtype):
-    torch = pytest.importorskip("torch")
-    q, k, target, contraction = problem("random")
-    narrow = [torch.asarray(x).to(getattr(torch, dtype)) for x in (q, k, contraction)]
-    wide = [x.double().numpy() for x in narrow]
-    out = margin_gain(*narrow[:2], torch.asarray(target), narrow[2])
-    assert out.dtype == torch.float32
-    expected = margin_gain(*wide[:2], target, wide[2])
-    np.testing.assert_allclose(out.numpy(), expected, atol=1e-5)
-    assert spectrum(narrow[1]).dtype == torch.float32
-    np.testing.assert_allclose(spectrum(narrow[1]).numpy(), spectrum(wide[1]), atol=1e-5)
-
-
-K = keys("random")
-
-
-@pytest.mark.parametrize(
-    ("g", "error", "message"),
-    [
-        ([0.0], TypeError, "g must be an array of .*; found list"),
-        (np.zeros((2, 6, 2)), ValueError, r"g must have the shape \(b, s, h\) = \(2, 7, 2\)"),
-        (np.zeros((2, 7, 3)), ValueError, "g must have a multiple of n = 2 heads; found 3"),
-    ],
-)
-def test_gates_are_checked(g, error, message):
-    with pytest.raises(error, match=message):
-        spectrum(K, g)
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"k": K[0]}, ValueError, r"k must be an array \(b, s, n, d\)"),
-        ({"q": K[..., :3]}, ValueError, r"q must have the shape \(b, t, h, d\) = \(2, 7, 2, 5\)"),
-        (
-            {"q": K[:, :4, :1]},
-            ValueError,
-            "q must have a multiple of n = 2 heads, and at most s = 7",
-        ),
-        ({"contraction": K[:, :4, 0, 0]}, ValueError, r"contraction must be an array \(b, t, h\)"),
-        ({"target": np.zeros((2, 4))}, TypeError, r"target must be an integer array \(b, t\)"),
-        (
-            {"target": np.zeros((2, 3), dtype=int)},
-            ValueError,
-            r"target must have the shape \(b, t\)",
-        ),
-        ({"target": np.full((2, 4), 7)}, ValueError, "from 0 to s - 1 = 6; found 7 to 7"),
-    ],
-)
-def test_the_arguments_of_a_margin_are_checked(changed, error, message):
-    q, k, target, contraction = problem("random")
-    given = {"q": q, "k": k, "target": target, "contraction": contraction} | changed
-    with pytest.raises(error, match=message):
-        margin_gain(**given)

@@ -27,7 +27,6 @@ from precondattn_portable.backend import Portable
 from tests.core import cupy_stand_in
 
 SIZES = {"b": 2, "t": 5, "s": 5, "h": 4, "n": 2, "u": 8, "d": 8, "e": 6, "m": 3}
-LENGTHS = np.asarray([5, 3], dtype=np.int32)
 
 
 def make_inputs(mechanism, dtype="float64", **sizes):
@@ -106,15 +105,12 @@ def test_the_stand_in_conforms(expression):
     assert check(expression, CHECKS)
 
 
-@pytest.mark.parametrize(
-    "expression", ["lucid", "softmax[window=3]", "path", "gated_delta", "lucid(path)"]
-)
+@pytest.mark.parametrize("expression", ["lucid", "softmax[window=3]", "path", "gated_delta"])
 @pytest.mark.usefixtures("stand_in_library")
 def test_operations_on_caches_conform(expression):
     """Tokens, a window, rows that later tokens rewrite, and states."""
-    assert check(
-        expression, [("cache_operations", WIDE, RAGGED), ("cache_operations", WIDE, MASKED)]
-    )
+    operations = "cache_operations", WIDE
+    assert check(expression, [(*operations, RAGGED), (*operations, MASKED)])
 
 
 class PortableOnStandIn(Portable):
@@ -173,17 +169,14 @@ REFUSED = {
     "np.asarray": lambda xp, x: np.asarray(x),
     "np.asarray of a list": lambda xp, x: np.asarray([x, x]),
     "x + numpy": lambda xp, x: x + HOST,
-    "numpy + x": lambda xp, x: HOST + x,
-    "x == numpy": lambda xp, x: x == HOST,
     "numpy < x": lambda xp, x: operator.lt(HOST, x),
-    "x @ numpy": lambda xp, x: x @ HOST.T,
     "x += numpy": lambda xp, x: x.__iadd__(HOST),
     "where": lambda xp, x: xp.where(x > 0, HOST, 0.0),
     "concat": lambda xp, x: xp.concat([x, HOST], axis=0),
-    "maximum": lambda xp, x: xp.maximum(x, HOST),
     "x * list": lambda xp, x: x * [1.0, 2.0, 3.0],
     "hash(x)": lambda xp, x: hash(x),
     "hash(device)": lambda xp, x: hash(x.device),
+    "of two libraries": lambda xp, x: pa.softmax(x[None, None], *np.ones((2, 1, 1, 2, 3))),
 }
 
 
@@ -193,39 +186,22 @@ def test_device_arrays_are_not_converted_do_not_mix_and_are_not_hashable(refused
         REFUSED[refused](xp, xp.asarray(HOST))
 
 
-def test_numpy_arrays_beside_device_arrays_are_refused_by_name(xp):
-    inputs = make_inputs(pa.Softmax())
-    with pytest.raises(TypeError, match="one library"):
-        pa.Softmax()(xp.asarray(inputs["q"]), inputs["k"], inputs["v"])
-
-
-def test_asarray_and_get_cross_and_copy(xp):
-    host = HOST.copy()
+def test_arrays_cross_by_asarray_and_get_and_results_stay_on_the_device(xp):
+    host = HOST.astype(np.float32)
     x = xp.asarray(host)
-    host[0, 0] = 5.0
-    x.get()[0, 1] = 7.0
+    host[0, 0] = x.get()[0, 1] = 5.0
     np.testing.assert_array_equal(x.get(), HOST)
-    assert library_of(x) in ("cupy", "cupy_stand_in")
-
-
-def test_scalars_mix_with_device_arrays_and_results_stay_on_the_device(xp):
-    x, wide = xp.asarray(HOST.astype(np.float32)), xp.asarray(HOST)
+    assert xp.zeros((2,), dtype=xp.int32, device=x.device).device == x.device
     for scalar in (2, 2.0, True, np.float32(2.0)):
         assert (x * scalar).dtype == (scalar * x).dtype == np.float32
-    assert (np.float64(2.0) * x).dtype == np.float64
     assert xp.where(x > 0, x, 0.0).dtype == np.float32
     for result in (xp.sum(x), xp.all(x > 0), xp.max(x), x[0, 0], x[0, 0] + 1, xp.exp(x[0, 0])):
         assert (library_of(result), result.shape) == (library_of(x), ())
-    assert (bool(xp.all(wide > 0)), int(xp.sum(wide)), float(xp.sum(wide))) == (True, 6, 6.0)
+    assert (bool(xp.all(x > 0)), int(xp.sum(x)), float(xp.sum(x))) == (True, 6, 6.0)
     with pytest.raises(ValueError, match="ambiguous"):
         bool(x > 0)
-
-
-def test_arrays_are_created_on_the_device_of_another(xp):
-    x = xp.asarray(HOST)
-    assert x.device == xp.asarray(HOST).device
-    assert xp.zeros((2,), dtype=xp.int32, device=x.device).device == x.device
-    assert xp.asarray([1, 2], dtype=xp.int32, device=x.device).device == x.device
+    assert float(xp.exp(xp.asarray(1e4))) == float("inf")  # Nothing warns.
+    assert bool(xp.isnan(xp.asarray(0.0) / 0.0))
 
 
 def test_solve_does_not_broadcast_the_stack(xp):
@@ -237,25 +213,13 @@ def test_solve_does_not_broadcast_the_stack(xp):
 
 
 def test_assignment_and_in_place_operators_write_through(xp):
-    x = xp.zeros((2, 3))
+    same = x = xp.zeros((2, 3))
     x[0][1] = 5.0
     x[xp.asarray([1, 1]), xp.asarray([0, 2])] = xp.asarray([6.0, 7.0])
     x[x == 0.0] = -1.0
-    same = x
     x += 1.0
     assert x is same
     np.testing.assert_array_equal(x.get(), [[0.0, 6.0, 0.0], [7.0, 0.0, 8.0]])
-
-
-def test_an_overflow_does_not_warn(xp):
-    assert float(xp.exp(xp.asarray(1e4))) == float("inf")
-    assert bool(xp.isnan(xp.asarray(0.0) / 0.0))
-
-
-def test_indices_broadcast_along_other_axes_as_numpys(xp):
-    x, index = np.arange(24.0).reshape(2, 3, 4), np.asarray([[[3, 0, 0]]])
-    found = xp.take_along_axis(xp.asarray(x), xp.asarray(index), axis=2)
-    np.testing.assert_array_equal(found.get(), np.take_along_axis(x, index, axis=2))
 
 
 # ---- Where the stand-in is stricter than CuPy -------------------------------------------------
@@ -263,24 +227,12 @@ def test_indices_broadcast_along_other_axes_as_numpys(xp):
 MASK = [True, False]
 STRICTER = {
     "NumPy's functions": lambda xp, x: np.exp(x),
-    "NumPy's reductions": lambda xp, x: np.sum(x),
-    "NumPy's where": lambda xp, x: np.where(HOST > 0, x, 0.0),
     "a NumPy array alone": lambda xp, x: xp.sum(HOST),
-    "a NumPy array by keyword": lambda xp, x: xp.clip(x, max=HOST),
-    "NumPy's indices": lambda xp, x: xp.take(x, np.asarray([0]), axis=0),
     "a NumPy array as an index": lambda xp, x: x[np.asarray([0])],
-    "a list as an index": lambda xp, x: x[[0]],
     "a list as indices": lambda xp, x: xp.take(x, [0], axis=0),
-    "a list as an array": lambda xp, x: xp.add(x, [1.0, 2.0, 3.0]),
     "assigning a NumPy array": lambda xp, x: x.__setitem__(0, HOST[0]),
-    "a condition that is no array": lambda xp, x: xp.where(True, x, 0.0),
-    "scalars alone": lambda xp, x: xp.exp(1.0),
-    "an array as a count": lambda xp, x: range(xp.asarray(2)),
     "an array as a size": lambda xp, x: xp.zeros((xp.asarray(2),)),
-    "an array in a shape": lambda xp, x: xp.reshape(x, (xp.asarray(3), 2)),
-    "an array of repeats": lambda xp, x: xp.repeat(x, xp.asarray([1, 2]), axis=0),
     "an array as an axis": lambda xp, x: xp.sum(x, axis=xp.asarray(0)),
-    "None as an operand": lambda xp, x: x == None,  # noqa: E711
     "an element written twice": lambda xp, x: x.__setitem__((0, xp.asarray([0, 0])), 1.0),
     "two masks": lambda xp, x: x[:, :2][xp.asarray(MASK), xp.asarray(MASK)],
     "vectors for matrices": lambda xp, x: xp.linalg.solve(xp.ones((4, 4, 4)), xp.ones((4, 4))),
@@ -293,11 +245,3 @@ def test_the_stand_in_refuses_mistakes_that_cupy_refuses_or_accepts(mistake):
     xp = cupy_stand_in.namespace
     with pytest.raises((TypeError, ValueError, IndexError)):
         STRICTER[mistake](xp, xp.asarray(HOST))
-
-
-def test_the_stand_in_solves_a_singular_matrix_without_an_error_and_has_no_other_names():
-    xp = cupy_stand_in.namespace
-    solved = xp.linalg.solve(xp.zeros((2, 2)), xp.ones((2, 1)))
-    assert bool(xp.all(xp.isnan(solved)))
-    assert not hasattr(xp, "random")
-    assert not hasattr(solved, "sum")

@@ -1,7 +1,8 @@
 """PyTorch in several processes: `context_parallel`, divided caches, and DTensors.
 
-Outputs, gradients and caches of what is divided equal those of one process. The rows of the cases
-are in the `*_worker.py` beside this file; processes are started once for all their parts.
+Outputs, gradients and caches of what is divided equal those of one process. Calls are those of the
+suite's divided cases; other rows are in the `*_worker.py` beside this file. Processes are started
+once for all their parts.
 """
 
 import json
@@ -17,7 +18,10 @@ import torch
 if not torch.distributed.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
 
+from precondattn_conformance.division.cases import divided_cases
+from precondattn_conformance.division.run import run_divided
 from tests.ranks import ranks, run_ranks
+from tests.representatives import SCANNED
 
 WORKER = "tests.core.parallel_worker"
 MODULES = (
@@ -34,6 +38,55 @@ PARTS = {
 }
 """The modules whose cases a number of processes runs, all of them or a few"""
 MARKS = {"few": (), "cases": (pytest.mark.thorough,)}
+SOLVES = (
+    *("lucid", "lucid[beta=true]", "lucid[normalize=none]", "qk_norm(lucid)", "differential"),
+    *("lucid[normalize=queries_and_keys,beta=true]", "temperature[per=head](lucid)"),
+    "lucid(laser)",
+)
+"""Compositions whose leaves are divided one by one"""
+RINGS = ("softmax", "softmax[causal=false]", "softmax[softcap=5,scale=0.3]", "laser")
+DIVIDED = {
+    "heads": (
+        *("softmax[bias=true]", "softmax[forget=unscaled]", "lucid(path)", "differential", "gsa"),
+        *("deltaformer", "row_normalized", "temperature[per=head](linear)", "delta_product"),
+        *(
+            "ccq(lucid)",
+            "mesa",
+            "hedgehog(gated_delta)",
+            "cross_covariance",
+            "lucid",
+            "per_dim_scale",
+        ),
+        *("lucid(softmax[causal=false])", "softmax[causal=false,distance=buckets]"),
+    ),
+    "contiguous": (
+        *(*SCANNED, *RINGS, "path", "path[window=3]", "path[forget=unscaled]", "qk_norm(path)"),
+        *("softmax[window=3]", "softmax[forget=unscaled]", "softmax[sink=true]", "lucid"),
+        *("softmax[distance=slopes]", "softmax[distance=buckets]", "elu1(linear)"),
+    ),
+    "zigzag": (*RINGS, "path", "lucid", "differential"),
+    "cyclic": (*SOLVES, "path", "softmax", "laser"),
+}
+"""Mechanisms that each layout divides"""
+MASKED = ("lucid[beta=true]", "softmax", "laser", "path", "kda", "gsa", "ccq(gated_delta)")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+def test_the_divided_cases_of_the_suite_pass(world):
+    each = 1 if world == 2 else 3
+    cases = [
+        case
+        for order, texts in DIVIDED.items()
+        for text in texts[world % each :: each]
+        for case in divided_cases(world, only_mechanisms=(text,), only_checks=(order,))
+    ]
+    for order, texts in (("contiguous", MASKED), ("cyclic", MASKED[:3])):
+        chosen = {"only_mechanisms": texts[::each], "only_checks": (order,)}
+        cases += divided_cases(world, "full", only_libraries=("torch",), **chosen)
+    outcomes = list(run_divided(dict.fromkeys(cases), world))
+    assert len(outcomes) > 40
+    assert not [(o.case.id, o.reason) for o in outcomes if o.status != "passed"]
 
 
 @pytest.mark.parametrize(

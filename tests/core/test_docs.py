@@ -1,4 +1,4 @@
-"""The documentation: a short sidebar, pages that need no network, figures of the mechanisms."""
+"""The documentation: generated pages, pages that need no network, figures of the mechanisms."""
 
 import re
 import runpy
@@ -12,24 +12,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(page for page in (DOCS / "mechanisms").glob("*.md") if page.stem != "index")
 
 
-def toctrees(page):
-    """The captions and entries of the toctrees of a page."""
-    for body in re.findall(
-        r"```\{toctree\}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL
-    ):
-        caption = re.search(r"^:caption: (.*)$", body, re.MULTILINE)
-        entries = [line for line in body.splitlines() if line and not line.startswith(":")]
-        yield caption and caption.group(1), entries
-
-
-def test_the_sidebar_has_the_tasks_and_few_pages_at_its_first_two_levels():
-    parts = dict(toctrees(DOCS / "index.md"))
-    assert list(parts) == ["Use", "Train", "Check", "Extend", "Reference", "Experiments"]
-    pages = [page for entries in parts.values() for page in entries]
-    below = [e for page in pages for _, entries in toctrees(DOCS / f"{page}.md") for e in entries]
-    assert len(pages + below) <= 45, (pages, below)
-
-
 def test_scripts_and_styles_come_from_the_build():
     pytest.importorskip("sphinx-mathjax-offline", reason="the extra `docs` is not installed")
     settings = runpy.run_path(str(DOCS / "conf.py"))
@@ -41,12 +23,6 @@ def test_scripts_and_styles_come_from_the_build():
         assert "//" not in style.read_text(encoding="utf-8"), style
 
 
-def test_the_page_of_versions_is_up_to_date():
-    maker = runpy.run_path(str(DOCS / "make_versions.py"))
-    written = maker["PAGE"].read_text(encoding="utf-8")
-    assert written == maker["page"](maker["load_records"]()), "run python docs/make_versions.py"
-
-
 def test_the_table_of_the_ecosystem_and_its_reports_are_up_to_date():
     maker = runpy.run_path(str(DOCS / "make_ecosystem.py"))
     files = maker["files"](maker["load"](maker["RECORD"]))
@@ -55,18 +31,18 @@ def test_the_table_of_the_ecosystem_and_its_reports_are_up_to_date():
         assert path.read_text(encoding="utf-8") == text, "run python docs/make_ecosystem.py"
 
 
-def test_the_page_of_recipes_is_up_to_date():
-    maker = runpy.run_path(str(DOCS / "make_recipes.py"))
-    assert maker["PAGE"].read_text(encoding="utf-8") == maker["page"](), (
-        "run python docs/make_recipes.py"
-    )
-
-
-def test_the_stub_of_the_shorthands_is_up_to_date():
-    maker = runpy.run_path(str(DOCS / "make_shorthands.py"))
-    assert maker["STUB"].read_text(encoding="utf-8") == maker["stub"](), (
-        "run python docs/make_shorthands.py"
-    )
+@pytest.mark.parametrize(
+    ("script", "made", "file"),
+    [
+        ("make_versions", lambda maker: maker["page"](maker["load_records"]()), "PAGE"),
+        ("make_recipes", lambda maker: maker["page"](), "PAGE"),
+        ("make_compositions", lambda maker: maker["page"](), "PAGE"),
+        ("make_shorthands", lambda maker: maker["stub"](), "STUB"),
+    ],
+)
+def test_a_generated_file_is_up_to_date(script, made, file):
+    maker = runpy.run_path(str(DOCS / f"{script}.py"))
+    assert maker[file].read_text(encoding="utf-8") == made(maker), f"run python docs/{script}.py"
 
 
 def test_the_lists_of_mechanisms_are_up_to_date_and_lack_none():
@@ -86,11 +62,6 @@ def test_the_numbers_of_the_first_pages_are_those_of_the_library_and_its_records
         text = page.read_text(encoding="utf-8")
         assert maker["numbers"](maker["PAGES"][page]) in text, "run python docs/make_front.py"
         assert text == maker["written"](page), page
-
-
-def test_the_readme_shows_code_by_its_15th_line():
-    lines = (DOCS.parent / "README.md").read_text(encoding="utf-8").splitlines()
-    assert "```python" in lines[:15]
 
 
 def test_every_diagnostic_is_shown_and_documented():
@@ -116,21 +87,18 @@ def test_pages_show_the_saved_runs(name, monkeypatch):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_mechanisms_page_begins_with_its_idea_a_figure_and_the_equation(page):
     text = page.read_text(encoding="utf-8")
-    figure = text.index(":::{figure} ")
     assert text.startswith("# ")
-    assert figure < text.index("$$") < text.index("\n## ")
-    assert re.search(r"^:alt: \S", text, re.MULTILINE)
-    drawn = re.match(r":::\{figure\} (\S+)", text[figure:]).group(1)
-    assert (page.parent / drawn).is_file(), drawn
+    assert text.index(":::{figure} ") < text.index("$$") < text.index("\n## ")
+
+
+IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
+FIGURE = re.compile(r"^(?::::|```)\{(?:figure|image)\} (\S+)\n((?:^:.*\n)*)", re.MULTILINE)
 
 
 def figures(text):
     """Pairs of the file and the alternative text of each figure of a page."""
-    for alternative, drawn in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)\)", text):
-        yield drawn, alternative
-    for drawn, options in re.findall(
-        r"^(?::::|```)\{(?:figure|image)\} (\S+)\n((?:^:.*\n)*)", text, re.MULTILINE
-    ):
+    yield from ((drawn, alternative) for alternative, drawn in IMAGE.findall(text))
+    for drawn, options in FIGURE.findall(text):
         yield drawn, "".join(re.findall(r"^:alt: (.*)$", options, re.MULTILINE))
 
 
@@ -142,14 +110,14 @@ def test_every_figure_exists_and_has_an_alternative_text_that_says_what_it_shows
         for each in figures(page.read_text(encoding="utf-8"))
     ]
     assert len(found) > 60
-    short = [(page.stem, alt) for page, _, alt in found if len(alt.split()) < 9]
-    assert not short
-    lost = [(page.stem, drawn) for page, drawn, _ in found if not (page.parent / drawn).is_file()]
-    assert not lost
+    for page, drawn, alternative in found:
+        assert len(alternative.split()) > 8, (page, alternative)
+        assert (page.parent / drawn).is_file(), (page, drawn)
 
 
-def test_functions_that_the_readme_names_have_import_lines_that_run():
+def test_the_readme_shows_code_early_and_functions_with_import_lines_that_run():
     text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    assert "```python" in text.splitlines()[:15]
     lines = re.findall(r"^\| `(from precondattn\S* import [^`]+)`", text, re.MULTILINE)
     assert len(lines) == 6
     named = {name for line in lines for name in re.split(r", ", line.split(" import ")[1])}

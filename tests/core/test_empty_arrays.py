@@ -19,7 +19,8 @@ EMPTY = {
 WITHOUT_KEYS = ("softmax", "path", "lucid", "laser", "differential", "softmax[causal=false]")
 
 
-def accepts_fewer_queries(mechanism):
+def accepts_fewer_queries(text):
+    mechanism = pa.parse(text)
     letters = "".join(pattern.letters for pattern in mechanism.inputs.values())
     try:
         for leaf in mechanism.program.leaves:
@@ -30,13 +31,12 @@ def accepts_fewer_queries(mechanism):
 
 
 def texts_for(library, which):
-    """The expressions that are tried: all of them in NumPy, which takes seconds."""
+    """The expressions that are tried: all of them in NumPy, and few in JAX, which compiles."""
+    few = slice(None, None, 2 if library == "jax.numpy" else 1)
     if which == "no keys":  # Others have as many queries as keys, or none more.
-        return WITHOUT_KEYS
-    texts = EXPRESSIONS if library == "numpy" else SAMPLE
-    if which == "no queries":
-        texts = [text for text in texts if accepts_fewer_queries(pa.parse(text))]
-    return texts
+        return WITHOUT_KEYS[few]
+    texts = EXPRESSIONS if library == "numpy" else SAMPLE[few]
+    return filter(accepts_fewer_queries, texts) if which == "no queries" else texts
 
 
 def masks_of(mechanism, sizes):
@@ -79,8 +79,8 @@ def test_outputs_and_gradients_are_empty_or_zero(which, library):
 @pytest.mark.parametrize(
     ("which", "library"),
     [
-        *(("no sequences", "numpy"), ("no tokens", "numpy")),
-        *(("no sequences", "jax.numpy"), ("no tokens", "torch"), ("no tokens", "cupy_stand_in")),
+        *(("no sequences", "numpy"), ("no tokens", "numpy"), ("no sequences", "jax.numpy")),
+        *(("no tokens", "torch"), ("no tokens", "cupy_stand_in")),
     ],
 )
 def test_an_extension_by_nothing_changes_nothing(which, library):
@@ -127,12 +127,7 @@ def extending(mechanism, b, t):
 
 @pytest.mark.parametrize(
     ("text", "library"),
-    [
-        ("linear", "torch"),
-        ("ccq(gla)", "numpy"),
-        ("atk(kda)", "cupy_stand_in"),
-        ("linear", "jax.numpy"),
-    ],
+    [*(("linear", "torch"), ("ccq(gla)", "numpy")), ("atk(kda)", "cupy_stand_in")],
 )
 def test_the_pullback_of_an_extension_by_nothing_returns_the_cotangents_of_the_states(
     text, library
@@ -148,15 +143,12 @@ def test_the_pullback_of_an_extension_by_nothing_returns_the_cotangents_of_the_s
 
 def test_autograd_has_gradients_of_zero_and_those_of_the_states():
     torch = pytest.importorskip("torch")
-    for text in (*SAMPLE, *WITHOUT_KEYS):
-        mechanism = pa.parse(text)
-        for which in ("no sequences", "no tokens", "no keys"):
-            if which == "no keys" and text not in WITHOUT_KEYS:
-                continue
-            arrays = make_inputs(mechanism, **EMPTY[which])
-            inputs = {n: a.requires_grad_() for n, a in arrays_of("torch", arrays).items()}
-            mechanism(**inputs).sum().backward()
-            assert_zeros({name: tensor.grad for name, tensor in inputs.items()}, arrays)
+    rows = [(text, which) for text in SAMPLE for which in ("no sequences", "no tokens")]
+    for text, which in (*rows, *((text, "no keys") for text in WITHOUT_KEYS)):
+        mechanism, arrays = pa.parse(text), make_inputs(pa.parse(text), **EMPTY[which])
+        inputs = {n: a.requires_grad_() for n, a in arrays_of("torch", arrays).items()}
+        mechanism(**inputs).sum().backward()
+        assert_zeros({name: tensor.grad for name, tensor in inputs.items()}, arrays)
     linear = pa.parse("linear")
     inputs = arrays_of("torch", extending(linear, b=2, t=0))
     cache = linear.init_cache(**inputs)
@@ -167,26 +159,18 @@ def test_autograd_has_gradients_of_zero_and_those_of_the_states():
         torch.testing.assert_close(state.grad, torch.ones_like(state))
 
 
-@pytest.mark.parametrize("text", ["lucid(path)", "gated_delta"])
-def test_jax_compiles_and_differentiates_empty_calls(text):
+def test_jax_compiles_and_differentiates_empty_calls():
     jax = pytest.importorskip("jax")
-    mechanism = pa.parse(text)
+    mechanism = pa.parse("gated_delta")
     inputs = arrays_of("jax.numpy", make_inputs(mechanism, t=0, s=0))
     gradients = jax.jit(jax.grad(lambda x: mechanism(**x).sum()))(inputs)
     assert_zeros(gradients, on_host(inputs))
-    cache = mechanism.init_cache(**inputs, capacity=CAPACITY)
+    cache = mechanism.init_cache(**inputs)
     _, after = jax.jit(mechanism.extend)(cache, **inputs)
     assert_equal(arrays_in(after), on_host(arrays_in(cache)))
 
 
-def test_torch_compile_takes_empty_calls():
-    torch = pytest.importorskip("torch")
-    inputs = arrays_of("torch", make_inputs(pa.Lucid(), t=0, s=0))
-    compiled = torch.compile(lambda x: pa.Lucid()(**x), fullgraph=True, backend="aot_eager")
-    assert tuple(compiled(inputs).shape) == (2, 0, 4, 6)
-
-
-def test_autocast_and_flop_counters_take_empty_calls():
+def test_torchs_compiler_autocast_and_flop_counters_take_empty_calls():
     torch = pytest.importorskip("torch")
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -195,20 +179,21 @@ def test_autocast_and_flop_counters_take_empty_calls():
     with torch.autocast("cpu", torch.bfloat16), FlopCounterMode(display=False) as counter:
         out = pa.Lucid()(**inputs)
         out.sum().backward()
-    assert out.dtype == torch.bfloat16
-    assert counter.get_total_flops() == 0
+    assert (out.dtype, counter.get_total_flops()) == (torch.bfloat16, 0)
     assert_zeros({name: tensor.grad for name, tensor in inputs.items()}, arrays)
+    compiled = torch.compile(lambda x: pa.Lucid()(**x), fullgraph=True, backend="aot_eager")
+    assert tuple(compiled(inputs).shape) == (2, 0, 4, 6)
 
 
-@pytest.mark.parametrize("backend", ["portable", "reference"])
-def test_a_backend_by_name_is_not_needed_for_an_empty_call(backend):
+def test_a_backend_by_name_is_not_needed_for_an_empty_call():
     inputs = make_inputs(pa.Lucid(), b=0)
-    assert pa.Lucid()(**inputs, backend=backend).shape == (0, 5, 4, 6)
+    for backend in ("portable", "reference"):
+        assert pa.Lucid()(**inputs, backend=backend).shape == (0, 5, 4, 6)
     assert pa.Lucid().explain(**inputs).backends == ("none (the arrays are empty)",)
 
 
 @pytest.mark.parametrize(
-    ("sink", "library"), [(False, "torch"), (True, "numpy"), (True, "jax.numpy"), (False, "numpy")]
+    ("sink", "library"), [(False, "torch"), (True, "jax.numpy"), (False, "numpy")]
 )
 def test_without_keys_the_log_sum_exp_is_that_of_the_sink_or_of_nothing(sink, library):
     mechanism = pa.Softmax(sink=sink)
@@ -231,30 +216,30 @@ def test_part_of_no_keys_leaves_a_merge_as_it_is():
         np.testing.assert_allclose(found, expected)
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
-def test_the_last_sequence_of_a_cache_may_be_taken_away(library):
-    for text in ("softmax[window=9]", "ccq(gla)"):
-        mechanism = pa.parse(text)
-        inputs = arrays_of(library, make_inputs(mechanism))
-        _, cache = mechanism.extend(mechanism.init_cache(**inputs, capacity=20), **inputs)
-        without = cache.select([False, False])
-        assert tuple(without.length.shape) == (0,)
-        none = {name: array[:0] for name, array in inputs.items()}
-        out, after = mechanism.extend(without, **none)
-        assert tuple(out.shape[:2]) == (0, 5)
-        assert pa.Cache.concatenate([after, cache]).length.shape == cache.length.shape
+@pytest.mark.parametrize(
+    ("text", "library"), [("softmax[window=9]", "numpy"), ("ccq(gla)", "torch")]
+)
+def test_the_last_sequence_of_a_cache_may_be_taken_away(text, library):
+    mechanism = pa.parse(text)
+    inputs = arrays_of(library, make_inputs(mechanism))
+    _, cache = mechanism.extend(mechanism.init_cache(**inputs, capacity=20), **inputs)
+    without = cache.select([False, False])
+    assert tuple(without.length.shape) == (0,)
+    out, after = mechanism.extend(without, **{name: array[:0] for name, array in inputs.items()})
+    assert tuple(out.shape[:2]) == (0, 5)
+    assert pa.Cache.concatenate([after, cache]).length.shape == cache.length.shape
 
 
 @pytest.mark.parametrize(
-    ("name", "library"),
-    [("segment_ids", "numpy"), ("cu_seqlens", "torch"), ("segment_ids", "jax.numpy")],
+    ("mask", "library"),
+    [
+        ({"segment_ids": np.zeros((1, 0), int)}, "numpy"),
+        ({"cu_seqlens": np.zeros(2, int)}, "torch"),
+    ],
 )
-def test_packed_calls_may_have_no_tokens(name, library):
-    dtype = np.int32
-    mask = {"segment_ids": np.zeros((1, 0), dtype), "cu_seqlens": np.asarray([0, 0], dtype)}[name]
+def test_packed_calls_may_have_no_tokens(mask, library):
     inputs = arrays_of(library, make_inputs(pa.Lucid(), b=1, t=0, s=0))
-    out = pa.Lucid()(**inputs, **arrays_of(library, {name: mask}))
-    assert tuple(out.shape) == (1, 0, 4, 6)
+    assert tuple(pa.Lucid()(**inputs, **arrays_of(library, mask)).shape) == (1, 0, 4, 6)
 
 
 def test_shapes_that_disagree_and_axes_of_no_width_are_refused_as_ever():

@@ -33,7 +33,7 @@ def problem(expression, keys):
 
 
 @pytest.mark.parametrize("keys", ["random", "clustered"])
-@pytest.mark.parametrize("expression", ["ssd", "gla", "delta", "gated_delta", "kda", "comba"])
+@pytest.mark.parametrize("expression", ["ssd", "gla", "gated_delta", "kda"])
 def test_states_before_each_of_64_devices(expression, keys):
     m, x = problem(expression, keys)
     cache, exact = m.init_cache(**x), []
