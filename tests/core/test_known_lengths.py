@@ -12,6 +12,7 @@ import precondattn as pa
 from precondattn.cache import append, known_lengths
 from precondattn.cache.known_lengths import lengths_on_host, remembered
 from precondattn.frameworks.torch.framework import PyTorch
+from tests.core.inputs import inputs_of
 
 
 @pytest.fixture
@@ -29,24 +30,19 @@ def reads(monkeypatch):
     return found
 
 
-def test_a_length_is_known_until_it_is_written_to(reads):
+def test_a_length_is_known_until_it_is_written_to_and_nothing_is_kept_of_the_past(reads):
     length = remembered(torch.full((2,), 7, dtype=torch.int32), 7)
     assert lengths_on_host(length) == [7, 7]
     assert not reads
     length[:1].add_(1)
     assert lengths_on_host(length) == [8, 7]
-    assert len(reads) == 1
     assert lengths_on_host(length) == [8, 7]  # What was read is not remembered.
     assert len(reads) == 2
-
-
-def test_copies_and_lengths_of_inference_mode_are_read_and_nothing_is_kept_of_the_past(reads):
     length = remembered(torch.zeros(2, dtype=torch.int32), 0)
     assert lengths_on_host(length.clone()) == [0, 0]
     with torch.inference_mode():
         assert lengths_on_host(remembered(torch.zeros(2, dtype=torch.int32), 0)) == [0, 0]
-    assert len(reads) == 2
-    assert len(known_lengths._remembered) == 1
+    assert len(reads) == 4
     del length
     gc.collect()
     assert not known_lengths._remembered
@@ -72,10 +68,7 @@ def test_tokens_are_appended_without_reading_their_number():
 
 def test_generation_reads_no_length(reads, monkeypatch):
     monkeypatch.setattr(PyTorch, "reads_at_once", False)
-    m, x = pa.GatedDelta(), {}
-    for name, pattern in m.inputs.items():
-        sizes = {"b": 2, "t": 1, "s": 1, "h": 2, "n": 2, "u": 2, "d": 4, "e": 4}
-        x[name] = torch.zeros(pattern.shape(sizes))
+    m, x = pa.GatedDelta(), inputs_of("gated_delta", "torch", t=1)
     cache = m.init_cache(**x)
     with torch.no_grad():
         for _ in range(3):

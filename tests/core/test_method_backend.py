@@ -3,19 +3,17 @@
 `tests/third_party/packages_with_methods` has two.
 """
 
-import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import precondattn as pa
 from precondattn.dispatch.discovery import discover
 from precondattn_conformance.cases import cases
-from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_conformance.runner import Report, run_case
 from precondattn_conformance.status import FAILED, PASSED
+from tests.core.inputs import inputs_of
 
 torch = pytest.importorskip("torch")
 
@@ -44,7 +42,6 @@ def test_such_a_package_conforms(packages, mechanism):
 @pytest.mark.parametrize("mechanism", BACKENDS)
 def test_autograd_calls_its_backward(packages, mechanism, monkeypatch):
     m, backend = pa.parse(mechanism), BACKENDS[mechanism]
-    inputs = make_inputs(m, CallLayout("test", t=5, s=5), "random")
     methods = discover().named(backend).methods
     called, backward = [], methods.backward
     monkeypatch.setattr(
@@ -52,7 +49,7 @@ def test_autograd_calls_its_backward(packages, mechanism, monkeypatch):
     )
 
     def gradients(backend):
-        x = {name: torch.tensor(array, requires_grad=True) for name, array in inputs.items()}
+        x = inputs_of(m, "torch", t=5, requires_grad=True)
         return torch.autograd.grad(m(**x, backend=backend).square().sum(), list(x.values()))
 
     torch.testing.assert_close(gradients(backend), gradients("reference"))
@@ -86,35 +83,20 @@ class Misspelt(pa.Backend):
         return MisspeltRunner()
 
 
-@pytest.fixture
-def leaf(only_the_reference):
+def test_a_missing_buffer_is_named_beside_those_that_there_are(only_the_reference, unregistered):
     class Misread(pa.Linear):
         name = "misread"
 
         def run(self, state, x, frame, form=pa.RECURRENT):
             return super().run({"state": state["S"]}, x, frame, form)
 
-    yield Misread()
-    pa.unregister_mechanism("misread")
-
-
-def notes_of(mechanism, inputs, backend):
-    cache = mechanism.init_cache(**inputs, capacity=8)
-    with pytest.raises(KeyError) as raised:
-        mechanism.extend(cache, **inputs, backend=backend)
-    return raised.value.__notes__
-
-
-def inputs_of(names):
-    return dict(zip(names, np.random.default_rng(0).normal(size=(3, 1, 2, 3, 4)), strict=False))
-
-
-def test_of_a_backend(only_the_reference):
     pa.register_backend(Misspelt)
-    (note,) = notes_of(pa.LucidSolve(), inputs_of("kv"), "misspelt")
-    assert note == "no 'key' in past, which has 'k', 'out', 'rms(k)', nor in the inputs: 'k', 'v'"
-
-
-def test_of_a_leaf_of_ones_own(leaf):
-    (note,) = notes_of(leaf, inputs_of("qkv"), "reference")
-    assert re.fullmatch("no 'S' in past, which has 'state', nor in the inputs: 'q', 'k', 'v'", note)
+    for m, backend, words in (
+        (pa.LucidSolve(), "misspelt", "no 'key' in past, which has 'k', 'out', 'rms(k)', nor in "),
+        (Misread(), "reference", "no 'S' in past, which has 'state', nor in "),
+    ):
+        x = inputs_of(m, b=1, t=2)
+        with pytest.raises(KeyError) as raised:
+            m.extend(m.init_cache(**x, capacity=8), **x, backend=backend)
+        names = ", ".join(map(repr, m.inputs))
+        assert raised.value.__notes__ == [f"{words}the inputs: {names}"]

@@ -14,8 +14,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import precondattn as pa
 from precondattn.layers.torch import Attention, Decoder, to_torch
-from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
-from tests.representatives import CALLED
+from precondattn_conformance.inputs import slice_tokens
+from tests.core.inputs import inputs_of
 
 T = 6
 X = torch.randn(1, T, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -101,8 +101,15 @@ def shapes_of(m, x):
 
 
 SYMBOLIC = (
-    *("lucid", "path[forget=scaled,flush=3]", "nystrom[landmarks=5,skip=true]", "mlstm", "kda"),
-    *("atk(gdn2)", "ccq"),
+    *(
+        "softmax[window=3]",
+        "lucid",
+        "path[forget=scaled,flush=3]",
+        "nystrom[landmarks=5,skip=true]",
+        "mlstm",
+        "kda",
+    ),
+    *("atk(gdn2)", "ccq", "deltaformer"),
 )
 """One mechanism of each kind of code: the sizes of its tensors are symbols, which takes long."""
 
@@ -110,16 +117,16 @@ SYMBOLIC = (
 @pytest.mark.parametrize(
     ("expression", "kind"),
     [
-        *((text, "meta") for text in (*CALLED, "laser", "mesa(gla)")),
-        *(("softmax[window=3]", kind) for kind in ("fake", "symbolic")),
-        *(("laser", kind) for kind in ("fake", "symbolic")),
+        *((text, "meta") for text in (*SYMBOLIC, "outlook[stride=2,grid=5]", "windowed")),
+        *((text, "meta") for text in ("hedgehog(gla)", "mesa(gla)", "differential[per=token]")),
+        *(("laser", "fake"), ("laser", "symbolic")),
         *(pytest.param(text, "symbolic", marks=pytest.mark.thorough) for text in SYMBOLIC),
     ],
 )
 def test_tensors_without_entries_have_the_shapes_of_others(expression, kind):
     m = pa.parse(expression)
-    made = make_inputs(m, CallLayout("test", t=T, s=T, d=8, e=4), "clustered")
-    x = {name: torch.tensor(array, dtype=torch.float32) for name, array in made.items()}
+    made = inputs_of(m, "torch", "clustered", t=T, d=8, e=4)
+    x = {name: array.float() for name, array in made.items()}
     expected = shapes_of(m, x)
     if kind == "meta":
         assert shapes_of(m, {name: array.to("meta") for name, array in x.items()}) == expected
