@@ -280,9 +280,9 @@ def rows():
     for text in (*FIRST, *SECOND, *OTHERS):
         thorough = [pytest.mark.thorough] * (text in OTHERS)
         yield pytest.param("float32", text, False, id=f"{text}-traced", marks=thorough)
-    for dtype, text in (("float32", FIRST[0]), ("float64", FIRST[1]), ("float32", FIRST[2])):
+    for dtype, text in (("float32", FIRST[0]), ("float64", FIRST[1])):
         yield pytest.param(dtype, text, True, id=f"{text}-{dtype}", marks=pytest.mark.thorough)
-    for text in (*SECOND, *OTHERS):
+    for text in (FIRST[2], *SECOND, *OTHERS):
         yield pytest.param("float32", text, True, id=f"{text}-float32", marks=pytest.mark.slow)
 
 

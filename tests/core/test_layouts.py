@@ -126,7 +126,8 @@ def extension(way, m, masks, lengths):
         *(("delta", "vjp", LENGTHS, None), ("delta", "mapped", {}, [3, 1])),
         *(("delta", "gradient", {}, None), ("delta", "gradient", LENGTHS, None)),
         *(("softmax", "donated", {}, [3, 1]), ("softmax", "mapped", LENGTHS, None)),
-        ("softmax", "compiled for any sizes", {}, None),
+        ("softmax", "compiled for any sizes", LENGTHS, None),
+        pytest.param("softmax", "compiled for any sizes", {}, None, marks=pytest.mark.thorough),
     ],
 )
 def test_an_algorithm_sees_one_layout_in_every_extension(expression, way, masks, lengths):

@@ -82,6 +82,13 @@ def test_in_half_precision_the_log_sum_exp_is_in_float32(dtype):
     assert all(torch.equal(a, b) for a, b in zip(cast, pa.with_lse(FULL, *wide), strict=True))
 
 
+def test_path_without_reflections_has_that_of_softmax():
+    q, k, v = inputs(t=12)
+    w, beta = np.random.default_rng(1).normal(size=k.shape), np.zeros(k.shape[:3])
+    found = pa.with_lse(pa.Path(), q, k, v, w=w, beta=beta)
+    close(found, pa.with_lse(pa.Softmax(), q, k, v), 1e-12)
+
+
 def test_bad_input_is_named():
     q, k, v = inputs()
     out, lse = pa.with_lse(FULL, q, k, v)

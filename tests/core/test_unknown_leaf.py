@@ -29,42 +29,19 @@ LIBRARIES = ("numpy", "torch", "jax", "array_api_strict")
 VERBS = ("forward", "vjp", "extend", "extend_vjp")
 
 
-def third_party_leaves():
-    """Leaves that a third-party package may define."""
-
-    @dataclass(frozen=True)
-    class OtherSoftmax(pa.Softmax):
-        """A subclass with a cache of tokens may define other mathematics than its base class."""
-
-        name: ClassVar[str] = "other_softmax"
-
-        def scale_for(self, d):
-            return 2 * super().scale_for(d)
-
-    @dataclass(frozen=True)
-    class OtherDelta(pa.GatedDelta):
-        """The same of a leaf with a state."""
-
-        name: ClassVar[str] = "other_delta"
-
-        def scale_for(self, d):
-            return 2 * super().scale_for(d)
-
-    @dataclass(frozen=True)
-    class OtherRows(pa.UnitRows):
-        """A leaf without a cache whose class is unknown to backends."""
-
-        name: ClassVar[str] = "other_rows"
-
-    return OtherSoftmax(), OtherDelta(), OtherRows()
-
-
-NAMES = ("other_softmax", "other_delta", "other_rows")
+NAMES = {"other_softmax": pa.Softmax, "other_delta": pa.GatedDelta, "other_rows": pa.UnitRows}
 
 
 @pytest.fixture(scope="module")
 def leaves():
-    yield {leaf.name: leaf for leaf in third_party_leaves()}
+    """Subclasses with names, which may define other mathematics than their base classes."""
+    made = {}
+    for name, base in NAMES.items():
+        members = {"name": name, "__annotations__": {"name": ClassVar[str]}}
+        if name != "other_rows":
+            members["scale_for"] = lambda self, d, base=base: 2 * base.scale_for(self, d)
+        made[name] = dataclass(frozen=True)(type(name, (base,), members))()
+    yield made
     for name in NAMES:
         registry.unregister(name)
 
