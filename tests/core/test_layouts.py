@@ -86,7 +86,7 @@ def full(way, m, masks):
         *(("vjp", LENGTHS), ("mapped", LENGTHS), ("mapped", KEY_MASK)),
         *(("gradient", LENGTHS | KEY_MASK), ("gradient", SEGMENTS)),
         ("gradients of several cotangents", KEY_MASK),
-        ("gradient, compiled for any sizes", LENGTHS),
+        pytest.param("gradient, compiled for any sizes", LENGTHS, marks=pytest.mark.thorough),
     ],
 )
 def test_an_algorithm_sees_one_layout_in_every_full_call(way, masks):
