@@ -38,15 +38,6 @@ def test_rows_without_a_visible_key_have_no_gradient_under_jit(expression):
     close(jax.jit(loss)(x, lengths), loss(x, lengths))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("expression", ["lucid[normalize=rows]", "ccq(gla)"])
-def test_a_mapped_call_is_made_one_after_another(expression):
-    m, x = pa.parse(expression), arrays_of(expression)
-    other = jax.tree.map(lambda a: a[::-1], x)
-    mapped = jax.vmap(lambda x: m(**x))(jax.tree.map(lambda *a: jnp.stack(a), x, other))
-    close(mapped, jnp.stack([m(**x), m(**other)]))
-
-
 def test_a_mechanism_is_a_static_argument_and_arrays_may_be_constants():
     x = arrays_of("lucid")
     run = jax.jit(lambda m, v: m(**x | {"v": v}), static_argnums=0)

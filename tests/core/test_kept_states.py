@@ -355,7 +355,7 @@ def test_the_text_of_a_kind_is_read_back_and_another_is_refused():
             Kind.read(text)
 
 
-STATE, MASS = np.zeros((2, 4, 8, 8)), np.zeros((2, 4, 8))
+STATE = np.zeros((2, 4, 8, 8))
 Q = np.zeros((2, 5, 4, 8))
 NORMALISED = "linear[normalize=true]"
 BAD = {
