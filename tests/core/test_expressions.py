@@ -1,17 +1,17 @@
-"""Expressions, mechanisms as immutable objects, and their programs.
+"""Expressions, mechanisms as immutable objects, their programs, and the limits of all these.
 
 `str` and `parse` are inverse. A mechanism that makes no sense is refused at construction, with the
 reason.
 """
 
+import copy
 import dataclasses
-import math
-import os
+import functools
+import gc
 import pickle
 import re
-import subprocess
 import sys
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -21,9 +21,12 @@ from hypothesis import strategies as st
 import precondattn as pa
 from precondattn.algebra import registry
 from precondattn.algebra.options import fields_of
+from precondattn.execution import preparation
+from precondattn.limits import NESTED
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 from precondattn_conformance.declared import expressions
+from tests.core.inputs import inputs_of
 
 scales = st.none() | st.floats(0, exclude_min=True, allow_infinity=False)
 epsilons = st.floats(0, allow_infinity=False)
@@ -79,40 +82,17 @@ def test_parse_is_the_inverse_of_str_which_has_the_options_that_differ_from_the_
 
 
 @pytest.mark.parametrize(
-    ("mechanism", "text"),
+    ("given", "text"),
     [
-        (pa.Softmax(), "softmax"),
-        (pa.Softmax(causal=False), "softmax[causal=false]"),
+        (pa.Softmax(window=np.int64(7), scale=0.1), "softmax[scale=0.1,window=7]"),
         (pa.Softmax(scale=2), "softmax[scale=2]"),
-        (pa.Softmax(scale=0.1, window=7), "softmax[scale=0.1,window=7]"),
-        (pa.Softmax(window=7, scale=0.1), "softmax[scale=0.1,window=7]"),
         (pa.Softmax(scale=1e-300), "softmax[scale=1e-300]"),
         (pa.Softmax(scale=np.float32(0.5)), "softmax[scale=0.5]"),
         (pa.Softmax(read=LOG_MEAN_EXP), "softmax[read=log_mean_exp]"),
-        (pa.Lucid(), "lucid"),
         (pa.Lucid(pa.Softmax(causal=True), eps=1e-6), "lucid"),
-        (pa.Lucid(eps=0), "lucid[eps=0]"),
-        (pa.Lucid(eps=0.0), "lucid[eps=0]"),
-        (pa.Lucid(pa.Laser(), eps=0), "lucid[eps=0](laser)"),
-        (pa.Lucid(pa.Laser(pa.Softmax(window=3))), "lucid(laser(softmax[window=3]))"),
+        (pa.Lucid(eps=-0.0), "lucid[eps=0]"),
+        (pa.Lucid(pa.Laser(pa.Softmax(window=3)), eps=0), "lucid[eps=0](laser(softmax[window=3]))"),
         (pa.Lucid(normalize="rows", detach_max=True), "lucid[normalize=rows,detach_max=true]"),
-    ],
-    ids=str,
-)
-def test_the_text_is_canonical(mechanism, text):
-    assert str(mechanism) == text
-
-
-def test_equal_mechanisms_have_one_text_even_for_a_negative_zero():
-    assert pa.Lucid(eps=-0.0) == pa.Lucid(eps=0.0)
-    assert str(pa.Lucid(eps=-0.0)) == "lucid[eps=0]"
-    assert pa.Softmax(window=np.int64(3)) == pa.Softmax(window=3)
-    assert math.copysign(1.0, pa.Lucid(eps=-0.0).eps) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("text", "canonical"),
-    [
         (" lucid [ eps = 0 , beta = true ] ( laser ) ", "lucid[eps=0,beta=true](laser)"),
         ("lucid[beta=true,eps=0.0]", "lucid[eps=0,beta=true]"),
         ("lucid[eps=1e-6](softmax[causal=true])", "lucid"),
@@ -120,8 +100,10 @@ def test_equal_mechanisms_have_one_text_even_for_a_negative_zero():
         ("lucid\n(softmax [window=3])", "lucid(softmax[window=3])"),
     ],
 )
-def test_spaces_order_and_defaults_make_no_difference(text, canonical):
-    assert str(pa.parse(text)) == canonical
+def test_the_text_is_canonical(given, text):
+    mechanism = pa.parse(given) if isinstance(given, str) else given
+    assert str(mechanism) == text
+    assert mechanism == pa.parse(text)
 
 
 EPS = "lucid: option eps must be a finite number, 0 or above; found"
@@ -129,7 +111,6 @@ SCALE = "softmax: option scale must be a finite number above 0, or None"
 WINDOW = "option window must be a whole number, 1 or above, or None; found"
 PLACES = {
     "": ("the name of a mechanism", 0),
-    "3": ("the name of a mechanism", 0),
     "lucid()": ("the name of a mechanism", 6),
     "lucid[,eps=0]": ("the name of an option", 6),
     "lucid[eps]": ("'=' and the value of eps", 9),
@@ -137,8 +118,6 @@ PLACES = {
     "lucid[eps=0": ("']' (a bracket is missing)", 11),
     "lucid[eps=0(laser)": ("',' or ']'", 11),
     "lucid(laser": ("')'", 11),
-    "lucid x": ("the end of the expression", 6),
-    "lucid)": ("the end of the expression", 5),
     "lucid(laser))": ("the end of the expression", 12),
     "lucid[eps=0][beta=true]": ("the end of the expression", 12),
 }
@@ -155,7 +134,6 @@ def test_invalid_text_is_refused_with_its_position(text):
     ("text", "message"),
     [
         ("lucd", "'lucd': unknown mechanism 'lucd' (did you mean 'lucid'?); known are atk, b"),
-        ("lucid(sofmax)", "unknown mechanism 'sofmax' (did you mean 'softmax'?)"),
         ("xyz", "'xyz': unknown mechanism 'xyz'; known are atk, bidirectional, ccq, channel, com"),
         (
             "lucid[epz=0]",
@@ -166,14 +144,9 @@ def test_invalid_text_is_refused_with_its_position(text):
         ("lucid[eps=0,eps=1]", "'lucid[eps=0,eps=1]': option eps is given twice"),
         ("lucid[eps=-1]", f"{EPS} -1.0"),
         ("lucid[eps=abc]", f"{EPS} 'abc'"),
-        ("lucid[eps=none]", f"{EPS} 'none'"),
-        ("lucid[eps=1e400]", f"{EPS} inf"),
         ("softmax[scale=nan]", SCALE),
-        ("softmax[scale=0]", SCALE),
         ("softmax[causal=1]", "softmax: option causal must be true or false; found '1'"),
-        ("softmax[causal=False]", "softmax: option causal must be true or false; found 'False'"),
         ("softmax[window=1.5]", WINDOW),
-        ("softmax[window=0]", f"{WINDOW} 0"),
         (
             "softmax[read=max]",
             "read must be one of mean, log_mean_exp, mean_and_log_sum; found 'max'",
@@ -185,11 +158,9 @@ def test_invalid_text_is_refused_with_its_position(text):
 )
 def test_invalid_text_is_refused_with_the_name(text, message):
     assert_refused(text, ValueError, message)
-
-
-@pytest.mark.parametrize("text", [None, 3, b"lucid", ["lucid"], pa.Lucid])
-def test_only_text_is_an_expression(text):
-    assert_refused(text, TypeError, f"an expression is text such as 'lucid(laser)'; found {text!r}")
+    for other in (None, b"lucid"):
+        words = f"an expression is text such as 'lucid(laser)'; found {other!r}"
+        assert_refused(other, TypeError, words)
 
 
 INDEFINITE = (
@@ -206,13 +177,8 @@ NO_MEAN = (
     ("outer", "base", "reason"),
     [
         ("lucid", "softmax[causal=false,window=4]", INDEFINITE),
-        ("lucid", "laser(softmax[causal=false,window=4])", INDEFINITE),
-        ("lucid", "lucid", USED),
         ("lucid", "lucid(laser)", USED),
         ("lucid", "rms_norm", USED),
-        ("lucid", "lucid_solve", USED),
-        ("laser", "lucid", NO_MEAN),
-        ("laser", "laser", NO_MEAN),
         ("laser", "lucid(laser)", NO_MEAN),
         ("laser", "softmax[read=log_mean_exp]", NO_MEAN),
         ("laser", "rms_norm", NO_MEAN),
@@ -227,7 +193,7 @@ def test_a_composition_that_makes_no_sense_is_refused_with_the_reason(outer, bas
         cls(inner)
 
 
-def test_equal_mechanisms_are_equal_and_hash_alike():
+def test_equal_mechanisms_are_equal_and_hash_alike_and_others_have_other_programs():
     for text in expressions():
         mechanism, other = pa.parse(text), pa.parse(text)
         copy = pickle.loads(pickle.dumps(mechanism))
@@ -237,28 +203,21 @@ def test_equal_mechanisms_are_equal_and_hash_alike():
             assert str(each) == text
         assert copy.inputs == mechanism.inputs, text
         assert copy.program == mechanism.program, text
-
-
-def is_settable(mechanism, name):
-    try:
-        setattr(mechanism, name, getattr(mechanism, name, 1))
-    except dataclasses.FrozenInstanceError:
-        return False
-    return True
+    every = [pa.parse(text) for text in expressions()]
+    assert len({*every}) == len({m.program for m in every}) == len(every)
 
 
 def test_no_field_of_a_mechanism_can_be_set():
     for mechanism in map(pa.parse, registry.registered()):
-        names = [field.name for field in dataclasses.fields(mechanism)]
-        assert not [n for n in (*names, "other") if is_settable(mechanism, n)], str(mechanism)
+        for name in (*(field.name for field in dataclasses.fields(mechanism)), "other"):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(mechanism, name, getattr(mechanism, name, 1))
 
 
 @pytest.mark.parametrize(
     ("text", "other"),
     [
-        ("laser", "softmax[read=log_mean_exp]"),
         ("lucid(laser)", "lucid(softmax[read=log_mean_exp])"),
-        ("lucid[eps=0](laser)", "lucid[eps=0](softmax[read=log_mean_exp])"),
         ("laser(softmax[window=3])", "softmax[window=3,read=log_mean_exp]"),
         ("lucid(softmax[scale=0.3])", "lucid[scale=0.3](softmax[scale=0.3])"),
     ],
@@ -275,36 +234,101 @@ def test_equivalent_mechanisms_have_equal_programs(text, other):
     np.testing.assert_array_equal(two.extend(cache, q, k, v)[0], one.extend(cache, q, k, v)[0])
 
 
-def test_mechanisms_that_differ_have_different_programs():
-    every = [pa.parse(text) for text in expressions()]
-    assert len({*every}) == len({m.program for m in every}) == len(every)
+def nested(depth, preconditioner="elu1", base="linear"):
+    return f"{preconditioner}(" * depth + base + ")" * depth
 
 
-def test_the_program_reads_as_the_calls_in_order():
-    assert str(pa.parse("lucid(laser)").program) == (
-        "y = lucid_solve(k, v); out = softmax[read=log_mean_exp](q, k, v=y)"
-    )
+def test_the_deepest_composition_works():
+    text = nested(NESTED)
+    mechanism = pa.parse(text)
+    assert str(mechanism) == text
+    x = inputs_of(mechanism, t=5)
+    expected = mechanism(**x, backend="reference")
+    np.testing.assert_allclose(mechanism(**x), expected, rtol=1e-9, atol=1e-12)
+    again = pickle.loads(pickle.dumps(mechanism))
+    assert again == copy.deepcopy(mechanism) == mechanism
+    assert hash(again) == hash(mechanism)
 
 
-def test_a_third_party_mechanism_is_discovered_by_its_entry_point(tmp_path):
-    third_party = Path(__file__).parents[1] / "third_party"
-    program = (
-        "import numpy as np, precondattn as pa\n"
-        "assert pa.mechanisms()['doubled'] is type(pa.parse('doubled'))\n"
-        "assert pa.parse('doubled')(np.ones((1, 2, 1, 3))).sum() == 12\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(third_party)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_what_nests_deeper_is_refused():
+    for depth in (NESTED + 1, 10_000):
+        with pytest.raises(ValueError, match=f"at most {NESTED} preconditioners") as caught:
+            pa.parse(nested(depth))
+        assert len(str(caught.value)) < 300
+    mechanism = pa.parse(nested(NESTED))
+    with pytest.raises(ValueError, match=f"elu1: at most {NESTED} preconditioners"):
+        pa.Elu1(mechanism)
+
+    @dataclass(frozen=True)
+    class Deep(pa.Softmax):  # No name, so it is not registered.
+        depth: int = pa.options.count(NESTED + 1)
+
+    assert pa.Elu1(Deep()).base.depth == NESTED + 1  # An option may be named so.
 
 
-def test_a_shorthand_of_a_mechanism_without_an_option_refuses_its_input():
-    q = np.ones((1, 2, 1, 3))
-    for shorthand in (pa.softmax, pa.laser):
-        with pytest.raises(TypeError, match="unknown keyword 'lucid_beta'"):
-            shorthand(q, q, q, lucid_beta=q[..., 0])
+def calls_of(function):
+    """The number of Python functions that it calls."""
+    count = 0
+
+    def counted(frame, event, argument):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(counted)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_the_work_of_a_composition_is_at_most_quadratic_in_its_depth():
+    def work(depth):
+        mechanism = pa.parse(nested(depth, base="gla"))
+        mechanism(**inputs_of(mechanism, t=3))
+
+    work(11)  # What the first call imports.
+    shallow, deep = calls_of(lambda: work(16)), calls_of(lambda: work(64))
+    assert deep < 4**2 * shallow
+
+
+def test_no_cache_of_mechanisms_and_signatures_grows_without_limit(monkeypatch):
+    def unbounded():
+        return {
+            (wrapper.__module__, wrapper.__qualname__): wrapper.cache_info().currsize
+            for wrapper in gc.get_objects()
+            if type(wrapper) is functools._lru_cache_wrapper
+            and (wrapper.__module__ or "").startswith("precondattn")
+            and not wrapper.__module__.startswith("precondattn_conformance")
+            and wrapper.cache_info().maxsize is None
+        }
+
+    def use(number):
+        scaled = pa.Softmax(scale=1 + number / 1024)
+        for mechanism in (pa.Lucid(pa.Laser(scaled)), pa.CCQ(pa.GLA(scale=1 + number / 1024))):
+            x = inputs_of(mechanism, t=3)
+            out, pullback = mechanism.vjp(**x)
+            pullback(out)
+            mechanism.extend(mechanism.init_cache(**x, capacity=4), **x)
+
+    use(0)
+    before = unbounded()
+    monkeypatch.setattr(preparation, "KEPT_SIGNATURES", 4)
+    preparation.prepared_calls.clear()
+    for number in range(1, 9):
+        use(number)
+        assert len(preparation.prepared_calls) <= 4
+    assert unbounded() == before
+
+
+def test_long_text_is_refused_with_a_short_message():
+    long = 100_000
+    for text in (
+        "lucid[eps=1" + " " * long + "]x",
+        "x" * long,
+        "lucid[" + "x" * long + "=1]",
+        "softmax(" + "x" * long,
+    ):
+        with pytest.raises(ValueError, match=r"expected|unknown|no option|takes no base") as caught:
+            pa.parse(text)
+        assert len(str(caught.value)) < 1000

@@ -1,19 +1,19 @@
-"""The norm of the Jacobian of an output with respect to inputs, and ∂o/∂k of LUCID in closed form.
+"""Matrices of diagnostics: weights o = W v, norms of Jacobians, ∂o/∂k of LUCID, row scalings."""
 
-Closed forms of softmax attention and of LASER (Eq. 5 and 7) are computed here with NumPy; others
-by gradients, by central differences, and by PyTorch's autograd through the definition.
-"""
-
-from dataclasses import replace
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn.diagnostics import jacobian_norms, lucid_key_jacobian
-from precondattn_conformance.inputs import CallLayout, make_inputs
-from tests.mathematics.attention_problems import logits
-from tests.mathematics.identities import assert_close, causal_mask
+from precondattn.diagnostics import condition_number as kappa
+from precondattn.diagnostics import jacobian_norms, leverage_scaling, log_mu, lucid_key_jacobian
+from tests.core.inputs import inputs_of
+from tests.mathematics.identities import assert_close, grouped
+from tests.representatives import CALLED
 
 RNG = np.random.default_rng(0)
 B, S, N, D, E = 2, 5, 2, 3, 2
@@ -27,69 +27,24 @@ KEYS = {
     "equal": np.broadcast_to(K[:, :1], K.shape).copy(),
     "zero": K * np.asarray([0, 1, 1, 0, 1])[:, None, None],
 }
-every_kind = pytest.mark.parametrize("k", KEYS.values(), ids=KEYS)
-
-
-@pytest.mark.parametrize("laser", [False, True])
-@every_kind
-def test_norms_of_softmax_and_laser_are_closed_forms(k, laser):
-    """∂o_c/∂s_j is a_j (v_jc − o_c), and for LASER w_jc − a_j with w_jc = a_j exp(v_jc − o_c)."""
-    q, v = Q[:, -3:], V
-    scores = logits(q, k)
-    scores[..., ~causal_mask(3, 5)] = -np.inf
-    a = np.exp(scores)
-    a /= a.sum(-1, keepdims=True)
-    attn = pa.Laser() if laser else pa.Softmax()
-    found = jacobian_norms(attn, q, k, v, of=("q", "k", "v"))
-    for b, t, h in np.ndindex(2, 3, 4):
-        keys, values, of = k[b, :, h // 2], v[b, :, h // 2], a[b, h, t, :, None]
-        if laser:
-            posterior = of * np.exp(values)
-            posterior /= posterior.sum(0)
-            by_score, by_value = posterior - of, posterior
-        else:
-            by_score, by_value = of * (values - np.sum(of * values, axis=0)), np.tile(of, 2)
-        by_score = by_score / np.sqrt(3)
-        expected = {
-            "q": np.linalg.norm(by_score.T @ keys),
-            "k": np.linalg.norm(by_score) * np.linalg.norm(q[b, t, h]),
-            "v": np.linalg.norm(by_value),
-        }
-        for name, norm in expected.items():
-            assert_close(found[name][b, t, h], norm, size=1)
-
-
-@every_kind
-def test_norms_of_lucid_are_those_by_autograd_through_the_definition(k):
-    torch = pytest.importorskip("torch")
-    found = jacobian_norms(pa.Lucid(), Q, k, V)
-
-    def lucid(q, k, v):  # LUCID for one sequence and head.
-        unit = 3**0.5 * k / (k.square().sum(-1, keepdim=True) + 3e-6).sqrt()
-        phi = torch.exp(unit @ unit.T / 3**0.5 - 3**0.5).tril(-1)
-        y = torch.linalg.solve(torch.eye(5, dtype=torch.float64) + phi, v)
-        masked = (q @ k.T / 3**0.5).masked_fill(torch.ones(5, 5).triu(1) > 0, -torch.inf)
-        return masked.softmax(-1) @ y
-
-    for b, h in np.ndindex(2, 4):
-        one = [torch.asarray(x) for x in (Q[b, :, h], k[b, :, h // 2], V[b, :, h // 2])]
-        jacobians = torch.autograd.functional.jacobian(lucid, tuple(one))
-        for name, jacobian in zip("qk", jacobians, strict=False):
-            expected = jacobian.square().sum((1, 2, 3)).sqrt().numpy()
-            assert_close(found[name][b, :, h], expected, size=np.abs(expected).max() + 1)
 
 
 @pytest.mark.parametrize(
-    "text", ["gated_delta", "ccq(gla)", "differential", "row_normalized", "gsa"]
+    ("text", "kind", "t"),
+    [
+        *((text, "clustered", 4) for text in ("gated_delta", "ccq(gla)", "differential", "gsa")),
+        *(("row_normalized", "clustered", 4), ("lucid", "duplicate", 4), ("lucid", "random", 3)),
+        *(("softmax", "zero", 3), ("laser", "clustered", 4)),
+    ],
 )
-def test_norms_of_other_mechanisms_are_those_by_central_differences(text):
+def test_norms_are_those_by_central_differences(text, kind, t):
     m, step = pa.parse(text), 1e-5
-    x = make_inputs(m, CallLayout("test", b=1, t=4, s=4, d=3, e=2), "clustered")
-    found = jacobian_norms(m, **x)
+    x = inputs_of(m, "numpy", kind, b=1, t=t, s=4, d=3, e=2)
+    found = jacobian_norms(m, **x, of=("q", "k", "v"))
     # The row norm's lengths are constant for its gradient.
     base = m.base if text == "row_normalized" else m
     lengths = np.linalg.norm(base(**x), axis=-1) if text == "row_normalized" else 1
-    for name in ("q", "k"):
+    for name in ("q", "k", "v"):
         squares = 0.0
         for index in np.ndindex(x[name].shape):
             ends = []
@@ -139,9 +94,15 @@ ATTNS = {
 }
 
 
-@pytest.mark.parametrize("attn", ATTNS.values(), ids=ATTNS)
-@every_kind
-def test_the_closed_form_is_the_gradient_of_every_output(attn, k):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("default", kind) for kind in KEYS),
+        *(("eps=0", "duplicate"), ("beta", "clustered"), ("window, scales", "clustered")),
+    ],
+)
+def test_the_closed_form_is_the_gradient_of_every_output(name, kind):
+    attn, k = ATTNS[name], KEYS[kind]
     inputs = {"lucid_beta": BETA} if attn.beta else {}
     parts = lucid_key_jacobian(attn, Q, k, V, **inputs)
     expected = by_gradient(attn, Q, k, V, **inputs)
@@ -175,20 +136,149 @@ def test_both_parts_agree_with_central_differences():
         np.testing.assert_allclose(found, along, atol=1e-9)
 
 
-def test_softmax_ignores_a_shift_of_all_keys_and_phi_their_lengths():
-    softmax, phi = lucid_key_jacobian(pa.Lucid(eps=0), Q, K, V)
-    assert_close(softmax.sum(axis=-2), np.zeros((*softmax.shape[:4], D)), size=1)
-    of_heads = np.repeat(K, 2, axis=2).transpose(0, 2, 1, 3)[:, None, :, None]
-    assert_close((phi * of_heads).sum(axis=-1), np.zeros(phi.shape[:-1]), size=1)
-    # Φ is stationary where two keys have one direction.
-    _, phi = lucid_key_jacobian(pa.Lucid(eps=0), Q, KEYS["equal"], V)
-    assert_close(phi, np.zeros(phi.shape), size=1)
+weights = pa.diagnostics.weights
+tokens_of = partial(inputs_of, t=5, d=4, e=3, m=3, values_per_head=1)
+NOT_LINEAR = ("lucid(laser)", "row_normalized")
 
 
-def test_where_softmax_is_one_hot_only_the_part_through_phi_is_left():
-    sharp = replace(pa.Lucid(scale=D**-0.5), base=pa.Softmax(scale=1e5))
-    softmax, phi = lucid_key_jacobian(sharp, Q, KEYS["clustered"], V)
-    _, pullback = sharp.vjp(Q, KEYS["clustered"], V)
-    assert np.abs(softmax[:, 1:]).max() < 1e-9
-    assert np.abs(pullback(V.repeat(2, axis=2))["q"]).max() < 1e-9
-    assert np.abs(phi).max() > 0.1
+def reads_tokens(mechanism):
+    """Whether v has channels that no other input has."""
+    return [name for name, of in mechanism.inputs.items() if "e" in of.letters] == ["v"]
+
+
+@pytest.mark.parametrize(
+    "text", [x for x in CALLED if x not in NOT_LINEAR and reads_tokens(pa.parse(x))]
+)
+def test_the_output_of_any_other_mechanism_is_its_weights_times_its_values(text):
+    mechanism = pa.parse(text)
+    x = tokens_of(mechanism)
+    key_mask = np.ones(x["v"].shape[:2], dtype=bool)
+    key_mask[0, 2] = key_mask[1, 4] = False
+    turns_tokens = any(isinstance(leaf, pa.ReversedTokens) for leaf in mechanism.program.leaves)
+    for masks in ({},) if turns_tokens else ({}, {"key_mask": key_mask}):
+        matrix, out = weights(mechanism, **x, **masks), mechanism(**x, **masks)
+        b, h, t, columns = matrix.shape
+        v = x["v"].reshape(b, columns, -1, x["v"].shape[-1])
+        read = grouped(out, h // v.shape[2])
+        by_group = matrix.reshape(b, v.shape[2], -1, t, columns)
+        assert_close(np.einsum("bngts,bsne->btnge", by_group, v), read)
+    if turns_tokens:
+        return  # It takes no `key_mask`.
+    steps = columns // key_mask.shape[1]
+    for b, s in ((0, 2), (1, 4)):
+        assert not np.any(matrix[b, :, :, s * steps : (s + 1) * steps])
+
+
+def test_fewer_queries_have_the_last_rows_and_no_keys_no_columns():
+    q, k, v = tokens_of(pa.Lucid()).values()
+    every = weights(pa.Lucid(), q, k, v)
+    assert_close(weights(pa.Lucid(), q[:, -2:], k, v), every[:, :, -2:])
+    none = np.ones((2, 0, 2, 4))
+    assert weights(pa.Softmax(causal=False), q, none, none).shape == (2, 4, 5, 0)
+
+
+def test_they_are_differentiated_in_pytorch_and_refused_when_traced():
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    q, k, v = tokens_of(pa.Lucid()).values()
+    leaf = torch.asarray(q, requires_grad=True)
+    weights(pa.Lucid(), leaf, torch.asarray(k), torch.asarray(v)).sum().backward()
+    ones = np.ones((2, 5, 2, 1))
+    expected = pa.Lucid().vjp(q, k, ones)[1](np.ones((2, 5, 4, 1)))
+    assert_close(leaf.grad.numpy(), expected["q"], size=1)
+    with pytest.raises(TypeError, match="weights: q is traced"):
+        jax.jit(lambda q: weights(pa.Softmax(), q, k, v))(q)
+
+
+def test_a_mechanism_that_depends_on_the_width_of_its_values_has_the_weights_at_theirs(
+    unregistered,
+):
+    @dataclass(frozen=True)
+    class ByWidth(pa.TokenWise):
+        name: ClassVar[str] = "by_width"
+        inputs = pa.Inputs(v="b s n e")
+        output = "b s n e"
+
+        def forward(self, x, frame):
+            return x["v"] / x["v"].shape[-1], ()
+
+    matrix = weights(ByWidth(), np.ones((1, 7, 2, 3)))
+    assert_close(matrix, np.broadcast_to(np.eye(7) / 3, (1, 2, 7, 7)))
+
+
+def test_a_query_that_is_nan_spoils_its_row_only_and_hides_nothing():
+    x = tokens_of(pa.Softmax())
+    matrix = weights(pa.Softmax(), **x)
+    x["q"][0, 3, 1] = np.nan
+    spoiled = weights(pa.Softmax(), **x)
+    assert np.all(np.isnan(spoiled[0, 1, 3]))
+    spoiled[0, 1, 3] = matrix[0, 1, 3]
+    assert_close(spoiled, matrix)
+    with pytest.raises(TypeError, match="no matrix times"):
+        weights(pa.Laser(), **x)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, ": its output is no matrix times") for text in (*NOT_LINEAR, "laser")),
+        ("softmax[read=mean_and_log_sum]", ": its output is no matrix times"),
+        ("cross_covariance", " has weights of channels and not of tokens: v is declared (b s n d)"),
+        ("stable_step(gdn2)", " has other weights for every channel of v, by w, and no matrix"),
+    ],
+)
+def test_weights_that_are_not_one_matrix_of_tokens_are_refused(text, message):
+    mechanism = pa.parse(text)
+    x = tokens_of(mechanism)
+    for given in (x, x | {"v": 0 * x["v"]}):
+        with pytest.raises(TypeError, match=re.escape(text + message)):
+            weights(mechanism, **given)
+
+
+def shares(a):
+    """ℓ_i / k by another formula than the library's, and ‖A_i‖² / ‖A‖_F²."""
+    leverage = np.diag(a @ np.linalg.pinv(a, rcond=1e-13))
+    return leverage / min(a.shape), np.sum(a**2, axis=1) / np.sum(a**2)
+
+
+def rows(seed, n, d):
+    """Rows of very different lengths."""
+    rng = np.random.default_rng(seed)
+    return 10 ** rng.uniform(-2, 2, size=(n, 1)) * rng.normal(size=(n, d))
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "nearness"), [(9, 1, 1), (20, 5, 1e-5), (5, 6, 1e-5), (12, 2, 1)]
+)
+def test_mu_falls_by_at_least_the_divergence_and_exactly_where_there_are_no_more_rows(
+    n, d, nearness
+):
+    """docs/claims/row_scaling.md; rounding changes log mu by eps k kappa."""
+    a = rows(n, n, d)
+    a[:, 0] = a[:, -1] + nearness * a[:, 0]
+    rounding = 1e-13 * min(a.shape) * kappa(a)
+    scaled = leverage_scaling(a)[:, None] * a
+    new, old = shares(a)
+    least = min(a.shape) / 2 * np.sum(new * np.log(new / old))
+    fall = log_mu(a) - log_mu(scaled)
+    assert least >= -1e-12
+    assert fall >= least - rounding
+    if n <= d:
+        np.testing.assert_allclose(fall, least, atol=rounding)
+        row_norm = a / np.linalg.norm(a, axis=1, keepdims=True)
+        np.testing.assert_allclose(scaled, row_norm, atol=rounding)
+
+
+def test_rows_get_the_root_of_their_leverage_as_length_in_every_matrix_of_a_batch():
+    a = np.stack([rows(1, 8, 3), rows(2, 8, 3)])[:, None]
+    length = np.linalg.norm(leverage_scaling(a)[..., None] * a, axis=-1)
+    for i in range(2):
+        np.testing.assert_allclose(length[i, 0] ** 2, 3 * shares(a[i, 0])[0], rtol=1e-9)
+
+
+def test_rows_of_zeros_have_factor_1_and_a_missing_rank_is_not_counted():
+    a = rows(0, 8, 3)
+    a[2] = 0
+    a[:, 2] = a[:, 0] + a[:, 1]
+    factors = leverage_scaling(a)
+    assert factors[2] == 1
+    np.testing.assert_allclose(np.sum((factors[:, None] * a) ** 2), 2)

@@ -1,8 +1,9 @@
-"""JAX: eager, jit, grad and vmap; another backend goes through `jax.custom_vjp`."""
+"""JAX: eager, jit, grad, vmap, strict modes; another backend goes through `jax.custom_vjp`."""
 
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -16,12 +17,10 @@ import jax.numpy as jnp
 import precondattn as pa
 from precondattn.dispatch.discovery import REFERENCE
 from precondattn.frameworks.jax.derivative import with_derivative
-from precondattn_conformance.inputs import CallLayout, make_inputs
+from precondattn_conformance.libraries import named
+from tests.core.inputs import inputs_of
 
-
-def arrays_of(expression, **sizes):
-    made = make_inputs(pa.parse(expression), CallLayout("test", **sizes), "clustered")
-    return {name: jnp.asarray(array) for name, array in made.items()}
+arrays_of = partial(inputs_of, library="jax", kind="clustered")
 
 
 def close(result, expected):
@@ -29,25 +28,14 @@ def close(result, expected):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "expression",
-    ["softmax", "lucid(laser)", "path", "gsa", "ccq[covariance=query_weighted](linear)"],
-)
+@pytest.mark.thorough(but=("path",))
+@pytest.mark.parametrize("expression", ["lucid(laser)", "path", "gsa"])
 def test_rows_without_a_visible_key_have_no_gradient_under_jit(expression):
     """XLA reorders operations, which must not lead to 0 · ∞. Lengths may be traced."""
     m, x = pa.parse(expression), arrays_of(expression)
     loss = jax.grad(lambda x, lengths: jnp.sum(m(**x, lengths=lengths) ** 2))
     lengths = jnp.asarray([4, 0])
     close(jax.jit(loss)(x, lengths), loss(x, lengths))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("expression", ["softmax", "lucid[normalize=rows]", "ccq(gla)", "gsa"])
-def test_a_mapped_call_is_made_one_after_another(expression):
-    m, x = pa.parse(expression), arrays_of(expression)
-    other = jax.tree.map(lambda a: a[::-1], x)
-    mapped = jax.vmap(lambda x: m(**x))(jax.tree.map(lambda *a: jnp.stack(a), x, other))
-    close(mapped, jnp.stack([m(**x), m(**other)]))
 
 
 def test_a_mechanism_is_a_static_argument_and_arrays_may_be_constants():
@@ -80,7 +68,7 @@ def test_a_cache_is_a_pytree_that_jit_carries_and_may_donate():
 
 @pytest.mark.thorough
 def test_the_reference_has_forward_mode_and_second_derivatives():
-    x = arrays_of("lucid(laser)", b=1, t=3, s=3)
+    x = arrays_of("lucid(laser)", b=1, t=3)
     call = partial(pa.Lucid(pa.Laser()), backend="reference")
     _, moved = jax.jvp(lambda x: call(**x), (x,), (jax.tree.map(jnp.ones_like, x),))
     assert np.isfinite(moved).all()
@@ -127,17 +115,17 @@ def second_derivatives(loss, x):
 class TestAnotherBackendInJax:
     """The out-of-tree backend claims lucid_solve."""
 
-    @pytest.mark.thorough(but=("masks1",))
-    @pytest.mark.parametrize("masks", [{}, {"lengths": jnp.asarray([4, 7])}])
-    def test_its_gradient_is_the_one_that_jax_uses(self, third_party, masks):
-        m, x = pa.Lucid(pa.Laser()), arrays_of("lucid(laser)")
-        loss = lambda x, backend=None: jnp.sum(m(**x, **masks, backend=backend) ** 2)  # noqa: E731
+    def test_its_gradient_is_the_one_that_jax_uses_with_vmap_and_without_forward_mode(
+        self, third_party
+    ):
+        m, x = pa.Lucid(), arrays_of("lucid")
+
+        def loss(x, backend=None):
+            return jnp.sum(m(**x, lengths=jnp.asarray([4, 7]), backend=backend) ** 2)
+
         result = jax.jit(jax.grad(loss))(x)
         assert "backward of lucid_solve" in third_party.calls
         close(result, jax.grad(partial(loss, backend="reference"))(x))
-
-    def test_vmap_and_forward_mode(self, third_party):
-        m, x = pa.Lucid(pa.Laser()), arrays_of("lucid(laser)")
         stack = jnp.stack([x["k"], 2 * x["k"] + 1])
         mapped = jax.vmap(lambda k: m(x["q"], k, x["v"]))(stack)
         close(mapped[1], m(x["q"], stack[1], x["v"]))
@@ -146,7 +134,7 @@ class TestAnotherBackendInJax:
 
     def test_its_gradient_has_the_derivatives_of_the_definition(self, third_party, monkeypatch):
         """Its own operations may be kernels, which JAX can not differentiate."""
-        x = arrays_of("lucid_solve", b=1, t=3, s=3)
+        x = arrays_of("lucid_solve", b=1, t=3)
         for name in ("forward", "backward"):
             method = getattr(third_party.ThirdParty, name)
 
@@ -164,8 +152,8 @@ class TestAnotherBackendInJax:
         close(jax.jit(products)(x["k"]), expected)
         assert "backward of lucid_solve" in third_party.calls
 
-    def test_the_gradient_of_steps_of_states_can_be_differentiated(self):
-        m, x = pa.Linear(), arrays_of("linear", b=1, t=2, s=2)
+    def test_the_gradient_of_steps_of_states_can_be_differentiated(self, register):
+        m, x = pa.Linear(), arrays_of("linear", b=1, t=2)
         cache = m.init_cache(**x)
 
         def products(backend, x):
@@ -175,33 +163,26 @@ class TestAnotherBackendInJax:
 
             return second_derivatives(loss, x)
 
-        pa.register_backend(KernelsOfSteps())
-        try:
-            found, expected = (
-                jax.jit(partial(products, name))(x) for name in ("kernels_of_steps", "reference")
-            )
-        finally:
-            pa.unregister_backend("kernels_of_steps")
-        close(found, expected)
+        register(KernelsOfSteps())
+        names = "kernels_of_steps", "reference"
+        close(*(jax.jit(partial(products, name))(x) for name in names))
 
 
 def lines_of_gradient(expression, tokens, backend):
     """The number of lines of the printed trace of the gradient."""
     m = pa.parse(expression)
-    x = arrays_of(expression, b=1, t=tokens, s=tokens, h=2, n=2, d=4, e=4)
+    x = arrays_of(expression, b=1, t=tokens, h=2, n=2, d=4, e=4)
     traced = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(m(**x, backend=backend))))(x)
     return str(traced).count("\n")
 
 
-@pytest.mark.parametrize("expression", ["gsa", "ccq(gated_delta)", "hedgehog(gla)"])
+@pytest.mark.thorough(but=("ccq(gated_delta)",))
+@pytest.mark.parametrize("expression", ["gsa", "ccq(gated_delta)"])
 def test_a_recurrence_is_traced_as_one_step_however_long(expression):
     """Unrolled, 2,000 tokens would be tens of thousands of equations."""
     assert lines_of_gradient(expression, 2000, "reference") < 3000
     long, longer = (lines_of_gradient(expression, tokens, "jax") for tokens in (2000, 8000))
     assert abs(longer - long) < 0.02 * long
-
-
-# -------------------------------------------------------- derivatives of one's own, and deadlocks
 
 
 def tenfold(arguments):
@@ -219,26 +200,21 @@ def tenfold(arguments):
     return with_derivative(function, derivative)(*arguments)
 
 
-def at(x, i):
-    return tenfold(({"x": x}, i))["of"]
-
-
-def in_a_loop(x, i):
-    def step(total, j):
-        return total + at(x * (1.0 + 0.0 * total), j), None
-
-    return jax.lax.scan(step, 0.0 * x[0], i)[0]
-
-
 def mapped(x, i):
-    return jnp.sum(jax.vmap(at, in_axes=(None, 0))(x, i))
+    return jnp.sum(jax.vmap(lambda i: tenfold(({"x": x}, i))["of"])(i))
 
 
 def of_mapped_loops(x, i):
-    return jnp.sum(jax.vmap(in_a_loop, in_axes=(0, None))(jnp.stack([x, x]), i)) / 2
+    def in_a_loop(x):
+        def step(total, j):
+            return total + tenfold(({"x": x * (1.0 + 0.0 * total)}, j))["of"], None
+
+        return jax.lax.scan(step, 0.0 * x[0], i)[0]
+
+    return jnp.sum(jax.vmap(in_a_loop)(jnp.stack([x, x]))) / 2
 
 
-@pytest.mark.parametrize("function", [in_a_loop, mapped, of_mapped_loops])
+@pytest.mark.parametrize("function", [mapped, of_mapped_loops])
 def test_a_derivative_is_kept_in_loops_and_maps(function):
     x, i, chosen = jnp.linspace(0.1, 0.7, 3), jnp.asarray([2, 0]), np.asarray([1.0, 0.0, 1.0])
     gradient = jax.grad(function)
@@ -274,3 +250,61 @@ for mapping in (lambda f: f, jax.vmap):
 def test_solving_two_stacks_of_systems_at_once_does_not_deadlock():
     script = TWO_STACKS.format(cores=sorted(os.sched_getaffinity(0))[:2])
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+FIRST = ("softmax[window=3]", "lucid(laser)", "ccq")
+SECOND = ("softmax[forget=unscaled]", "nystrom[landmarks=5,skip=true]", "mlstm", "kda", "mesa")
+OTHERS = (
+    *("softmax[distance=slopes]", "path[forget=scaled,flush=3]", "deltaformer"),
+    *("windowed[size=3,shift=1,scale=0.3]", "gsa", "atk(kda)", "lucid[normalize=rows]"),
+    *("lucid(path[flush=3])", "differential[per=token]", "qk_norm[norm=layer,gain=true]"),
+)
+"""With the others, one mechanism of each kind of code."""
+MODES = {"jax_numpy_rank_promotion": "raise", "jax_numpy_dtype_promotion": "strict"}
+MODES |= {"jax_debug_nans": True, "jax_disallow_mesh_context_manager": True}
+T = 9
+MASKS = {"lengths": [T, 4], "key_mask": np.arange(2 * T).reshape(2, T) % 5 > 0}
+
+
+def rows():
+    """Each mechanism is traced; some run, which JAX compiles operation by operation."""
+    for text in (*FIRST, *SECOND, *OTHERS):
+        thorough = [pytest.mark.thorough] * (text in OTHERS)
+        yield pytest.param("float32", text, False, id=f"{text}-traced", marks=thorough)
+    for dtype, text in (("float64", "lucid"), ("float32", FIRST[0])):
+        yield pytest.param(dtype, text, True, id=f"{text}-{dtype}", marks=pytest.mark.thorough)
+    for text in (*FIRST[1:], *SECOND, *OTHERS):
+        yield pytest.param("float32", text, True, id=f"{text}-float32", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("dtype", "text", "runs"), list(rows()))
+def test_every_verb_runs_in_the_strict_modes(dtype, text, runs):
+    m = pa.parse(text)
+    made = inputs_of(m, t=T)
+
+    def verbs(x, masks, backend=None):
+        out, pullback = m.vjp(**x, backend=backend)
+        gradient = jax.grad(lambda x: m(**x, **masks, backend=backend).sum())(x)
+        results = [m(**x, **masks, backend=backend), pullback(out), gradient]
+        if m.offers.causal and "bias" not in x:
+            cache = m.init_cache(**x, capacity=2 * T)
+            _, cache = m.extend(cache, **x, lengths=masks["lengths"], backend=backend)
+            results.append(m.extend(cache, **x, backend=backend)[0])
+        return results
+
+    def both(x, masks):
+        return verbs(x, masks), verbs(x, masks, "reference")
+
+    with ExitStack() as stack:
+        stack.enter_context(jax.enable_x64(dtype == "float64"))
+        for name, value in MODES.items():
+            stack.callback(jax.config.update, name, getattr(jax.config, name))
+            jax.config.update(name, value)
+        x = {name: jax.numpy.asarray(array, dtype=dtype) for name, array in made.items()}
+        masks = {name: jax.numpy.asarray(mask) for name, mask in MASKS.items()}
+        found = both(x, masks) if runs else jax.eval_shape(both, x, masks)
+        assert all(array.dtype == dtype for array in jax.tree.leaves(found))
+        if runs:
+            with jax.transfer_guard("disallow"):  # Outside `jit`, JAX itself transfers constants.
+                jax.jit(verbs)(x, masks)
+    named("jax").forget()  # A process maps a limited number of regions.

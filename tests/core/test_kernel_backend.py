@@ -9,7 +9,6 @@ import pytest
 import precondattn as pa
 from precondattn.kernel_backend.configurations import Configurations
 from precondattn.kernel_backend.kernel_table import ByOption, kernels_in
-from precondattn.kernel_backend.limits import padded_width
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn_cupy.backend import KERNELS as OF_CUPY
 from precondattn_pallas.backend import KERNELS as OF_PALLAS
@@ -41,14 +40,9 @@ def test_every_entry_of_a_table_names_a_class(name):
     for framework in NEEDED.get(name, ()):
         pytest.importorskip(framework)
     for entry in TABLES[name].values():
-        rows = {pa.Softmax: entry}
-        if isinstance(entry, ByOption):
-            named = [*entry.classes.values(), *([entry.otherwise] if entry.otherwise else [])]
-        else:
-            named = [entry]
-        for text in named:
-            rows[pa.Softmax] = text
-            assert hasattr(kernels_in(rows, pa.Softmax()), "refuses")
+        by_option = isinstance(entry, ByOption)
+        for text in (*entry.classes.values(), entry.otherwise) if by_option else (entry,):
+            assert not text or hasattr(kernels_in({pa.Softmax: text}, pa.Softmax()), "refuses")
 
 
 def registry_of(path, text):
@@ -84,9 +78,3 @@ def test_forced_configurations_are_preferred_to_those_of_an_architecture(tmp_pat
 def test_a_wrong_file_of_configurations_is_refused(tmp_path, text, message):
     with pytest.raises((TypeError, ValueError), match=message):
         registry_of(tmp_path / "configurations.json", text)
-
-
-def test_widths_are_padded_and_limited():
-    assert [padded_width(width) for width in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
-    with pytest.raises(ValueError, match="at most 64 channels; found 65"):
-        padded_width(65, 64)

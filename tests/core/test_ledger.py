@@ -1,12 +1,23 @@
-"""Kernels are chosen by default only where the backend's ledger says that they ran and agreed."""
+"""Kernels are chosen by default only where the backend's ledger says that they ran and agreed.
+
+The page of what kernels compute is what the backends answer.
+"""
 
 import itertools
 import json
+import re
+import runpy
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+pytest.importorskip("triton", minversion="3.6")
+pytest.importorskip("triton")
+pytest.importorskip("torch")
+pytest.importorskip("jax")
 
 import precondattn as pa
 from precondattn.backend import Request
@@ -16,12 +27,12 @@ from precondattn.dispatch.plan import _plan
 from precondattn.kernel_backend import backend as kernel_backend
 from precondattn.kernel_backend import code_hash, ledger
 from precondattn.kernel_backend.code_hash import code_of
+from precondattn.kernel_backend.kernel_table import recurrences_in
+from precondattn.kernel_backend.ledger import LedgerEntry
 from precondattn_cupy import backend as cupy_backend
 from precondattn_cupy.sources import FOLDER
 from precondattn_triton import backend as triton_backend
 from precondattn_triton.backend import Triton
-
-pytest.importorskip("triton", minversion="3.6")
 
 SHAPES = (("k", (1, 128, 4, 64)), ("v", (1, 128, 4, 64)))
 ON_CUDA = Request("forward", "torch", "cuda", "bfloat16", SHAPES, frozenset())
@@ -50,39 +61,43 @@ def chosen(expression="lucid", dtype="bfloat16", backend=None, **sizes):
     return explained.backends
 
 
-def entry_of_solve():
-    return Triton().ledger_entry(SOLVE, ON_CUDA)
-
-
-def test_kernels_without_an_entry_run_by_name_only(gpu):
+def test_kernels_without_an_entry_run_by_name_or_where_the_environment_trusts_them(
+    gpu, monkeypatch
+):
     assert chosen() == ("torch", "torch")
     assert chosen(backend=("triton", "torch")) == ("triton", "torch")
     with pa.use_backend("triton", "torch"):
         assert chosen(backend=allowed_backends(None)) == ("triton", "torch")
+    for value, backend in (("1", "triton"), ("0", "torch")):
+        monkeypatch.setenv(ledger.TRUST, value)
+        assert chosen() == (backend, "torch")
+    assert Triton().refuses_by_default(SOLVE, replace(ON_CUDA, device="cpu")) is None
 
+    class ThirdParty(kernel_backend.KernelBackend):
+        name = "third_party"
+        accelerates = frozenset({"cuda"})
 
-def test_the_environment_can_trust_them(gpu, monkeypatch):
-    monkeypatch.setenv(ledger.TRUST, "1")
-    assert chosen() == ("triton", "torch")
-    monkeypatch.setenv(ledger.TRUST, "0")
-    assert chosen() == ("torch", "torch")
+    assert ThirdParty().refuses_by_default(SOLVE, ON_CUDA) is None
 
 
 def test_an_entry_turns_on_its_kernel_and_no_other(gpu):
-    gpu(entry_of_solve())
+    entry = Triton().ledger_entry(SOLVE, ON_CUDA)
+    gpu(entry)
     assert chosen() == ("triton", "torch")
     assert chosen(d=33) == ("triton", "torch"), "padded to the same width"
-    assert chosen(dtype="float16") == ("torch", "torch")
-    assert chosen(d=128) == ("torch", "torch")
+    assert chosen(dtype="float16") == chosen(d=128) == ("torch", "torch")
     assert chosen("gated_delta") == ("torch",)
-
-
-@pytest.mark.parametrize(
-    "other", [{"capability": "8.0"}, {"assembler": "ptxas 12.8"}, {"code": "0"}, {"verb": "vjp"}]
-)
-def test_an_entry_counts_for_what_it_says_only(gpu, other):
-    gpu(entry_of_solve()._replace(**other))
-    assert chosen() == ("torch", "torch")
+    for other in (
+        *({"capability": "8.0"}, {"assembler": "ptxas 12.8"}, {"code": "0"}, {"verb": "vjp"}),
+    ):
+        gpu(entry._replace(**other))
+        assert chosen() == ("torch", "torch"), other
+    # Options that select kernels are families of their own.
+    transported = Triton().ledger_entry(replace(SOLVE, metric="transported"), ON_CUDA).family
+    assert transported == "lucid_solve[metric=transported]:LucidSolveKernels"
+    assert entry.family == "lucid_solve:LucidSolveKernels"
+    of_options = ledger.family_of(pa.Softmax(window=8, softcap=30.0, sink=True), "module:Class")
+    assert of_options == "softmax[softcap=given,sink=True]:Class"
 
 
 def test_a_step_that_may_be_differentiated_needs_the_gradient_of_a_step_too(gpu):
@@ -96,15 +111,6 @@ def test_a_step_that_may_be_differentiated_needs_the_gradient_of_a_step_too(gpu)
     assert Triton().refuses_by_default(pa.GatedDelta(), differentiated) is None
 
 
-def test_options_that_select_kernels_are_families_of_their_own(gpu):
-    transported = replace(SOLVE, metric="transported")
-    family = Triton().ledger_entry(transported, ON_CUDA).family
-    assert family == "lucid_solve[metric=transported]:LucidSolveKernels"
-    assert entry_of_solve().family == "lucid_solve:LucidSolveKernels"
-    of_options = ledger.family_of(pa.Softmax(window=8, softcap=30.0, sink=True), "module:Class")
-    assert of_options == "softmax[softcap=given,sink=True]:Class"
-
-
 def test_no_warning_says_that_an_untried_kernel_was_passed_over(gpu, monkeypatch):
     assert _plan.__wrapped__(SOLVE, ON_CUDA, None, None, discover())[1] is None
     # A kernel that declines is a reason to warn, as before.
@@ -113,25 +119,13 @@ def test_no_warning_says_that_an_untried_kernel_was_passed_over(gpu, monkeypatch
     assert "is too old" in _plan.__wrapped__(SOLVE, ON_CUDA, None, None, discover())[1]
 
 
-def test_arrays_on_a_cpu_and_third_party_backends_are_not_asked(gpu):
-    assert Triton().refuses_by_default(SOLVE, replace(ON_CUDA, device="cpu")) is None
-
-    class ThirdParty(kernel_backend.KernelBackend):
-        name = "third_party"
-        accelerates = frozenset({"cuda"})
-
-    assert ThirdParty().refuses_by_default(SOLVE, ON_CUDA) is None
-
-
 def test_the_file_of_a_package_is_read(tmp_path, monkeypatch):
     package = tmp_path / "some_kernels"
     package.mkdir()
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert ledger.entries("some_kernels") == frozenset()
-    entry = ledger.LedgerEntry(
-        "laser:LaserKernels", "vjp", "float16", 64, "9.0", "NVRTC 13.0", "abc"
-    )
+    entry = ledger.LedgerEntry("laser:LaserKernels", "vjp", "float16", 64, "9.0", "NVRTC", "abc")
     (package / ledger.FILE).write_text(json.dumps([entry._asdict()]))
     ledger.entries.cache_clear()
     assert ledger.entries("some_kernels") == {entry}
@@ -155,25 +149,24 @@ def copied(tmp_path, monkeypatch):
     return folder, hashed
 
 
-def edited(path, old, new):
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
-
-
 def test_the_hash_of_a_kernel_changes_with_its_code_and_all_that_it_uses_and_with_no_more(copied):
     folder, hashed = copied
+
+    def edited(file, old, new):
+        text = (folder / file).read_text()
+        assert old in text
+        (folder / file).write_text(text.replace(old, new, 1))
+
     before = hashed()
-    edited(folder / "softmax/leaf.py", '"""', '"""Changed. ')
-    for path, comment in (
-        ("softmax/leaf.py", "# The end."),
-        ("layout.py", "# The end."),
-        ("cuda/softmax_forward.cu", "// The end."),
+    for file, old, new in (
+        ("softmax/leaf.py", '"""', '"""Changed. '),
+        ("layout.py", "from __future__", "# A comment.\nfrom __future__"),
+        ("cuda/softmax_forward.cu", "__global__", "// A comment.\n__global__"),
+        ("cuda/scan.cu", "__global__", "extern __global__"),
+        ("lucid/solve.py", "return ", "return 1 + "),
     ):
-        (folder / path).write_text(f"{(folder / path).read_text()}\n{comment}\n")
-    edited(folder / "cuda/scan.cu", "__global__", "extern __global__")
-    edited(folder / "lucid/solve.py", "return ", "return 1 + ")
-    assert hashed() == before
+        edited(file, old, new)
+        assert hashed() == before, file
     for file, old, new in (
         ("softmax/leaf.py", "return ", "return 1 + "),
         ("layout.py", "return ", "return 1 + "),
@@ -182,17 +175,51 @@ def test_the_hash_of_a_kernel_changes_with_its_code_and_all_that_it_uses_and_wit
         ("configurations.json", "[64, 32]", "[64, 16]"),
     ):
         before = hashed()
-        edited(folder / file, old, new)
+        edited(file, old, new)
         assert hashed() != before, file
 
 
-def test_every_cuda_file_is_hashed_with_a_kernel():
+@pytest.mark.thorough
+def test_every_cuda_file_is_hashed_with_a_kernel_and_kernels_have_different_hashes():
     rows = (getattr(row, "classes", {"": row}).values() for row in cupy_backend.KERNELS.values())
     modules = {entry.partition(":")[0] for entry in itertools.chain(*rows)}
     hashed = {name for module in modules for name in code_hash._sources(module)}
     assert {path.name for path in FOLDER.iterdir()} <= hashed
-
-
-def test_the_kernels_of_this_backend_have_different_hashes():
     entries = {entry for entry in triton_backend.KERNELS.values() if isinstance(entry, str)}
     assert len({code_of(entry) for entry in entries}) == len(entries)
+
+
+MAKER = SimpleNamespace(
+    **runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make_kernels.py"))
+)
+TRITON = MAKER.COLUMNS[0]
+CLASS = "precondattn_triton.recurrence.leaves:RecurrenceKernels"
+
+
+@pytest.mark.thorough
+def test_the_page_is_what_the_backends_answer_and_has_every_mechanism():
+    text = MAKER.PAGE.read_text(encoding="utf-8")
+    assert text == MAKER.page(), "run python docs/make_kernels.py"
+    rows = re.findall(r"^\| `(.+?)` ", text, re.M)
+    ours = [n for n, c in pa.mechanisms().items() if c.__module__.startswith("precondattn.")]
+    assert not [name for name in ours if not any(re.search(rf"\b{name}\b", row) for row in rows)]
+
+
+@pytest.mark.parametrize("column", MAKER.COLUMNS, ids=lambda column: column.title)
+def test_no_recurrence_is_in_a_table_of_kernels_that_decline_it(column):
+    with MAKER.asked(), MAKER.describing(column) as backend:
+        leaves = recurrences_in(backend.table)
+        assert leaves
+        for leaf in leaves:
+            assert MAKER.cell(leaf, column, "forward") == ((leaf,), ())
+
+
+def test_a_cell_is_marked_where_the_code_of_today_has_run_on_its_device():
+    run = LedgerEntry("gla:RecurrenceKernels", "vjp", "bfloat16", 64, "9.0", "x", code_of(CLASS))
+    with MAKER.asked():
+        answer = MAKER.cell(pa.parse("gla"), TRITON, "backward")
+        of_lucid = MAKER.cell(pa.parse("lucid"), TRITON, "forward")
+    assert "has no kernels for softmax" in "; ".join(of_lucid.reasons)
+    assert MAKER.ran_on(answer, TRITON, "backward", [run]) == ["9.0"]
+    assert MAKER.ran_on(answer, TRITON, "backward", [run._replace(code="earlier")]) == []
+    assert MAKER.ran_on(answer, TRITON, "forward", [run]) == []

@@ -27,8 +27,8 @@ from tests.core.exported import (
 )
 
 NO_TOKENS = [
-    *(("softmax", ["lengths"]), ("lucid[normalize=rows]", []), ("gated_delta", [])),
-    *((text, []) for text in ("laser", "gsa", "mlstm", "path", "mesa", "nystrom")),
+    *(("softmax", ["lengths"]), ("gated_delta", []), ("lucid[normalize=rows]", [])),
+    *((text, []) for text in ("gsa", "mlstm", "path", "nystrom")),
     *(("softmax[forget=unscaled]", []), ("lucid", ["segment_ids"]), ("laser", ["attn_mask"])),
     ("bidirectional(gated_delta)", ["lengths"]),
 ]
@@ -38,9 +38,8 @@ def thorough(row):
     return pytest.param(*row, marks=pytest.mark.thorough)
 
 
-@pytest.mark.parametrize("expression", ["laser", "gated_delta"])
-def test_a_program_of_ordinary_operators_serves_any_batch_and_length(expression):
-    m = pa.parse(expression)
+def test_a_program_of_ordinary_operators_serves_any_batch_and_length():
+    m = pa.parse("laser")
     program = exported_call(m)
     assert not own_operators(program)
     for b, t in [(1, 1), (3, 40)]:
@@ -48,7 +47,7 @@ def test_a_program_of_ordinary_operators_serves_any_batch_and_length(expression)
         torch.testing.assert_close(program.module()(x, {}), m(**x), **CLOSE)
 
 
-@pytest.mark.parametrize(("expression", "masks"), [*NO_TOKENS[:3], *map(thorough, NO_TOKENS[3:])])
+@pytest.mark.parametrize(("expression", "masks"), [*NO_TOKENS[:2], *map(thorough, NO_TOKENS[2:])])
 def test_a_program_serves_no_sequences_and_no_tokens(expression, masks):
     m = pa.parse(expression)
     program = exported_call(m, *masks).module()
@@ -62,17 +61,13 @@ def test_a_program_serves_no_sequences_and_no_tokens(expression, masks):
         assert not program(x, {"lengths": none}).any()
 
 
-def test_a_call_that_is_not_exported_is_computed_as_elsewhere():
-    m = pa.parse("lucid")
-    x = tensors_of(m, 2, 6)
-    expected = m(**x, backend="torch")
-    with pa.ordinary_operators():
-        assert torch.equal(m(**x, backend="torch"), expected)
-
-
 def test_a_backend_by_name_can_not_be_exported_to_ordinary_operators():
     with pytest.raises(pa.UnsupportedError, match="no other backend can be named; found torch"):
         exported_call(pa.parse("softmax"), backend="torch")
+    m, x = pa.parse("lucid"), tensors_of(pa.parse("lucid"), 2, 6)
+    with pa.ordinary_operators():  # A call that is not exported is computed as elsewhere.
+        found = m(**x, backend="torch")
+    assert torch.equal(found, m(**x, backend="torch"))
 
 
 def test_a_recurrence_is_not_exported_with_its_gradient():
@@ -110,12 +105,9 @@ def test_the_solve_by_blocks_is_exact_for_equal_keys(size, lower):
     expected = torch.linalg.solve_triangular(matrix.double(), right.double(), upper=not lower)
     solved = solve_triangular(matrix, right, lower=lower)
     torch.testing.assert_close(solved.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_cholesky_s_factor_by_columns_is_that_of_lapack():
-    a = torch.randn(2, 3, 9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    matrix = a @ a.mT
-    torch.testing.assert_close(cholesky(matrix), torch.linalg.cholesky(matrix))
+    matrix = (matrix + size * torch.eye(size)).double()
+    positive = matrix @ matrix.mT
+    torch.testing.assert_close(cholesky(positive), torch.linalg.cholesky(positive))
 
 
 def test_the_exported_solution_of_a_matrix_that_is_not_positive_definite_is_nan():

@@ -58,6 +58,11 @@ def test_every_answer_is_of_names_that_exist():
     known = {name for each in functions for name in inspect.signature(each).parameters}
     known |= {name for each in registered().values() for name in each().inputs}
     known |= {field for each in registered().values() for field in each.__dataclass_fields__}
+    for table, by_name in (
+        (other_names.KEYWORDS, other_names.ANSWERS),
+        (other_names.MECHANISMS, other_names.EXPRESSIONS),
+    ):
+        assert len(" ".join(table.values()).split()) == len(by_name)  # None has two answers.
     for answer in other_names.KEYWORDS:
         bare = re.sub(r"'[^']*'", "", re.sub(r"recipes=\{.*\}", "", answer))
         assert {*re.findall(r"(\w+)=", bare)} <= known | {"segment_ids", "key_mask"}, answer
@@ -65,14 +70,7 @@ def test_every_answer_is_of_names_that_exist():
             pa.parse(text)
 
 
-def test_no_name_has_two_answers():
-    for table, by_name in (
-        (other_names.KEYWORDS, other_names.ANSWERS),
-        (other_names.MECHANISMS, other_names.EXPRESSIONS),
-    ):
-        assert len(" ".join(table.values()).split()) == len(by_name)
-
-
+@pytest.mark.thorough(but=("Attention",))  # It imports PyTorch, Flax and transformers.
 @pytest.mark.parametrize("name", PLACES)
 def test_a_name_of_another_module_is_answered_with_its_module(name):
     pytest.importorskip("torch")
@@ -83,11 +81,6 @@ def test_a_name_of_another_module_is_answered_with_its_module(name):
         if module.endswith("transformers"):
             pytest.importorskip("transformers")
         assert hasattr(importlib.import_module(module), name)
-
-
-def test_a_layer_is_imported_from_the_package_of_its_library():
-    with pytest.raises(ImportError, match=r"import Attention from precondattn\.layers\.torch or "):
-        from precondattn.layers import Attention  # noqa: F401
 
 
 def missing_attribute(name):
@@ -114,13 +107,15 @@ def test_a_misspelt_name_is_answered_with_the_nearest():
         refuses(lambda: pa.parse(name), ValueError, f"(did you mean {meant!r}?)")  # noqa: B023
     assert missing_attribute("LUCID").endswith("'LUCID' (did you mean 'lucid'?)")
     assert missing_attribute("nothing").endswith("has no attribute 'nothing'")
+    with pytest.raises(ImportError, match=r"import Attention from precondattn\.layers\.torch or "):
+        from precondattn.layers import Attention  # noqa: F401
 
 
 SLIPS = [
     ("lucid: base must be a mechanism; found 'laser'; write", lambda: pa.Lucid("laser")),
     *(
         ("; write pa.parse('lucid(laser)')", run)
-        for given in ("laser", "lucid(laser)", pa.Laser, pa.laser)
+        for given in ("lucid(laser)", pa.Laser, pa.laser)
         for run in (lambda given=given: pa.Lucid(given), lambda given=given: pa.lucid(given))
     ),
     (
@@ -134,35 +129,28 @@ SLIPS = [
         "the others by name, as in (q, k, v, g=g, beta=beta); found 5 by position",
         lambda: pa.gated_delta(Q, K, V, 1, 1),
     ),
-    ("; write attn_mask[None, None]", lambda: masked(attn_mask=np.ones((4, 4), bool))),
-    ("; write attn_mask[:, None]", lambda: masked(attn_mask=np.ones((2, 4, 4), bool))),
-    (
-        "what is added to scores is bias, as in pa.softmax(q, k, v, bias=attn_mask)",
-        lambda: masked(attn_mask=np.zeros((1, 1, 4, 4))),
-    ),
-    (
-        "found int64; where 0 is masked, write key_mask != 0",
-        lambda: masked(key_mask=np.ones((2, 4), np.int64)),
-    ),
     *(
-        (
-            f"{cls.name}: a mechanism is built from options, and then called on arrays, as in "
-            f"{cls.__name__}()(q, k, v); found an array of shape (2, 4, 2, 3)",
-            run,
+        (words, lambda name=name, mask=mask: pa.softmax(Q, K, V, **{name: mask}))
+        for words, name, mask in (
+            ("; write attn_mask[None, None]", "attn_mask", np.ones((4, 4), bool)),
+            ("; write attn_mask[:, None]", "attn_mask", np.ones((2, 4, 4), bool)),
+            (
+                "bias, as in pa.softmax(q, k, v, bias=attn_mask)",
+                "attn_mask",
+                np.zeros((1, 1, 4, 4)),
+            ),
+            (
+                "found int64; where 0 is masked, write key_mask != 0",
+                "key_mask",
+                np.ones((2, 4), int),
+            ),
         )
-        for cls, run in (
-            (pa.Lucid, lambda: pa.Lucid(Q, K, V)),
-            (pa.Softmax, lambda: pa.Softmax(q=Q, k=K, v=V)),
-        )
     ),
-    (
-        "unknown option 'window' (it belongs to the base: pa.Lucid(pa.Softmax(window=3)))",
-        lambda: pa.Lucid(window=3),
-    ),
-    (
-        "(it belongs to the base: lucid(softmax[window=3]))",
-        lambda: pa.parse("lucid[window=3]"),
-    ),
+    ("called on arrays, as in Lucid()(q, k, v); found an array of", lambda: pa.Lucid(Q, K, V)),
+    ("called on arrays, as in Softmax()(q, k, v); found", lambda: pa.Softmax(q=Q, k=K, v=V)),
+    ("(it belongs to the base: pa.Lucid(pa.Softmax(window=3)))", lambda: pa.Lucid(window=3)),
+    ("(it belongs to the base: lucid(softmax[window=3]))", lambda: pa.parse("lucid[window=3]")),
+    ("unknown keyword 'lucid_beta'", lambda: pa.laser(Q, K, V, lucid_beta=Q[..., 0])),
     (
         "'causal' (an option, which is set before the call: pa.Softmax(causal=False))",
         lambda: pa.Lucid()(Q, K, V, causal=False),
@@ -171,56 +159,48 @@ SLIPS = [
 ]
 
 
-def masked(**mask):
-    return pa.softmax(Q, K, V, **mask)
-
-
 @pytest.mark.parametrize(("text", "run"), SLIPS)
 def test_a_slip_of_the_first_hour_is_answered(text, run):
     refuses(run, (TypeError, ValueError), text)
 
 
-def heads_first(*heads, tokens=16):
-    return [np.zeros((2, h, tokens, 4)) for h in heads]
-
-
+HEADS_FIRST = np.zeros((2, 8, 16, 4))
 EXCHANGED = "exchanged: here the layout is (b, t, h, d), and not (b, h, t, d)"
 
 
 @pytest.mark.parametrize(
-    ("name", "heads", "named", "which"),
+    ("name", "heads", "named", "words"),
     [
-        ("softmax", (8, 2, 2), {}, "q, k, v"),
-        ("delta", (8, 8, 8), {"beta": np.zeros((2, 16, 8))}, "q, k, v"),
-        ("deltaformer", (8, 2, 2), {"beta": np.zeros((2, 8, 16))}, "q, k, v, beta"),
+        ("softmax", 2, {}, "axes 1 and 2 of q, k, v"),
+        ("delta", 8, {"beta": np.zeros((2, 16, 8))}, "axes 1 and 2 of q, k, v"),
+        ("deltaformer", 2, {"beta": np.zeros((2, 8, 16))}, "axes 1 and 2 of q, k, v, beta"),
+        *(
+            ("softmax", 8, {name: mask}, f"; {name} fits with the axes 1 and 2 of q, k, v")
+            for name, mask in (
+                ("key_mask", np.ones((2, 16), bool)),
+                ("segment_ids", np.zeros((2, 16), int)),
+                ("attn_mask", np.ones((1, 1, 16, 16), bool)),
+            )
+        ),
     ],
 )
 def test_arrays_with_heads_before_tokens_are_recognised_where_shapes_show_it(
-    name, heads, named, which
+    name, heads, named, words
 ):
-    text = f"axes 1 and 2 of {which} {EXCHANGED}"
-    refuses(lambda: pa.parse(name)(*heads_first(*heads), **named), pa.ShapeError, text)
-
-
-@pytest.mark.parametrize(
-    ("name", "mask"),
-    [
-        ("key_mask", np.ones((2, 16), bool)),
-        ("segment_ids", np.zeros((2, 16), int)),
-        ("attn_mask", np.ones((1, 1, 16, 16), bool)),
-    ],
-)
-def test_a_mask_shows_that_arrays_have_heads_before_tokens(name, mask):
-    arrays = heads_first(8, 8, 8)
-    text = f"; {name} fits with the axes 1 and 2 of q, k, v {EXCHANGED}"
-    refuses(lambda: pa.softmax(*arrays, **{name: mask}), pa.ShapeError, text)
-    pa.softmax(*(x.swapaxes(1, 2) for x in arrays), **{name: mask})
-    with pytest.raises(pa.ShapeError, match=r"found \(2, \d+\)$"):
-        pa.softmax(*arrays, key_mask=np.ones((2, 15), bool))
+    m, x = pa.parse(name), [HEADS_FIRST, HEADS_FIRST[:, :heads], HEADS_FIRST[:, :heads]]
+    refuses(lambda: m(*x, **named), pa.ShapeError, f"{words} {EXCHANGED}")
+    if name == "softmax":
+        m(*(a.swapaxes(1, 2) for a in x), **named)
 
 
 def test_other_shapes_that_disagree_are_not_taken_for_them():
     q, k, v = np.zeros((3, 2, 16, 8, 4))
-    for arrays in ((q, k[:, :15], v[:, :15]), (q, k[:, :, :3], v[:, :, :3]), (q, k, v[:, :, :7])):
+    short = {"key_mask": np.ones((2, 15), bool)}
+    for arrays, mask in (
+        ((q, k[:, :15], v[:, :15]), {}),
+        ((q, k[:, :, :3], v[:, :, :3]), {}),
+        ((q, k, v[:, :, :7]), {}),
+        ([HEADS_FIRST] * 3, short),
+    ):
         with pytest.raises(pa.ShapeError, match=r"^((?!exchanged)[\s\S])*$"):
-            SOFTMAX(*arrays)
+            SOFTMAX(*arrays, **mask)

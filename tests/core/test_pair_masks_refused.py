@@ -59,6 +59,8 @@ def test_a_mechanism_has_masks_of_pairs_or_says_in_one_sentence_why_not(text):
     assert all(WHY.get(text, "") in (why or "") for why in reasons.values())
     if relating - {"softmax"}:
         assert all(reasons.values())
+    if text in ("softmax", "laser", "differential", "qk_norm", "temperature", "row_normalized"):
+        assert reasons["attn_mask"] is None
     if reasons["attn_mask"] is None:  # Each query may attend only to itself.
         own = MASKS["attn_mask"]
         out, other = (m(**inputs, attn_mask=own) for inputs in (x, changed(m, x, 3)))
@@ -74,12 +76,6 @@ def test_a_mechanism_has_masks_of_pairs_or_says_in_one_sentence_why_not(text):
         close(m(**x, prefix=[0]), m(**x), 1e-14)
 
 
-def test_those_that_have_them_are_softmax_and_what_is_around_it():
-    having = ("softmax", "laser", "differential", "qk_norm", "temperature", "row_normalized")
-    for m in map(pa.parse, having):
-        assert reason(m, make_inputs(m, LAYOUT, "random"), "attn_mask") is None
-
-
 def test_a_backend_that_does_not_know_them_is_not_asked():
     class Blind(pa.Backend):
         name, libraries, preference = "blind", frozenset({"numpy"}), 99
@@ -89,9 +85,6 @@ def test_a_backend_that_does_not_know_them_is_not_asked():
 
     request = pa.Softmax().explain(*QKV, prefix=PREFIX).request
     assert query(Blind(), pa.Softmax(), request) == "has no masks of pairs: prefix"
-
-
-# --------------------------------------------------------------------------------------- refusals
 
 
 def extended(m=pa.Softmax(), t=T, verb="extend", **masks):  # noqa: B008
@@ -126,13 +119,9 @@ REFUSED = [
             ({"prefix": [1]}, ValueError, r"prefix is declared \(b\), that is \(2,\); found"),
             ({"prefix": [1.5, 2]}, TypeError, "prefix must be whole numbers"),
             ({"attn_mask": PAIRS[0, 0]}, ValueError, rf"{SHAPE} \(150, 150\)"),
-            ({"attn_mask": PAIRS[:, 0]}, ValueError, rf"{SHAPE} \(2, 150, 150\)"),
-            ({"attn_mask": np.array(True)}, ValueError, rf"{SHAPE} \(\)"),
             ({"attn_mask": PAIRS[:, :3]}, ValueError, rf"{SHAPE} \(2, 3, 150, 150\)"),
             ({"attn_mask": PAIRS[:, :, :1]}, ValueError, rf"{SHAPE} \(2, 4, 1, 150\)"),
-            ({"attn_mask": PAIRS[[0, 1, 1]]}, ValueError, rf"{SHAPE} \(3, 4, 150, 150\)"),
             ({"attn_mask": PAIRS * 1.0}, TypeError, f"{NUMBERS} float64"),
-            ({"attn_mask": PAIRS * 1}, TypeError, f"{NUMBERS} int64"),
             ({"attn_mask": [[[[True]]]]}, TypeError, "array of numpy, as the inputs; found list"),
         )
     ),
@@ -173,59 +162,57 @@ def test_bad_masks_of_pairs_are_named(call, error, words):
         call()
 
 
-@pytest.fixture
-def mesh():
-    dist = pytest.importorskip("torch.distributed")
-    pytest.importorskip("torch.distributed.tensor")  # PyTorch can be built without it.
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.device_mesh.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-DIVIDED = {"prefix": np.array([1]), "attn_mask": np.ones((1, 1, 4, 4), bool)}
+GIVEN_TO_ALL = {"prefix": np.array([1]), "attn_mask": np.ones((1, 1, 4, 4), bool)}
 ONE_DEVICE = "is for calls on one device, which are not divided"
 TOKENS_DIVIDED = "tokens are divided supports no"
 
 
-@pytest.mark.parametrize("name", DIVIDED)
-def test_calls_of_several_processes_refuse_masks_of_pairs(name, mesh):
-    import torch
+def test_calls_of_several_processes_refuse_masks_of_pairs():
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch.distributed.tensor")  # PyTorch can be built without it.
     from torch.distributed.tensor import DTensor, Replicate
 
     from precondattn.layers.torch import Attention, divide_tokens
     from precondattn.parallel.torch import context_parallel
 
-    given, q, m = {name: torch.from_numpy(DIVIDED[name])}, torch.ones(1, 4, 2, 4), pa.Softmax()
-    x = [DTensor.from_local(q, mesh, [Replicate()])] * 3
-    of_processes, layer = context_parallel(m, mesh), Attention(8, heads=2)
-    cache = m.init_cache(*x, capacity=4)
-    _, divided = of_processes.prefill(q, q, q, capacity=8)
-    for call in (
-        lambda: m(*x, **given),
-        lambda: m.vjp(*x, **given),
-        lambda: m.extend(cache, *x, **given),
-        lambda: of_processes(q, q, q, **given),
-        lambda: of_processes.prefill(q, q, q, capacity=8, **given),
-        lambda: of_processes.extend(divided, q, q, q, **given),
-    ):
-        with pytest.raises(TypeError, match=f"softmax: {name} {ONE_DEVICE}"):
-            call()
-    divide_tokens(layer, mesh)
-    with pytest.raises(ValueError, match=f"{TOKENS_DIVIDED} {name}"):
-        layer(torch.ones(1, 4, 8), **given)
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        q, m, layer = torch.ones(1, 4, 2, 4), pa.Softmax(), Attention(8, heads=2)
+        x = [DTensor.from_local(q, mesh, [Replicate()])] * 3
+        of_processes, cache = context_parallel(m, mesh), m.init_cache(*x, capacity=4)
+        _, divided = of_processes.prefill(q, q, q, capacity=8)
+        divide_tokens(layer, mesh)
+        for name, mask in GIVEN_TO_ALL.items():
+            given = {name: torch.from_numpy(mask)}
+            for call in (
+                partial(m, *x),
+                partial(m.vjp, *x),
+                partial(m.extend, cache, *x),
+                partial(of_processes, q, q, q),
+                partial(of_processes.prefill, q, q, q, capacity=8),
+                partial(of_processes.extend, divided, q, q, q),
+            ):
+                with pytest.raises(TypeError, match=f"softmax: {name} {ONE_DEVICE}"):
+                    call(**given)
+            with pytest.raises(ValueError, match=f"{TOKENS_DIVIDED} {name}"):
+                layer(torch.ones(1, 4, 8), **given)
+    finally:
+        dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", DIVIDED)
-def test_calls_of_a_mesh_of_jax_refuse_masks_of_pairs(name):
+def test_calls_of_a_mesh_of_jax_refuse_masks_of_pairs():
     jax, nnx = pytest.importorskip("jax"), pytest.importorskip("flax.nnx")
     from precondattn.layers.flax import Attention, divide_tokens
     from precondattn.parallel.jax import context_parallel
 
     mesh = jax.make_mesh((1,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
-    given, q = {name: jax.numpy.asarray(DIVIDED[name])}, jax.numpy.ones((1, 4, 2, 4))
-    with pytest.raises(TypeError, match=f"{name} {ONE_DEVICE}"):
-        context_parallel("softmax", mesh, "cp")(q, q, q, **given)
-    layer = Attention(8, heads=2, rngs=nnx.Rngs(0))
+    q, layer = jax.numpy.ones((1, 4, 2, 4)), Attention(8, heads=2, rngs=nnx.Rngs(0))
     divide_tokens(layer, mesh, "cp")
-    with pytest.raises(ValueError, match=f"{TOKENS_DIVIDED} {name}"):
-        layer(jax.numpy.ones((1, 4, 8)), **given)
+    for name, mask in GIVEN_TO_ALL.items():
+        given = {name: jax.numpy.asarray(mask)}
+        with pytest.raises(TypeError, match=f"{name} {ONE_DEVICE}"):
+            context_parallel("softmax", mesh, "cp")(q, q, q, **given)
+        with pytest.raises(ValueError, match=f"{TOKENS_DIVIDED} {name}"):
+            layer(jax.numpy.ones((1, 4, 8)), **given)

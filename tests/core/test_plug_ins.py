@@ -33,7 +33,6 @@ def in_threads(count, function):
         thread.join()
     return results
 """
-
 A_BACKEND = """
 import precondattn as pa
 
@@ -42,97 +41,11 @@ class Mine(pa.Backend):
     def prepare(self, piece, request):
         return "supports nothing"
 """
-
-
-def run(folder: Path, program: str, entries: str = "", **modules: str) -> str:
-    """What the program prints in a new process, with these modules and their entry points."""
-    for name, text in modules.items():
-        (folder / f"{name}.py").write_text(text)
-    metadata = folder / "mine-0.dist-info"
-    metadata.mkdir(exist_ok=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text(entries)
-    done = subprocess.run(
-        [sys.executable, "-c", CALL + program],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(folder)},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-MINE = "[precondattn.backends]\nmine = mine:Mine\n"
-
-
-@pytest.mark.parametrize("named", [{}, {"backend": "portable"}])
-def test_the_first_calls_of_a_process_find_all_backends_in_every_thread(tmp_path, named):
-    program = f"""
-results = in_threads(16, lambda: pa.Lucid().explain(q, k, v, **{named}).backends)
-assert results == [("portable", "portable")] * 16, results
-instances = in_threads(4, lambda: pa.Lucid().explain(q, k, v).plan.calls[0].backend)
-assert len(set(map(id, instances))) == 1
-"""
-    run(tmp_path, program)
-
-
-def test_the_first_expressions_of_a_process_find_a_third_party_mechanism_in_every_thread(tmp_path):
-    program = """
-results = in_threads(8, lambda: type(pa.parse("toy")).__name__)
-assert results == ["Toy"] * 8, results
-"""
-    module = """
-import time
-from dataclasses import dataclass
-import precondattn as pa
-time.sleep(0.2)
-
-@dataclass(frozen=True)
-class Toy(pa.Softmax):
-    name = "toy"
-"""
-    run(tmp_path, program, "[precondattn.mechanisms]\ntoy = toy:Toy\n", toy=module)
-
-
-@pytest.mark.parametrize("group", ["backends", "mechanisms"])
-def test_a_plug_in_that_exits_at_import_is_broken_and_breaks_nothing_else(tmp_path, group):
-    program = """
-from precondattn.algebra import registry
-assert pa.Lucid().explain(q, k, v).backends == ("portable", "portable")
-pa.mechanisms()
-print({**dict(discover().broken), **registry.broken})
-"""
-    entries = f"[precondattn.{group}]\nmine = mine:Mine\n"
-    module = "import sys\nsys.exit('no licence [/red]')\n"
-    printed = run(tmp_path, program, entries, mine=module)
-    assert printed == "{'mine': 'SystemExit: no licence [/red]'}"
-
-
-def test_an_interrupt_during_a_plug_ins_import_ends_the_call_and_the_next_one_loads_it(tmp_path):
-    program = """
-try:
-    pa.lucid(q, k, v)
-    raise AssertionError("not interrupted")
-except KeyboardInterrupt:
-    pass
-assert pa.Lucid().explain(q, k, v, backend="portable").backends == ("portable", "portable")
-assert "mine" in [backend.name for backend in discover().backends]
-"""
-    module = f"""
-import sys
-if not hasattr(sys, "interrupted"):
-    sys.interrupted = True
-    raise KeyboardInterrupt
-{A_BACKEND}
-"""
-    run(tmp_path, program, MINE, mine=module)
-
-
 CALLS_AT_IMPORT = f"""
+import time
 import numpy as np
 {A_BACKEND}
+time.sleep(0.3)
 class Other(Mine):
     name = "other"
 
@@ -142,79 +55,38 @@ pa.lucid(q, q, q, backend="portable")
 pa.parse("lucid(laser)")
 Named = Mine
 """
-
-
-@pytest.mark.parametrize("first", ["pa.lucid(q, k, v)", "import mine"])
-def test_a_plug_in_may_call_the_library_at_import(tmp_path, first):
-    program = f"""
-{first}
-found = discover()
-assert found.broken == (), found.broken
-assert {{"mine", "other"}} < {{backend.name for backend in found.backends}}
-assert discover() is found
+INTERRUPTED = f"""
+import sys
+if not hasattr(sys, "interrupted"):
+    sys.interrupted = True
+    raise KeyboardInterrupt
+{A_BACKEND}
 """
-    entries = "[precondattn.backends]\nmine = mine:Named\n"
-    run(tmp_path, program, entries, mine=CALLS_AT_IMPORT)
-
-
-def test_a_plug_in_imported_by_one_thread_and_a_first_call_in_another_do_not_wait_for_each_other(
-    tmp_path,
-):
-    program = """
-def imports():
-    import mine
-
-threads = [threading.Thread(target=imports, daemon=True)]
-threads += [
-    threading.Thread(target=lambda: pa.lucid(q, k, v), daemon=True) for _ in range(4)
-]
-for thread in threads:
-    thread.start()
-    time.sleep(0.05)
-for thread in threads:
-    thread.join(60)
-    assert not thread.is_alive()
-found = discover()
-assert found.broken == (), found.broken
-assert {"mine", "other"} < {backend.name for backend in found.backends}
-"""
-    entries = "[precondattn.backends]\nmine = mine:Named\n"
-    module = CALLS_AT_IMPORT.replace("class Other", "import time\ntime.sleep(0.5)\nclass Other")
-    run(tmp_path, program, entries, mine=module)
-
-
-FRAMEWORK = """
+TOY = """
 import time
-time.sleep(0.5)
-class Tensor: ...
-time.sleep(0.5)
+from dataclasses import dataclass
+import precondattn as pa
+time.sleep(0.2)
+
+@dataclass(frozen=True)
+class Toy(pa.Softmax):
+    name = "toy"
 """
+EXITS = "import sys\nsys.exit('no licence [/red]')\n"
+FRAMEWORK = "import time\ntime.sleep(0.5)\nclass Tensor: ...\ntime.sleep(0.5)\n"
+MINE, OURS = "[precondattn.backends]\nmine = mine:Mine\n", "[precondattn.mechanisms]\nours = ours:"
+NAMED = "[precondattn.backends]\nmine = mine:Named\n"
 
+FIRST_CALLS = """
+results = in_threads(16, lambda: pa.Lucid().explain(q, k, v).backends)
+assert results == [("portable", "portable")] * 16, results
+instances = in_threads(4, lambda: pa.Lucid().explain(q, k, v).plan.calls[0].backend)
+assert len(set(map(id, instances))) == 1
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("asarray", ["np.asarray", "array_api_strict.asarray"])
-def test_calls_work_while_another_thread_imports_a_framework(tmp_path, asarray):
-    pytest.importorskip("array_api_strict")
-    program = f"""
-import array_api_strict
-thread = threading.Thread(target=lambda: __import__("torch"))
-thread.start()
-while "torch" not in sys.modules:
-    time.sleep(0.001)
-x = {asarray}(q)
-while thread.is_alive():
-    pa.lucid(x, x, x)
-    pa.Lucid()(x, x, x)
-"""
-    run(tmp_path, program, torch=FRAMEWORK)
-
-
-def test_threads_that_fill_the_table_of_signatures_do_not_take_entries_from_each_other(tmp_path):
-    program = """
+# Threads that fill the table of signatures take no entries from each other.
 from precondattn.execution import preparation
 preparation.KEPT_SIGNATURES = 1
 sys.setswitchinterval(1e-6)
-
 m, x = pa.Lucid(), np.ones((1, 1, 1, 2))
 caches = [m.init_cache(x, x, x, capacity=tokens) for tokens in range(1, 5)]
 
@@ -225,4 +97,102 @@ def check():
 
 assert in_threads(4, check) == [None] * 4
 """
-    run(tmp_path, program)
+FIRST_NAMES = """
+def first():
+    by_name = pa.Lucid().explain(q, k, v, backend="portable").backends
+    return by_name, type(pa.parse("toy")).__name__
+
+results = in_threads(8, first)
+assert results == [(("portable", "portable"), "Toy")] * 8, results
+assert pa.mechanisms()["toy"] is type(pa.parse("toy"))
+"""
+BROKEN = """
+from precondattn.algebra import registry
+assert pa.Lucid().explain(q, k, v).backends == ("portable", "portable")
+pa.mechanisms()
+why = "SystemExit: no licence [/red]"
+assert (dict(discover().broken), dict(registry.broken)) == ({"mine": why}, {"ours": why})
+"""
+AFTER_AN_INTERRUPT = """
+try:
+    pa.lucid(q, k, v)
+    raise AssertionError("not interrupted")
+except KeyboardInterrupt:
+    pass
+assert pa.Lucid().explain(q, k, v, backend="portable").backends == ("portable", "portable")
+assert "mine" in [backend.name for backend in discover().backends]
+"""
+CALLS_THE_LIBRARY = """
+found = discover()
+assert found.broken == (), found.broken
+assert {"mine", "other"} < {backend.name for backend in found.backends}
+assert discover() is found
+"""
+WHILE_ANOTHER_THREAD_IMPORTS = """
+def imports():
+    import mine
+
+threads = [threading.Thread(target=imports, daemon=True)]
+threads += [threading.Thread(target=lambda: pa.lucid(q, k, v), daemon=True) for _ in range(4)]
+for thread in threads:
+    thread.start()
+    time.sleep(0.05)
+for thread in threads:
+    thread.join(60)
+    assert not thread.is_alive()
+"""
+WHILE_A_FRAMEWORK_IS_IMPORTED = """
+import array_api_strict
+thread = threading.Thread(target=lambda: __import__("torch"))
+thread.start()
+while "torch" not in sys.modules:
+    time.sleep(0.001)
+while thread.is_alive():
+    for x in (q, array_api_strict.asarray(q)):
+        pa.lucid(x, x, x)
+        pa.Lucid()(x, x, x)
+"""
+
+
+@pytest.mark.thorough(but=("first calls", "first names", "broken", "interrupted", "in threads"))
+@pytest.mark.parametrize(
+    ("program", "entries", "modules"),
+    [
+        pytest.param(FIRST_CALLS, "", {}, id="first calls"),
+        pytest.param(
+            FIRST_NAMES,
+            "[precondattn.mechanisms]\ntoy = toy:Toy\n",
+            {"toy": TOY},
+            id="first names",
+        ),
+        pytest.param(BROKEN, f"{MINE}{OURS}Toy\n", {"mine": EXITS, "ours": EXITS}, id="broken"),
+        pytest.param(AFTER_AN_INTERRUPT, MINE, {"mine": INTERRUPTED}, id="interrupted"),
+        *(
+            pytest.param(first + CALLS_THE_LIBRARY, NAMED, {"mine": CALLS_AT_IMPORT}, id=name)
+            for name, first in (
+                ("by a call", "pa.lucid(q, k, v)"),
+                ("by an import", "import mine"),
+                ("in threads", WHILE_ANOTHER_THREAD_IMPORTS),
+            )
+        ),
+        pytest.param(WHILE_A_FRAMEWORK_IS_IMPORTED, "", {"torch": FRAMEWORK}, id="a framework"),
+    ],
+)
+def test_in_a_new_process(tmp_path: Path, program, entries, modules):
+    """The program runs beside these modules, which are installed with their entry points."""
+    pytest.importorskip("array_api_strict")
+    for name, text in modules.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    metadata = tmp_path / "mine-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(entries)
+    done = subprocess.run(
+        [sys.executable, "-c", CALL + program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr

@@ -8,9 +8,8 @@ import pytest
 
 import precondattn as pa
 from precondattn.runner import LeafRunner
-from precondattn_conformance.inputs import CallLayout
-from precondattn_conformance.inputs import make_inputs as made
 from tests.core.in_every_library import asarray_of
+from tests.core.inputs import inputs_of
 from tests.representatives import CACHED, CALLED
 
 SAMPLE = ("softmax", "softmax[window=3]", "lucid", "laser", "lucid(path)", "qk_norm", "linear")
@@ -19,13 +18,13 @@ LENGTHS = np.asarray([5, 3], dtype=np.int32)
 both_libraries = pytest.mark.parametrize("library", ["numpy", "torch"])
 
 
-def make_inputs(mechanism, t=6):
-    return made(mechanism, CallLayout("test", b=2, t=t, s=t), "random")
-
-
 def arrays_of(library, arrays):
     asarray = asarray_of(library)
     return {name: asarray(array.copy()) for name, array in arrays.items()}
+
+
+def given_to(mechanism, library, t=6):
+    return arrays_of(library, inputs_of(mechanism, t=t))
 
 
 def on_host(arrays):
@@ -45,11 +44,7 @@ def assert_equal(found, expected):
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
 
 
-def extended(mechanism, inputs, **named):
-    return mechanism.extend(mechanism.init_cache(**inputs, **named), **inputs)[1]
-
-
-def test_a_backend_that_writes_to_the_output_in_its_gradient_is_an_error():
+def test_a_backend_that_writes_to_the_output_in_its_gradient_is_an_error(register):
     """The caller's output is another array, so that nobody would see it."""
 
     class WritingRunner(LeafRunner):
@@ -63,13 +58,10 @@ def test_a_backend_that_writes_to_the_output_in_its_gradient_is_an_error():
         def prepare(self, piece, request):
             return WritingRunner(piece, piece)
 
-    pa.register_backend(Writes())
-    try:
-        out, pullback = pa.Softmax().vjp(*np.ones((3, 1, 4, 2, 8)), backend="writes")
-        with pytest.raises(ValueError, match="read-only"):
-            pullback(out)
-    finally:
-        pa.unregister_backend("writes")
+    register(Writes())
+    out, pullback = pa.Softmax().vjp(*np.ones((3, 1, 4, 2, 8)), backend="writes")
+    with pytest.raises(ValueError, match="read-only"):
+        pullback(out)
 
 
 @pytest.mark.thorough(but=("cupy_stand_in-texts2-None", "numpy-texts0-reference"))
@@ -80,7 +72,7 @@ def test_a_backend_that_writes_to_the_output_in_its_gradient_is_an_error():
 def test_writing_to_output_and_gradients_changes_no_later_gradient(library, texts, backend):
     for mechanism, masks in itertools.product(map(pa.parse, texts), ({}, {"lengths": LENGTHS})):
         try:
-            inputs = arrays_of(library, make_inputs(mechanism))
+            inputs = given_to(mechanism, library)
             out, pullback = mechanism.vjp(**inputs, **arrays_of(library, masks), backend=backend)
         except ValueError:  # A mechanism that is defined for whole sequences only.
             assert masks
@@ -99,33 +91,31 @@ def test_writing_to_output_and_gradients_changes_no_later_gradient(library, text
 
 
 @both_libraries
-def test_writing_to_the_output_of_with_lse_changes_no_gradient(library):
-    inputs = arrays_of(library, make_inputs(pa.Softmax()))
-    (out, lse), pullback = pa.with_lse_vjp(pa.Softmax(), **inputs)
-    cotangents = out * 1, lse * 1
-    expected = on_host(pullback(*cotangents))
-    overwrite(out)
-    overwrite(lse)
-    assert_equal(pullback(*cotangents), expected)
-
-
-@both_libraries
-@pytest.mark.parametrize("text", STATES)
+@pytest.mark.parametrize("text", ["with_lse", *STATES])
 def test_writing_to_output_and_new_cache_changes_no_gradient_of_an_extension(text, library):
-    mechanism = pa.parse(text)
-    inputs = arrays_of(library, make_inputs(mechanism))
-    out, after, pullback = mechanism.extend_vjp(extended(mechanism, inputs), **inputs)
-    cotangent, d_store = out * 1, {name: state * 1 for name, state in after.store.items()}
-    expected = [on_host(gradients) for gradients in pullback(cotangent, d_store)]
+    """So it is of a log-sum-exp, which a call returns beside its output."""
+    if text == "with_lse":
+        inputs = given_to("softmax", library)
+        (out, lse), pull = pa.with_lse_vjp(pa.Softmax(), **inputs)
+        cotangents = out * 1, lse * 1
+        expected = [on_host(pull(*cotangents))]
+        overwrite(lse)
+    else:
+        m, inputs = pa.parse(text), given_to(text, library)
+        cache = m.extend(m.init_cache(**inputs), **inputs)[1]
+        out, after, pull = m.extend_vjp(cache, **inputs)
+        cotangents = out * 1, {name: state * 1 for name, state in after.store.items()}
+        expected = [on_host(gradients) for gradients in pull(*cotangents)]
+        m.extend(after, **inputs, donate=True)
     overwrite(out)
-    mechanism.extend(after, **inputs, donate=True)
-    for found, wanted in zip(pullback(cotangent, d_store), expected, strict=True):
-        assert_equal(found, wanted)
+    found = pull(*cotangents)
+    for gradients, wanted in zip([found] if text == "with_lse" else found, expected, strict=True):
+        assert_equal(gradients, wanted)
 
 
 def test_in_jax_a_donated_output_changes_no_gradient_and_a_donated_input_is_an_error():
     jax = pytest.importorskip("jax")
-    q, k, v = arrays_of("jax.numpy", make_inputs(pa.Softmax())).values()
+    q, k, v = given_to("softmax", "jax.numpy").values()
     out, pullback = pa.Softmax().vjp(q, k, v)
     cotangent = out * 1
     expected = on_host(pullback(cotangent))
@@ -137,20 +127,28 @@ def test_in_jax_a_donated_output_changes_no_gradient_and_a_donated_input_is_an_e
         pullback(cotangent)
 
 
-@pytest.mark.parametrize("text", SAMPLE)
-def test_in_pytorch_an_argument_that_is_written_to_before_the_pullback_is_an_error(text):
-    torch, mechanism = pytest.importorskip("torch"), pa.parse(text)
-    arrays = {**make_inputs(mechanism), "lengths": LENGTHS}
-    _, expected = mechanism.vjp(**arrays)
+@pytest.mark.parametrize("text", [*SAMPLE, *STATES[1:]])
+def test_in_pytorch_what_is_written_to_before_the_pullback_is_an_error(text):
+    torch, m = pytest.importorskip("torch"), pa.parse(text)
+    arrays = {**inputs_of(m, t=6), "lengths": LENGTHS}
+    _, expected = m.vjp(**arrays)
     for name in arrays:
         given = arrays_of("torch", arrays)
-        out, pullback = mechanism.vjp(**given)
+        out, pullback = m.vjp(**given)
         given[name] += 0
         with pytest.raises(RuntimeError, match=f"{name} was written to in place"):
             pullback(out)
+    if text in STATES:
+        given = given_to(m, "torch")
+        for name in m.program.slots:
+            cache = m.extend(m.init_cache(**given), **given)[1]
+            out, _, pullback = m.extend_vjp(cache, **given)
+            cache.store[name] += 0
+            with pytest.raises(RuntimeError, match=r"the cache.s .* was written to in place"):
+                pullback(out)
     with torch.inference_mode():  # Its tensors count no writes, and copies are kept.
         given = arrays_of("torch", arrays)
-        out, pullback = mechanism.vjp(**given)
+        out, pullback = m.vjp(**given)
         cotangent = out * 1
         for array in (out, *given.values()):
             array.zero_()
@@ -159,36 +157,20 @@ def test_in_pytorch_an_argument_that_is_written_to_before_the_pullback_is_an_err
         np.testing.assert_allclose(gradients[name], array, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("text", STATES)
-def test_in_pytorch_a_cache_that_is_written_to_before_the_pullback_is_an_error(text):
-    mechanism = pa.parse(text)
-    inputs = arrays_of("torch", make_inputs(mechanism))
-    for name in mechanism.program.slots:
-        cache = extended(mechanism, inputs)
-        out, _, pullback = mechanism.extend_vjp(cache, **inputs)
-        cache.store[name] += 0
-        with pytest.raises(RuntimeError, match=r"the cache.s .* was written to in place"):
-            pullback(out)
-
-
 @pytest.mark.thorough(but=("numpy", "torch"))
 @pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
 def test_a_cache_that_is_donated_before_the_pullback_is_an_error_where_it_is_overwritten(library):
-    mechanism = pa.parse("linear")
-    inputs = arrays_of(library, make_inputs(mechanism))
-    cache = mechanism.init_cache(**inputs)
-    out, _, pullback = mechanism.extend_vjp(cache, **inputs)
+    m, inputs = pa.Linear(), given_to("linear", library)
+    cache = m.init_cache(**inputs)
+    out, _, pullback = m.extend_vjp(cache, **inputs)
     expected = [on_host(gradients) for gradients in pullback(out)]
-    mechanism.extend(cache, **inputs, donate=True)
+    m.extend(cache, **inputs, donate=True)
     if library == "jax.numpy":  # It does not write in place.
         for found, wanted in zip(pullback(out), expected, strict=True):
             assert_equal(found, wanted)
     else:
         with pytest.raises(ValueError, match="linear: the old cache was donated"):
             pullback(out)
-
-
-# ---------------------------------------------------------------------------------- caches
 
 
 def arrays_in(cache):
@@ -205,32 +187,19 @@ def assert_apart(*groups):
 @both_libraries
 @pytest.mark.parametrize("t", [1, 2])
 def test_a_cache_that_is_not_donated_shares_no_memory_with_the_next_one(t, library):
-    for mechanism in map(pa.parse, CACHED):
-        if not any(pattern.is_pairwise for pattern in mechanism.inputs.values()):
-            inputs = arrays_of(library, make_inputs(mechanism, t))
-            cache = mechanism.init_cache(**inputs, capacity=9)
-            out, after = mechanism.extend(cache, **inputs)
+    for m in map(pa.parse, CACHED):
+        if not any(pattern.is_pairwise for pattern in m.inputs.values()):
+            inputs = given_to(m, library, t)
+            cache = m.init_cache(**inputs, capacity=9)
+            out, after = m.extend(cache, **inputs)
             assert_apart({"out": out}, arrays_in(after), arrays_in(cache), inputs)
-
-
-@both_libraries
-def test_the_cache_of_a_window_survives_the_donation_of_the_next_one(library):
-    mechanism = pa.Softmax(window=3)
-    inputs = arrays_of(library, make_inputs(mechanism, 1))
-    cache = extended(mechanism, inputs, capacity=90)
-    expected = on_host({"out": mechanism.extend(cache, **inputs)[0]})
-    _, after = mechanism.extend(cache, **inputs)
-    for _ in range(4):  # The last of them moves the rows.
-        _, after = mechanism.extend(after, **inputs, donate=True)
-    assert_equal({"out": mechanism.extend(cache, **inputs)[0]}, expected)
 
 
 @both_libraries
 @pytest.mark.parametrize("text", ["softmax", "softmax[window=9]", "ccq(gla)", "lucid(path)"])
 def test_an_operation_on_a_cache_gives_one_in_memory_of_its_own(text, library):
-    mechanism = pa.parse(text)
-    inputs = arrays_of(library, make_inputs(mechanism))
-    cache = extended(mechanism, inputs, capacity=20)
+    m, inputs = pa.parse(text), given_to(text, library)
+    cache = m.extend(m.init_cache(**inputs, capacity=20), **inputs)[1]
     snapshot = cache.snapshot()
     results = [
         cache.restore(snapshot),

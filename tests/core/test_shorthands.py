@@ -1,6 +1,7 @@
 """Shorthands: which option an array switches on follows from the mechanism's declaration."""
 
 import inspect
+import pydoc
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,14 +21,12 @@ Q, K, V = RNG.normal(size=(3, 1, 5, 2, 4))
 
 def test_an_array_switches_its_option_on():
     for cls, name, shape, expected in (
-        (pa.Softmax, "bias", (1, 1, 5, 5), "softmax[bias=true]"),
         (pa.Lucid, "bias", (1, 1, 5, 5), "lucid(softmax[bias=true])"),
         (pa.Lucid, "lucid_beta", (1, 5, 2), "lucid[beta=true]"),
         (pa.QKNorm, "q_gain", (4,), "qk_norm[gain=true]"),
         (pa.Differential, "lam", (), "differential"),
         (pa.Differential, "lam", (2,), "differential[per=head]"),
         (pa.Differential, "lam", (1, 5, 2), "differential[per=token]"),
-        (pa.Temperature, "tau", (2,), "temperature[per=head]"),
         (pa.Hedgehog, "q_weight", (4, 4), "hedgehog"),
         (pa.Hedgehog, "q_weight", (2, 4, 4), "hedgehog[per=head]"),
         # The shape is wrong: the input is accepted by name, and then its shape is refused.
@@ -38,22 +37,15 @@ def test_an_array_switches_its_option_on():
         assert str(mechanism) == expected
         assert [*rest] == [name]
         assert rest[name] is array
-
-
-def test_an_option_that_is_passed_is_not_changed():
     mechanism, _ = build(pa.Differential, {"lam": np.ones(2), "per": "token"})
-    assert mechanism.per == "token"
+    assert mechanism.per == "token"  # An option that is passed is not changed.
     mechanism, rest = build(pa.CCQ, {"tau": np.float64(0.5), "covariance": "query_weighted"})
-    assert mechanism.tau == 0.5
-    assert not rest
-
-
-def test_an_input_of_two_option_settings_needs_an_explicit_option():
+    assert (mechanism.tau, rest) == (0.5, {})
     with pytest.raises(TypeError, match=r"it belongs to forget='unscaled' or forget='scaled'"):
         pa.softmax(Q, K, V, g=np.zeros((1, 5, 2)))
 
 
-def test_the_shorthand_of_a_third_party_mechanism_follows_its_declaration():
+def test_the_shorthand_of_a_third_party_mechanism_follows_its_declaration(unregistered):
     @dataclass(frozen=True)
     class Reweighted(pa.TokenWise):
         """v, or w v with an input `weight`, one for each token or for each token and head."""
@@ -65,36 +57,21 @@ def test_the_shorthand_of_a_third_party_mechanism_follows_its_declaration():
 
         @property
         def inputs(self):
-            patterns = {"token": "b s", "head": "b s n"}
-            weight = {"weight": patterns[self.per]} if self.weighted else {}
-            return pa.Inputs(v="b s n e", **weight)
+            weight = {"weight": {"token": "b s", "head": "b s n"}[self.per]}
+            return pa.Inputs(v="b s n e", **(weight if self.weighted else {}))
 
         def forward(self, x, frame):
-            if not self.weighted:
-                return x["v"], ()
-            missing = x["v"].ndim - x["weight"].ndim
-            return x["v"] * x["weight"].reshape(*x["weight"].shape, *(1,) * missing), ()
+            weight = x["weight"] if self.weighted else np.ones(1)
+            return x["v"] * weight.reshape(*weight.shape, *(1,) * (4 - weight.ndim)), ()
 
-    try:
-        reweighted = pa.shorthand(Reweighted)
-        assert reweighted.__name__ == "reweighted"
-        assert "weighted, per" in reweighted.__doc__
-        assert np.array_equal(reweighted(V), V)
-        assert np.array_equal(reweighted(V, weight=np.full((1, 5), 2.0)), 2 * V)
-        twice = reweighted(V, weight=np.full((1, 5, 2), 2.0), per="head")
-        assert np.array_equal(twice, 2 * V)
-        with pytest.raises(TypeError, match="did you mean 'weighted'"):
-            reweighted(V, weigthed=True)
-    finally:
-        pa.unregister_mechanism("reweighted")
-
-
-def test_every_mechanism_that_can_be_named_has_a_shorthand_of_its_name():
-    for name, cls in pa.mechanisms().items():
-        if cls.__module__.startswith("precondattn."):
-            assert getattr(pa, name).__name__ == name
-            assert getattr(pa, cls.__name__) is cls
-            assert switches_of(cls) is switches_of(cls)  # Derived once.
+    reweighted = pa.shorthand(Reweighted)
+    assert reweighted.__name__ == "reweighted"
+    assert "weighted, per" in reweighted.__doc__
+    assert np.array_equal(reweighted(V), V)
+    for shape, options in (((1, 5), {}), ((1, 5, 2), {"per": "head"})):
+        assert np.array_equal(reweighted(V, weight=np.full(shape, 2.0), **options), 2 * V)
+    with pytest.raises(TypeError, match="did you mean 'weighted'"):
+        reweighted(V, weigthed=True)
 
 
 def parameters(function):
@@ -112,14 +89,21 @@ def test_the_signature_of_a_shorthand_has_inputs_options_and_masks():
     first, needed, others = parameters(pa.lucid)
     assert (first, needed) == (["q", "k", "v"], [])
     assert {"lucid_beta", "g", "normalize", "window", "bias"} < {*others}
+    shown = pydoc.plain(pydoc.render_doc(pa.gated_delta))
+    assert "gated_delta(q: " in shown
+    assert "beta: 'Annotated[Array, \"b s u in [0, 2]\"]'" in shown
+    assert "S_t = S' + β_t k_t" in shown
     shown = inspect.signature(pa.temperature).parameters
     assert shown["tau"].annotation == 'Annotated[Array, "in (0, inf) or h in (0, inf)"]'
     assert shown["per"].annotation == 'Literal["layer", "head"]'
 
 
-def test_every_keyword_that_a_shorthand_accepts_is_in_its_signature():
+def test_every_mechanism_has_a_shorthand_with_every_keyword_that_it_accepts_in_its_signature():
     for name, cls in pa.mechanisms().items():
         if cls.__module__.startswith("precondattn."):
+            assert getattr(pa, name).__name__ == name
+            assert getattr(pa, cls.__name__) is cls
+            assert switches_of(cls) is switches_of(cls)  # Derived once.
             own, of_base = options_of(cls)
             accepted = {*own, *of_base, *cls().inputs, *switches_of(cls), *CALL_OPTIONS}
             assert {*inspect.signature(getattr(pa, name)).parameters} == accepted
@@ -133,17 +117,6 @@ def test_the_signature_of_a_mechanism_has_its_inputs_and_that_of_a_class_its_opt
     with pytest.raises(TypeError, match="missing a required argument: 'contraction'"):
         inspect.signature(ccq).bind(Q, K, V, g=Q, beta=Q)
     assert [*inspect.signature(pa.Temperature).parameters] == ["base", "per"]
-
-
-def test_signatures_are_made_when_one_asks_for_them():
-    code = (
-        "import sys, precondattn as pa; module = 'precondattn.execution.parameters_of_calls'\n"
-        "assert module not in sys.modules; help(pa.gated_delta); assert module in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert "gated_delta(q: " in done.stdout
-    assert "beta: 'Annotated[Array, \"b s u in [0, 2]\"]'" in done.stdout
-    assert "S_t = S' + β_t k_t" in done.stdout
 
 
 def test_a_mechanism_that_a_call_has_built_is_used_again_for_the_same_settings_only():

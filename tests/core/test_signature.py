@@ -1,26 +1,14 @@
-"""Calls of one signature are checked and planned once, and every call is still its own."""
+"""Calls of one signature are checked and planned once; a later one takes few Python calls."""
+
+import sys
 
 import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn.dispatch.discovery import register_backend, unregister_backend
 from precondattn.dispatch.reference import Reference
 from precondattn.execution import preparation
-from precondattn_conformance.inputs import CallLayout, make_inputs
-
-LAYOUT = CallLayout("test", b=2, t=6, s=6, h=2, n=2, d=4, e=4)
-
-
-def arrays_of(mechanism, library, layout=LAYOUT):
-    x = make_inputs(mechanism, layout, "random")
-    if library == "torch":
-        torch = pytest.importorskip("torch")
-        return {name: torch.tensor(array) for name, array in x.items()}
-    if library == "jax":
-        jnp = pytest.importorskip("jax.numpy")
-        return {name: jnp.asarray(array, dtype=jnp.float32) for name, array in x.items()}
-    return x
+from tests.core.inputs import inputs_of
 
 
 def preparations(monkeypatch):
@@ -39,15 +27,12 @@ def preparations(monkeypatch):
 @pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
 def test_a_second_call_of_the_same_signature_is_not_prepared_again(monkeypatch, library):
     m = pa.parse("gated_delta")
-    x = arrays_of(m, library)
+    x = inputs_of(m, library, t=6)
     verbs = preparations(monkeypatch)
-    first, second = m(**x), m(**x)
-    assert verbs == ["forward"]
-    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(m(**x), m(**x))
     cache = m.init_cache(**x)
     for _ in range(3):
         _, cache = m.extend(cache, **x)
-    assert verbs == ["forward", "extend"]
     m.vjp(**x)
     m.vjp(**x)
     assert verbs == ["forward", "extend", "vjp"]
@@ -87,26 +72,25 @@ def test_whatever_a_plan_depends_on_is_a_signature_of_its_own(monkeypatch):
     assert m.explain(q, k, v).backends == ("torch",)
 
 
-@pytest.mark.parametrize("wrong", ["lengths", "segment_ids", "capacity"])
-def test_entries_are_checked_in_every_call(wrong):
+def test_entries_are_checked_in_every_call():
     m = pa.Lucid()
-    x = arrays_of(m, "numpy")
-    cache = m.init_cache(**x, capacity=8)
-    good = {"lengths": np.array([6, 2]), "segment_ids": np.zeros((2, 6), dtype=np.int32)}
-    bad = {"lengths": np.array([6, 7]), "segment_ids": np.array([[0, 0, 1, 1, 0, 0]] * 2, np.int32)}
-    if wrong == "capacity":
-        _, cache = m.extend(cache, **x)
-        with pytest.raises(ValueError, match="capacity exceeded"):
-            m.extend(cache, **x)
-        return
-    expected = m(**x, **{wrong: good[wrong]})
-    bad_key = x["k"].copy()
-    bad_key[0, 4] = np.nan  # It is contained in every call, too.
-    out = m(**x | {"k": bad_key}, **{wrong: good[wrong]})
-    assert np.isnan(out[0, 4:]).all()
-    np.testing.assert_allclose(out[0, :4], expected[0, :4], rtol=1e-6)
-    with pytest.raises(ValueError, match=wrong):
-        m(**x, **{wrong: bad[wrong]})
+    x = inputs_of(m, t=6)
+    torn = np.array([[0, 0, 1, 1, 0, 0]] * 2, np.int32)
+    for name, good, bad in (
+        ("lengths", np.array([6, 2]), np.array([6, 7])),
+        ("segment_ids", np.zeros((2, 6), dtype=np.int32), torn),
+    ):
+        expected = m(**x, **{name: good})
+        bad_key = x["k"].copy()
+        bad_key[0, 4] = np.nan  # It is contained in every call, too.
+        out = m(**x | {"k": bad_key}, **{name: good})
+        assert np.isnan(out[0, 4:]).all()
+        np.testing.assert_allclose(out[0, :4], expected[0, :4], rtol=1e-6)
+        with pytest.raises(ValueError, match=name):
+            m(**x, **{name: bad})
+    _, cache = m.extend(m.init_cache(**x, capacity=8), **x)
+    with pytest.raises(ValueError, match="capacity exceeded"):
+        m.extend(cache, **x)
 
 
 def test_a_backend_that_is_registered_later_is_used_by_the_next_call():
@@ -114,19 +98,15 @@ def test_a_backend_that_is_registered_later_is_used_by_the_next_call():
         name = "other"
         preference = 1000
 
-    m = pa.Softmax()
-    x = arrays_of(m, "numpy")
-    m(**x)
-    seen = []
-    Other.prepare = lambda self, *asked: seen.append(asked) or Reference.prepare(self, *asked)
-    register_backend(Other)
-    try:
-        m(**x)
-        assert len(seen) == 1
-    finally:
-        unregister_backend("other")
-    m(**x)
-    assert len(seen) == 1
+        def prepare(self, piece, request):
+            return type("Zeros", (pa.Runner,), {"forward": lambda _, x, frame: (0 * x["v"], ())})()
+
+    x = inputs_of("softmax", t=6, h=2)
+    assert pa.softmax(**x).any()
+    pa.register_backend(Other())
+    assert not pa.softmax(**x).any()
+    pa.unregister_backend("other")
+    assert pa.softmax(**x).any()
 
 
 def test_transformed_and_counted_calls_have_no_signature(monkeypatch):
@@ -144,3 +124,52 @@ def test_transformed_and_counted_calls_have_no_signature(monkeypatch):
         m(q, k, v)
     assert counter.get_total_flops() > 0
     assert preparation.prepared_calls == kept
+
+
+LIMITS = {  # Python calls, and the files that they are in
+    (pa.Softmax, "numpy"): (90, 15),
+    (pa.Lucid, "numpy"): (180, 20),
+    (pa.Softmax, "torch"): (20, None),
+    (pa.Lucid, "torch"): (65, None),
+}
+
+
+def traced(call):
+    """The code of every Python function of this project that a call enters."""
+    codes = []
+
+    def note(frame, event, _):
+        is_ours = frame.f_globals.get("__name__", "").startswith("precondattn")
+        if event == "call" and is_ours and frame.f_code.co_filename != "<string>":
+            codes.append(frame.f_code)  # The methods of dataclasses are not in a file.
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return codes
+
+
+@pytest.mark.parametrize(("cls", "library"), LIMITS)
+def test_a_warm_call_takes_few_calls_in_few_files(cls, library):
+    asarray = pytest.importorskip(library).asarray
+    q, k, v = map(
+        asarray, np.random.default_rng(0).normal(size=(3, 1, 64, 2, 16)).astype("float32")
+    )
+    mechanism = cls()
+    mechanism(q, k, v)
+    codes = traced(lambda: mechanism(q, k, v))
+    most_calls, most_files = LIMITS[cls, library]
+    files = {code.co_filename for code in codes}
+    listed = "\n".join(sorted(f"{code.co_filename}: {code.co_qualname}" for code in codes))
+    assert len(codes) <= most_calls, listed
+    assert most_files is None or len(files) <= most_files, listed
+
+
+def test_a_call_with_arrays_of_numpy_enters_no_file_of_another_framework():
+    q = np.random.default_rng(0).normal(size=(1, 6, 2, 4))
+    codes = traced(lambda: pa.lucid(q, q, q))
+    assert codes
+    assert not [c for c in codes if "/torch/" in c.co_filename or "/jax/" in c.co_filename]

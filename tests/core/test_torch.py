@@ -1,4 +1,10 @@
-"""PyTorch: calls compile into one graph; a backend that PyTorch can not trace is an operator."""
+"""PyTorch: calls compile into one graph; a backend that PyTorch can not trace is an operator.
+
+Operators find a piece by its name; a class without a name of its own keeps its own mathematics.
+"""
+
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,16 +15,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import precondattn as pa
+from precondattn.algebra import group, names
+from precondattn.runner import LeafRunner
 from precondattn_conformance.declared import derived, expressions
-from precondattn_conformance.inputs import CallLayout, make_inputs
+from tests.core.inputs import inputs_of
 from tests.representatives import CACHED, CALLED
 
-LAYOUT = CallLayout("test", t=6, s=6)
-
-
-def tensors_of(expression, *, requires_grad=True, layout=LAYOUT):
-    made = make_inputs(pa.parse(expression), layout, "clustered")
-    return {name: torch.tensor(a, requires_grad=requires_grad) for name, a in made.items()}
+tensors_of = partial(inputs_of, library="torch", kind="clustered", requires_grad=True, t=6)
 
 
 def results(function, x):
@@ -32,13 +35,16 @@ def compiled(function):
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
-# Slow: options, which other tests run uncompiled; each mechanism is compiled by default.
+COMPILED = {text for text in CALLED if "[" not in text} | {"laser", "mesa(gla)"}
+
+
+# Slow: options and the other mechanisms, which other tests run uncompiled.
 @pytest.mark.thorough(but=("atk(gdn2)", "dplr"))
 @pytest.mark.parametrize(
     "expression",
     [
-        pytest.param(expression, marks=pytest.mark.slow) if "[" in expression else expression
-        for expression in sorted({*expressions()} - derived())
+        text if text in COMPILED else pytest.param(text, marks=pytest.mark.slow)
+        for text in sorted({*expressions()} - derived())
     ],
 )
 def test_a_call_compiles_into_one_graph_with_its_gradient(expression):
@@ -52,7 +58,7 @@ def test_a_compiled_call_takes_masks_another_length_and_a_bad_one():
 
     call = compiled(shorthand)
     for t in (6, 9, 11):
-        x = tensors_of("lucid", layout=CallLayout("test", t=t, s=t))
+        x = tensors_of("lucid", t=t)
         lengths = torch.tensor([t - 2, t])
         torch.testing.assert_close(call(**x, lengths=lengths), shorthand(**x, lengths=lengths))
     out = call(**x, lengths=torch.tensor([12, 11]))
@@ -60,100 +66,52 @@ def test_a_compiled_call_takes_masks_another_length_and_a_bad_one():
     torch.testing.assert_close(out[1], pa.Lucid(eps=0)(**x)[1])
 
 
-@pytest.mark.thorough
-def test_extend_compiles_into_one_graph():
-    m, x = pa.Lucid(), tensors_of("lucid", requires_grad=False)
-    cache = m.init_cache(**x, capacity=8)
-    step = compiled(lambda cache, donate, *x: m.extend(cache, *x, donate=donate))
-    out, kept = step(cache, False, *(x[name][:, :4] for name in "qkv"))
-    more, cache = step(kept, True, *(x[name][:, 4:] for name in "qkv"))
-    assert not kept.store
-    torch.testing.assert_close(torch.cat([out, more], dim=1), m(**x))
-    assert cache.length.tolist() == [6, 6]
+def second(function, x):
+    """Derivatives of the gradients of a loss that is quadratic in the output."""
+    inputs = list(x.values())
+    first = torch.autograd.grad(function(**x).square().sum(), inputs, create_graph=True)
+    return torch.autograd.grad(sum(g.sin().sum() for g in first), inputs)
 
 
-class TestAnotherBackendInPytorch:
+def test_another_backends_gradient_is_used_compiled_and_differentiated(third_party):
     """The out-of-tree backend claims lucid_solve."""
-
-    def test_its_gradient_is_used_and_can_be_differentiated(self, third_party):
-        x = tuple(tensors_of("lucid", layout=CallLayout("test", b=1, t=3, s=3)).values())
-        assert torch.autograd.gradcheck(pa.Lucid(), x)
-        assert "backward of lucid_solve" in third_party.calls
-        assert torch.autograd.gradgradcheck(pa.Lucid(), x)
-
-    @pytest.mark.parametrize("masks", [{}, {"lengths": [4, 6]}])
-    def test_outputs_and_gradients_are_the_definitions(self, third_party, masks):
-        m, x = pa.Lucid(pa.Laser()), tensors_of("lucid(laser)")
-        expected = results(lambda **x: m(**x, **masks, backend="reference"), x)
-        torch.testing.assert_close(results(lambda **x: m(**x, **masks), x), expected)
-        if not masks:
-            torch.testing.assert_close(results(compiled(m), x), expected)
-        assert "lucid_solve" in third_party.calls
-
-    def test_vmap_folds_into_the_batch(self, third_party):
-        x, m = tensors_of("lucid", requires_grad=False), pa.Lucid(pa.Laser())
-        stack = torch.stack([x["k"], 2 * x["k"], x["k"] + 1]).requires_grad_()
-
-        def call(k):
-            return m(x["q"], k, x["v"])
-
-        expected = torch.stack([call(k) for k in stack])
-        third_party.calls.clear()
-        mapped = torch.func.vmap(call)(stack)
-        assert "lucid_solve" in third_party.calls
-        torch.testing.assert_close(mapped, expected)
-        gradients = [torch.autograd.grad(out.sum(), stack) for out in (mapped, expected)]
-        torch.testing.assert_close(*gradients)
-
-    def test_transforms_of_the_gradient_and_extensions_are_left_to_the_reference(self, third_party):
-        """PyTorch's custom operators have no torch.func.grad; the reference has."""
-        x = tensors_of("lucid", requires_grad=False)
-
-        def loss(k, backend=None):
-            return pa.Lucid()(x["q"], k, x["v"], backend=backend).sum()
-
-        result = torch.func.grad(loss)(x["k"])
-        assert not third_party.calls
-        torch.testing.assert_close(result, torch.func.grad(loss)(x["k"], "reference"))
-        with pytest.raises(pa.UnsupportedError, match="third_party"):
-            torch.func.grad(loss)(x["k"], "third_party")
-        m, x = pa.Lucid(), tensors_of("lucid")
-        extended = results(lambda **x: m.extend(m.init_cache(**x, capacity=6), **x)[0], x)
-        torch.testing.assert_close(extended, results(lambda **x: m(**x, backend="reference"), x))
+    m, x = pa.Lucid(pa.Laser()), tensors_of("lucid(laser)")
+    for masks in ({}, {"lengths": [4, 6]}):
+        call, definition = partial(m, **masks), partial(m, **masks, backend="reference")
+        torch.testing.assert_close(results(call, x), results(definition, x))
+        torch.testing.assert_close(second(call, x), second(definition, x))
+    assert {"lucid_solve", "backward of lucid_solve"} <= {*third_party.calls}
+    torch.testing.assert_close(results(compiled(m), x), results(m, x))
 
 
-def test_an_inference_call_records_nothing_and_gates_may_be_float32():
-    x = tensors_of("lucid", requires_grad=False)
-    assert not pa.Lucid()(**x).requires_grad
-    x = {n: a.bfloat16() for n, a in x.items()}
-    out = pa.Lucid(beta=True)(**x, lucid_beta=torch.rand(2, 6, 2))
-    assert out.dtype == torch.bfloat16
-    assert out.isfinite().all()
+def test_vmap_of_another_backend_folds_into_the_batch(third_party):
+    x, m = tensors_of("lucid", requires_grad=False), pa.Lucid(pa.Laser())
+    stack = torch.stack([x["k"], 2 * x["k"], x["k"] + 1]).requires_grad_()
+    expected = torch.stack([m(x["q"], k, x["v"]) for k in stack])
+    third_party.calls.clear()
+    mapped = torch.func.vmap(lambda k: m(x["q"], k, x["v"]))(stack)
+    assert "lucid_solve" in third_party.calls
+    torch.testing.assert_close(mapped, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(o.sum(), stack) for o in (mapped, expected)))
 
 
-class SubtractionRunner(pa.Runner):
-    """o₁ − λ o₂ by a backend that PyTorch's autograd can not differentiate."""
+def test_transforms_of_another_backends_gradient_and_extensions_are_left_to_the_reference(
+    third_party,
+):
+    """PyTorch's custom operators have no torch.func.grad; the reference has."""
+    x, m = tensors_of("lucid", requires_grad=False), pa.Lucid()
 
-    def forward(self, inputs, frame):
-        return inputs["o1"] - inputs["lam"] * inputs["o2"], ()
+    def gradient(backend=None):
+        return torch.func.grad(lambda k: m(x["q"], k, x["v"], backend=backend).sum())(x["k"])
 
-
-class Subtraction(pa.Backend):
-    name = "subtraction"
-    preference = 10
-
-    def prepare(self, piece, request):
-        is_full = piece == pa.Difference() and request.verb != "extend"
-        return SubtractionRunner() if is_full else "does o1 - lam o2"
-
-
-def test_vmap_of_a_backend_whose_piece_reads_a_single_number(only_the_reference):
-    pa.register_backend(Subtraction())
-    m = pa.Differential()
-    x = tensors_of("differential", requires_grad=False)
-    assert "subtraction" in m.explain(**x).backends
-    mapped = torch.func.vmap(lambda q: m(**x | {"q": q}))(torch.stack([x["q"], -x["q"]]))
-    torch.testing.assert_close(mapped[1], m(**x | {"q": -x["q"]}))
+    found = gradient()
+    assert not third_party.calls
+    torch.testing.assert_close(found, gradient("reference"))
+    with pytest.raises(pa.UnsupportedError, match="third_party"):
+        gradient("third_party")
+    x = tensors_of("lucid")
+    extended = results(lambda **x: m.extend(m.init_cache(**x, capacity=6), **x)[0], x)
+    torch.testing.assert_close(extended, results(partial(m, backend="reference"), x))
 
 
 ROWS = dict.fromkeys("qkv", (2, 9, 2, 4))
@@ -163,6 +121,7 @@ ROWS = dict.fromkeys("qkv", (2, 9, 2, 4))
     ("expression", "shapes"),
     [
         ("cross_covariance", {**ROWS, "logit_scale": (2,)}),  # A mapped weight.
+        ("differential", {**ROWS, "q2": ROWS["q"], "k2": ROWS["q"], "lam": ()}),  # One number.
         ("nystrom[landmarks=3,start=batch]", ROWS),  # Sequences that depend on each other.
     ],
 )
@@ -216,13 +175,13 @@ def test_values_whose_tokens_are_contiguous(expression, d):
     torch.testing.assert_close(pull(out), pull_expected(out))
 
 
-@pytest.mark.thorough(but=["path", "ccq", "gated_delta", "softmax[bias=true]"])
+@pytest.mark.thorough(but=["path", "gated_delta", "softmax[bias=true]"])
 @pytest.mark.parametrize("text", CALLED)
 def test_outputs_are_contiguous(text):
     """As `out.view(b, t, h * e)` needs them, whatever the length, the gradient and the verb."""
     m, grad = pa.parse(text), {"requires_grad": True}
-    for t in (1, 8, 65):
-        x = make_inputs(m, CallLayout("layout", t=t, s=t), "random")
+    for t in (1, 65):
+        x = inputs_of(m, t=t)
         packed = {"segment_ids": [[i // 5 for i in range(t)]] * 2}
         for asarray, named in ((np.asarray, {}), (torch.tensor, {}), (torch.tensor, grad)):
             given = {name: asarray(array, **named) for name, array in x.items()}
@@ -235,3 +194,73 @@ def test_outputs_are_contiguous(text):
                 for out in outs:
                     is_torch = isinstance(out, torch.Tensor)
                     assert out.is_contiguous() if is_torch else out.flags.c_contiguous, (t, masks)
+
+
+@dataclass(frozen=True)
+class Twice(pa.Softmax):
+    """2 softmax, under softmax's name: it is not registered."""
+
+    def forward(self, x, frame):
+        out, residuals = super().forward(x, frame)
+        return 2 * out, residuals
+
+    def backward(self, x, frame, out, residuals, cotangent):
+        return super().backward(x, frame, out / 2, residuals, 2 * cotangent)
+
+
+class AnyClass(pa.Backend):
+    """A backend that runs any leaf by its own methods, as operators."""
+
+    name = "any_class"
+    preference = 1000
+
+    def prepare(self, piece, request):
+        is_leaf = len(piece.program.calls) == 1 and request.verb != "extend"
+        return LeafRunner(piece, piece) if is_leaf else "runs one leaf of a full call"
+
+
+def test_a_subclass_computes_its_own_mathematics_compiled_and_in_an_operator(register):
+    x = torch.randn(3, 1, 5, 2, 4, generator=torch.Generator().manual_seed(0)).unbind(0)
+
+    def require_twice(function):
+        q, k, v = (a.clone().requires_grad_() for a in x)
+        out, plain = function(q, k, v), pa.Softmax()(q, k, v)
+        torch.testing.assert_close(out, 2 * plain)
+        found, expected = (torch.autograd.grad(o.sum(), [q, k, v]) for o in (out, 2 * plain))
+        torch.testing.assert_close(found, expected)
+
+    torch.compiler.reset()
+    require_twice(torch.compile(Twice(), fullgraph=True, backend="aot_eager"))
+    # Inside a preconditioner, and after its parent with the same text.
+    around, tau = pa.Temperature(Twice(), per="head"), torch.ones(2)
+    require_twice(torch.compile(lambda *x: around(*x, tau=tau), backend="aot_eager"))
+    register(AnyClass())
+    assert "any_class" in Twice().explain(*x).backends
+    require_twice(Twice())
+
+
+def test_a_name_is_the_text_where_that_parses_back():
+    assert names.name_of(pa.Lucid(pa.Laser())) == "lucid(laser)"
+    assert names.name_of(Twice()) != names.name_of(pa.Softmax()) == "softmax"
+    assert group.piece_named(names.name_of(Twice())) == Twice()
+    assert pa.Lucid(Twice()).program != pa.Lucid().program
+    with pytest.raises(ValueError, match="give the class a `name`"):
+        group.piece_named("softmax #7")  # As in a graph of another process.
+    kept = dict(names.named_pieces)  # Pieces of the package are not among them.
+    m = pa.Lucid(pa.Laser(pa.Softmax(scale=0.123)))
+    assert group.piece_named(names.name_of(m)) == m
+    assert names.named_pieces == kept
+
+
+def test_a_class_defined_again_gets_another_name(unregistered):
+    def define():
+        @dataclass(frozen=True)
+        class Scaled(pa.Softmax):
+            name = "scaled_in_a_notebook"
+
+        return Scaled()
+
+    first, second = define(), define()
+    assert names.name_of(first) == "scaled_in_a_notebook" != names.name_of(second)
+    assert group.piece_named(names.name_of(first)) == first
+    assert group.piece_named(names.name_of(second)) == second

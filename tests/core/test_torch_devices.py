@@ -1,5 +1,9 @@
-"""The inputs decide the device and the dtype of what PyTorch computes, and need no entries."""
+"""The inputs decide the device and the dtype of what PyTorch computes, and no entry is read.
 
+Lengths on an accelerator that the host knows: a tensor on the CPU stands in for one there.
+"""
+
+import gc
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -13,9 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import precondattn as pa
+from precondattn.cache import append, known_lengths
+from precondattn.cache.known_lengths import lengths_on_host, remembered
+from precondattn.frameworks.torch.framework import PyTorch
 from precondattn.layers.torch import Attention, Decoder, to_torch
-from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
-from tests.representatives import CALLED
+from precondattn_conformance.inputs import slice_tokens
+from tests.core.inputs import inputs_of
 
 T = 6
 X = torch.randn(1, T, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -101,8 +108,15 @@ def shapes_of(m, x):
 
 
 SYMBOLIC = (
-    *("lucid", "path[forget=scaled,flush=3]", "nystrom[landmarks=5,skip=true]", "mlstm", "kda"),
-    *("atk(gdn2)", "ccq"),
+    *(
+        "lucid",
+        "nystrom[landmarks=5,skip=true]",
+        "mlstm",
+        "kda",
+        "softmax[window=3]",
+        "deltaformer",
+    ),
+    *("path[forget=scaled,flush=3]", "atk(gdn2)", "ccq"),
 )
 """One mechanism of each kind of code: the sizes of its tensors are symbols, which takes long."""
 
@@ -110,16 +124,17 @@ SYMBOLIC = (
 @pytest.mark.parametrize(
     ("expression", "kind"),
     [
-        *((text, "meta") for text in (*CALLED, "laser", "mesa(gla)")),
-        *(("softmax[window=3]", kind) for kind in ("fake", "symbolic")),
-        *(("laser", kind) for kind in ("fake", "symbolic")),
-        *(pytest.param(text, "symbolic", marks=pytest.mark.thorough) for text in SYMBOLIC),
+        *((text, "meta") for text in (*SYMBOLIC, "outlook[stride=2,grid=5]", "windowed")),
+        *((text, "meta") for text in ("hedgehog(gla)", "mesa(gla)", "differential[per=token]")),
+        *(("laser", "fake"), ("laser", "symbolic")),
+        *(pytest.param(text, "symbolic", marks=pytest.mark.thorough) for text in SYMBOLIC[:4]),
+        *(pytest.param(text, "symbolic", marks=pytest.mark.slow) for text in SYMBOLIC[4:]),
     ],
 )
 def test_tensors_without_entries_have_the_shapes_of_others(expression, kind):
     m = pa.parse(expression)
-    made = make_inputs(m, CallLayout("test", t=T, s=T, d=8, e=4), "clustered")
-    x = {name: torch.tensor(array, dtype=torch.float32) for name, array in made.items()}
+    made = inputs_of(m, "torch", "clustered", t=T, d=8, e=4)
+    x = {name: array.float() for name, array in made.items()}
     expected = shapes_of(m, x)
     if kind == "meta":
         assert shapes_of(m, {name: array.to("meta") for name, array in x.items()}) == expected
@@ -128,3 +143,66 @@ def test_tensors_without_entries_have_the_shapes_of_others(expression, kind):
     # Meta kernels in C++, as of `pad`, refuse symbolic sizes without PyTorch's Python dispatcher.
     with mode, enable_python_dispatcher() if kind == "symbolic" else nullcontext():
         assert shapes_of(m, {n: mode.from_tensor(array) for n, array in x.items()}) == expected
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The lengths that are read, each of which would wait for the device."""
+    found, tolist = [], torch.Tensor.tolist
+
+    def read(tensor):
+        found.append(tensor.shape)
+        return tolist(tensor)
+
+    monkeypatch.setattr(PyTorch, "is_far", lambda *_: True)
+    monkeypatch.setattr(known_lengths, "_remembered", {})
+    monkeypatch.setattr(torch.Tensor, "tolist", read)
+    return found
+
+
+def test_a_length_is_known_until_it_is_written_to_and_nothing_is_kept_of_the_past(reads):
+    length = remembered(torch.full((2,), 7, dtype=torch.int32), 7)
+    assert lengths_on_host(length) == [7, 7]
+    assert not reads
+    length[:1].add_(1)
+    assert lengths_on_host(length) == [8, 7]
+    assert lengths_on_host(length) == [8, 7]  # What was read is not remembered.
+    assert len(reads) == 2
+    length = remembered(torch.zeros(2, dtype=torch.int32), 0)
+    assert lengths_on_host(length.clone()) == [0, 0]
+    with torch.inference_mode():
+        assert lengths_on_host(remembered(torch.zeros(2, dtype=torch.int32), 0)) == [0, 0]
+    assert len(reads) == 4
+    del length
+    gc.collect()
+    assert not known_lengths._remembered
+
+
+def test_tokens_are_appended_without_reading_their_number():
+    """Each sequence has its own length and count, and tokens beyond the capacity are dropped."""
+    buffer = torch.arange(3 * 5 * 2.0).reshape(3, 5, 2)
+    tokens = -1 - torch.arange(3 * 7 * 2.0).reshape(3, 7, 2)
+    lengths, counts = torch.tensor([0, 2, 4]), torch.tensor([7, 5, 0])
+    expected = buffer.clone()
+    expected[0] = tokens[0, :5]
+    expected[1, 2:] = tokens[1, :3]
+    for donate in (False, True):
+        given = buffer.clone()
+        with torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=False) as mode:
+            fake = [mode.from_tensor(x) for x in (given, tokens, lengths, counts)]
+            append(*fake, donate=donate)  # It would fail if it read an entry.
+        result = append(given, tokens, lengths, counts, donate=donate)
+        assert torch.equal(result, expected)
+        assert (result is given) == donate
+
+
+def test_generation_reads_no_length(reads, monkeypatch):
+    monkeypatch.setattr(PyTorch, "reads_at_once", False)
+    m, x = pa.GatedDelta(), inputs_of("gated_delta", "torch", t=1)
+    cache = m.init_cache(**x)
+    with torch.no_grad():
+        for _ in range(3):
+            _, cache = m.extend(cache, **x, donate=True)
+    assert lengths_on_host(cache.length) == [3, 3]
+    assert not reads
+    assert cache.length.tolist() == [3, 3]

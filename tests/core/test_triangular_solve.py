@@ -9,31 +9,29 @@ import pytest
 
 from precondattn.spec.array_functions import solve_lower, solve_upper
 
-SOLVE = {"lower": solve_lower, "upper": solve_upper}
-both = pytest.mark.parametrize("triangle", SOLVE)
+SOLVE = {
+    "lower": (solve_lower, np.tril(np.ones((5, 5)))),
+    "upper": (solve_upper, np.triu(np.ones((5, 5)))),
+}
 
 
-def system(triangle):
+def system(keep):
     """Matrices (2, 3, 5, 5), the same for three heads, and right sides (2, 3, 5, 2)."""
     rng = np.random.default_rng(0)
-    keep = {"lower": np.tril, "upper": np.triu}[triangle]
-    return np.eye(5) + keep(rng.normal(size=(2, 1, 5, 5))), rng.normal(size=(2, 3, 5, 2))
+    return np.eye(5) + keep * rng.normal(size=(2, 1, 5, 5)), rng.normal(size=(2, 3, 5, 2))
 
 
-def triangle_of_ones(triangle):
-    return {"lower": np.tril, "upper": np.triu}[triangle](np.ones((5, 5)))
-
-
-@both
+@pytest.mark.parametrize("triangle", SOLVE)
 def test_of_torch(triangle):
     torch = pytest.importorskip("torch")
     from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-    matrix, right = (torch.tensor(x, requires_grad=True) for x in system(triangle))
-    keep = torch.tensor(triangle_of_ones(triangle))
+    function, keep = SOLVE[triangle]
+    matrix, right = (torch.tensor(x, requires_grad=True) for x in system(keep))
+    keep = torch.tensor(keep)
 
     def solve(matrix, right):
-        return SOLVE[triangle](keep * matrix, right)
+        return function(keep * matrix, right)
 
     expected = torch.linalg.solve(matrix, right)
     assert gradcheck(solve, (matrix, right), check_forward_ad=True, check_batched_grad=True)
@@ -45,21 +43,19 @@ def test_of_torch(triangle):
     with forward_ad.dual_level():
         dual = solve(matrix, forward_ad.make_dual(right, right.detach()))
         torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, expected)
-    hessian = torch.func.hessian(lambda m: solve(m, right).square().sum())(matrix.detach())
-    assert bool(torch.isfinite(hessian).all())
 
 
-@both
+@pytest.mark.parametrize("triangle", SOLVE)
 def test_of_jax(triangle):
     jax = pytest.importorskip("jax")
     from jax.test_util import check_grads
 
     with jax.enable_x64(True):
-        matrix, right = (jax.numpy.asarray(x) for x in system(triangle))
-        keep = triangle_of_ones(triangle)
+        function, keep = SOLVE[triangle]
+        matrix, right = (jax.numpy.asarray(x) for x in system(keep))
 
         def solve(matrix, right):
-            return SOLVE[triangle](keep * matrix, right)
+            return function(keep * matrix, right)
 
         expected = np.linalg.solve(matrix, right)
         check_grads(solve, (matrix, right), order=2, modes=("fwd", "rev"))
