@@ -139,7 +139,7 @@ class Half:
         return pa.Support.yes()
 
 
-class Plain:
+class NoBackend:
     name = "plain"
     prepare = Half.supports
 
@@ -149,7 +149,7 @@ class Plain:
     [
         (lambda: pa.register_backend(Half()), "lacks forward"),
         (lambda: pa.register_backend(type("Nameless", (pa.Backend,), {})), "lacks name, prepare"),
-        (lambda: pa.register_backend(Plain()), "lacks libraries, accelerates, wide_values"),
+        (lambda: pa.register_backend(NoBackend()), "lacks libraries, accelerates, wide_values"),
         (
             lambda: pa.register_backend(type("Both", (ForwardOnly, ForwardMethod), {})),
             "has prepare and supports",
