@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -71,6 +71,16 @@ class CheckedRun(NamedTuple):
     run: Run
     checked: Checked
     first_call_seconds: float
+
+
+class WithCheck(Protocol):
+    """What `correct_peers` keeps for a peer."""
+
+    @property
+    def checked(self) -> Checked: ...
+
+
+Kept = TypeVar("Kept", bound=WithCheck)
 
 
 def empty_row(case: BenchCase) -> Row:
@@ -267,10 +277,14 @@ def checked_run(
     return CheckedRun(run, checked, seconds)
 
 
-def correct_peers(case: BenchCase, row: Row, run_of: Callable[[TimedPeer], Any]) -> dict[str, Any]:
-    """What `run_of` gives for the peers that are installed and correct, which has what was
-    `checked`; the row gets the reasons of the others."""
-    calls: dict[str, Any] = {}
+def correct_peers(
+    case: BenchCase, row: Row, run_of: Callable[[TimedPeer], Kept]
+) -> dict[str, Kept]:
+    """What `run_of` gives for the peers that are installed and correct.
+
+    The row gets the reasons of the others.
+    """
+    calls: dict[str, Kept] = {}
     for peer in peers_of(case):
         reason = lacks(peer, case, row.device)
         if not reason:
