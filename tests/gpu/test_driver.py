@@ -1,8 +1,8 @@
 """The driver stops in time, saves results, and resumes; tested with a simulated clock."""
 
-from precondattn_gpu.driver import RESERVE, outcome_of, run_tasks
+from precondattn_gpu.driver import RESERVE, run_tasks
 from precondattn_gpu.results import Results
-from precondattn_gpu.task import INTERRUPTED, PASSED, TIMED_OUT, Finished, ProcessTask, TaskOutcome
+from precondattn_gpu.task import INTERRUPTED, PASSED, TIMED_OUT, ProcessTask, TaskOutcome
 from tests.gpu.simulated import SimulatedProcesses
 
 
@@ -46,11 +46,3 @@ def test_a_result_that_can_not_be_read_is_a_failure_with_its_reason(tmp_path):
     run_tasks(results, [ProcessTask("task", (), unreadable)], launcher, tmp_path, limit=100)
     assert results.tasks["task"]["status"] == "failed"
     assert "KeyError: 'rows'" in results.tasks["task"]["message"]
-
-
-def test_what_a_task_saved_before_it_was_stopped_is_kept(tmp_path):
-    result = tmp_path / "result.json"
-    result.write_text("{}")
-    task = ProcessTask("task", (), lambda finished: TaskOutcome(PASSED, data={"row": 1}))
-    outcome = outcome_of(task, Finished(None, "output", result, 45.0))
-    assert (outcome.status, outcome.data) == (TIMED_OUT, {"row": 1})

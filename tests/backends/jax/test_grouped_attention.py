@@ -16,8 +16,6 @@ LENGTHS = ([9, 1, 1, 12, 3, 4], [2, 14, 4, 4, 4, 2])
 """Lengths of the segments of each sequence. Most are not aligned to blocks."""
 
 OPTIONS = [
-    pa.Softmax(),
-    pa.Softmax(causal=False),
     pa.Softmax(window=6),
     pa.Softmax(causal=False, window=3),
     pa.Softmax(softcap=0.7, sink=True),

@@ -7,7 +7,7 @@ import precondattn as pa
 from precondattn.frame import full_frame
 from precondattn_portable.arithmetic import IN_PLACE
 from precondattn_portable.layout import Tile
-from precondattn_portable.masks import MOST_KEPT, Mask
+from precondattn_portable.masks import Mask
 
 IDS = {
     "blocks": np.arange(24)[None] // 4,
@@ -59,16 +59,7 @@ def test_row_blocks_are_masked_as_the_definition_says(t, size, strict, causal, w
         assert not whole[i0:i1, high:].any()
 
 
-def test_few_masks_are_kept():
-    """The masks of a step are not all kept, since each row block has another mask."""
-    mask = Mask(full_frame(24, 24, np.zeros(1)), 24, 0, window=5)
-    for i0 in range(0, 24, 2):
-        mask.apply(IN_PLACE, np.ones((1, 1, 2, 24)), Tile(i0, i0 + 2, 0, 24))
-    assert len(mask._of_positions) <= MOST_KEPT
-
-
-@pytest.mark.parametrize("expression", ["softmax[bias=true]", "lucid(softmax[bias=true])"])
-def test_a_packed_call_with_a_bias_computes_no_blocks_of_other_segments(expression, monkeypatch):
+def test_a_packed_call_with_a_bias_computes_no_blocks_of_other_segments(monkeypatch):
     # A bias relates pairs of tokens, so that the segments can not be moved into a batch.
     # Row blocks have up to 256 rows.
     s, length, widths, columns = 768, 128, [], Mask.columns
@@ -81,7 +72,7 @@ def test_a_packed_call_with_a_bias_computes_no_blocks_of_other_segments(expressi
     monkeypatch.setattr(Mask, "columns", noted)
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, s, 1, 4))
     ids = np.arange(s)[None] // length
-    m, bias = pa.parse(expression), np.zeros((1, 1, s, s))
+    m, bias = pa.parse("lucid(softmax[bias=true])"), np.zeros((1, 1, s, s))
     _, pullback = m.vjp(q, k, v, bias=bias, segment_ids=ids, backend="portable")
     pullback(v)
     assert 0 < max(widths) <= 2 * length

@@ -15,38 +15,23 @@ import torch
 
 import precondattn as pa
 from precondattn.kernel_backend.precise import VARIABLE
+from precondattn_conformance.grid import SMOKE
 from precondattn_conformance.runner import Report, run_case
 from precondattn_conformance.status import FAILED, PASSED
 from precondattn_triton.backend import is_interpreting
 from precondattn_triton.precision import as_the_user_allows, product_precision
-from tests.backends.mechanism_groups import fewer_queries, groups, only, slow_unless
+from tests.backends.mechanism_groups import fewer_queries, groups, groups_of, only, slow_unless
 from tests.backends.triton.calls import KernelCall
 from tests.backends.triton.tiles import small_tiles
 
+OPTIONS = ("window=3", "causal=false,window=3", "bias=true", "softcap=2", "sink=true")
 TAKEN = (
-    "lucid_solve",
-    "lucid_solve[beta=true]",
-    "lucid",
-    "lucid[beta=true]",
-    "lucid_solve[metric=transported]",
-    "lucid(path)",
-    "unit_rows",
-    "unit_rows[detach=false]",
-    "row_normalized",
-    "laser",
-    "laser(softmax[causal=false])",
-    "laser(softmax[window=3])",
-    "laser(softmax[bias=true])",
-    "lucid(laser)",
-    "path",
-    "path[window=3]",
-    "softmax[window=3]",
-    "softmax[causal=false,window=3]",
-    "softmax[bias=true]",
-    "softmax[softcap=2]",
-    "softmax[sink=true]",
-    "softmax[distance=slopes]",
-    "gated_delta",
+    *("lucid_solve", "lucid_solve[beta=true]", "lucid", "lucid[beta=true]"),
+    *("lucid_solve[metric=transported]", "lucid(path)", "lucid(laser)"),
+    *("unit_rows", "unit_rows[detach=false]", "row_normalized", "gated_delta"),
+    *("laser", *(f"laser(softmax[{name}])" for name in ("causal=false", "window=3", "bias=true"))),
+    *("path", "path[window=3]"),
+    *(f"softmax[{name}]" for name in (*OPTIONS, "distance=slopes")),
 )
 OF_ANY_WIDTH = tuple(name for name in TAKEN if not name.startswith("laser"))
 """LASER's kernels decline the widths of the suite's cases in half precision."""
@@ -68,6 +53,7 @@ INTERPRET = "TRITON_INTERPRET"
             lambda mechanism: mechanism not in OF_LONG_KERNELS,
             only(OF_ANY_WIDTH.__contains__, groups("smoke", "torch", DTYPES[1:])),
         ),
+        *only(("gla", "kda").__contains__, groups_of("torch", "float32", {"states": SMOKE[3:4]})),
         *fewer_queries("torch", "float16", (*WITH_GRADIENT_IN_FLOAT16, *RECURRENCES)),
     ],
 )
@@ -129,20 +115,6 @@ def test_the_ledger_is_generated_from_the_saved_reports():
     maker = runpy.run_path(str(docs / "make_ledger.py"))
     made = maker["page"](maker["reports"](), maker["reports"]("other_versions"))
     assert (docs / "kernel_ledger.md").read_text(encoding="utf-8") == made
-
-
-@pytest.mark.thorough
-def test_a_named_interpreted_backend_has_the_arithmetic_of_a_gpu():
-    """The arithmetic is a GPU's also in a process that does not import the checks of kernels."""
-    code = """
-import torch, precondattn as pa
-torch.manual_seed(0)
-q, k, v = torch.randn(3, 1, 20, 2, 8).bfloat16()
-out = pa.Lucid()(q, k, v, backend=("triton", "torch"))
-expected = pa.Lucid()(q.double(), k.double(), v.double())
-assert (out - expected).abs().max() < 3e-2
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, INTERPRET: "1"})
 
 
 @pytest.mark.thorough

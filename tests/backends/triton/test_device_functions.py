@@ -84,14 +84,6 @@ def test_rows_whose_squares_overflow_or_vanish(size):
     torch.testing.assert_close(y.norm(dim=-1), torch.ones(1, 4, 2))
 
 
-def test_rows_in_half_precision_are_rounded_once_and_the_widest_are_supported():
-    o = drawn(1, 4, 2, 48).half()
-    half, single = (pa.UnitRows()(x, backend=Triton.name) for x in (o, o.float()))
-    assert torch.equal(half, single.half())
-    widest = torch.ones(1, 1, 1, unit_rows.WIDEST)
-    assert pa.UnitRows()(widest, backend=Triton.name).norm() == pytest.approx(1)
-
-
 def test_the_gradient_has_no_row_after_the_last():
     o, d_y = drawn(2, 1, 3, 1, 4)
     whole = torch.full((4, 4), 7.0)

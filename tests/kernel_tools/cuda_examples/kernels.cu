@@ -157,17 +157,3 @@ __global__ void arithmetic(const T* x, const T* z, const float* wide, T* y, int 
   y[count + i] = x[i] + z[i];
   y[2 * count + i] = from_float<T>(wide[i]);
 }
-
-// What C++ means otherwise.
-extern "C" __global__ void functions(const float* wide, float* z) {
-  const int i = threadIdx.x, count = blockDim.x;
-  z[i] = max(wide[i], 0.0f);
-  z[count + i] = abs(wide[i]);
-  z[2 * count + i] = isnan(wide[i]) ? 1.0f : exp(-wide[i] * wide[i]);
-}
-
-// Numbers of every kind, by value.
-extern "C" __global__ void numbers(double* y, int a, unsigned b, long long c, float d, double e,
-                                   bool f, __half g) {
-  y[0] = a, y[1] = b, y[2] = c, y[3] = d, y[4] = e, y[5] = f, y[6] = __half2float(g);
-}
