@@ -89,11 +89,6 @@ def is_plain(expression):
     return expression.isidentifier()
 
 
-def is_never(expression):
-    """False for every mechanism: all groups are slow."""
-    return False
-
-
 def is_declared_alone(expression):
     """Whether a mechanism is not a composition."""
     return "(" not in expression

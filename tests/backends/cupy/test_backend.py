@@ -15,8 +15,6 @@ TAKEN = (
     *("softmax", "softmax[causal=false]", "softmax[scale=0.3]", "softmax[window=3]"),
     *("laser", "laser(softmax[causal=false])", "laser(softmax[window=3])"),
 )
-
-
 IN_HALF = ("lucid_solve[beta=true]", "lucid[beta=true]", "gated_delta", "softmax", "laser")
 
 

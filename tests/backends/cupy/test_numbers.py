@@ -91,15 +91,6 @@ def test_laser_of_values_at_the_limit_of_close_heads(made, changes, close):
 
 
 @LATER
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_laser_of_small_values_has_small_errors(dtype):
-    """e^v is close to 1, where the spacing of half-precision numbers is as large as the values."""
-    made = row("", "laser", 33, dtype, **FULL, apart=1e-2).values[0]
-    truth = truth_of_row(made)
-    assert np.abs(wide(check(made, truth)["out"]) - truth.out).max() < 2e-4
-
-
-@LATER
 def test_the_spread_of_many_tokens(monkeypatch):
     monkeypatch.setattr(laser, "SEGMENT", 8)
     made = row("", "laser", 33, **FULL).values[0]

@@ -16,8 +16,6 @@ pytestmark = needs_simulator
 
 ATTENTION = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
 LUCID = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 1e-2}
-
-
 HOW = ("bound", "capacity", "order", "of_state", "lengths", "key_mask")
 
 
@@ -44,8 +42,6 @@ MASKED = {
     )
 }
 BOTH = ("softmax", "laser")
-
-
 TWO = {"h": 4, "n": 2, "b": 2}
 THREE = {"b": 3, "h": 2, "n": 2, "keys": "clustered"}
 FULL = {"d": 16, "e": 16}

@@ -15,8 +15,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import precondattn as pa
+from precondattn.frameworks.jax import independent_axes
 from precondattn.layers.flax import Attention
+from precondattn_conformance.cases import cases
 from precondattn_conformance.inputs import CallLayout, make_inputs
+from precondattn_conformance.runner import run_case
 from tests.backends.jax.four_devices import told
 
 __all__ = ["told"]
@@ -203,3 +206,39 @@ def test_the_inputs_decide_the_device_and_not_the_default(expression):
     for array, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert array.devices() == {jax.devices()[0]}
         np.testing.assert_array_equal(array, other)
+
+
+# ---- The check `sharding` of the suite ----------------------------------------------------------
+
+
+def checked(expression, backend):
+    """The outcome of the suite's check."""
+    (case,) = cases(
+        "full",
+        only_libraries=("jax",),
+        only_mechanisms=(expression,),
+        only_checks=("sharding",),
+    )
+    return run_case(case, backend)
+
+
+@pytest.mark.parametrize(
+    ("expression", "backend"),
+    [("ccq(gated_delta)", "jax"), ("lucid", "reference"), ("gla", "pallas")],
+)
+def test_the_check_of_the_suite_passes(expression, backend):
+    outcome = checked(expression, backend)
+    assert outcome.status == "passed", outcome.text
+
+
+def test_the_check_finds_a_rule_without_heads(monkeypatch, told):
+    jax.clear_caches()  # Compiled functions are forgotten before and after a fault is planted.
+    monkeypatch.setattr(independent_axes, "INDEPENDENT", "b")
+    outcome = checked("linear", "jax")
+    assert outcome.status == "failed"
+    assert "all-gather" in outcome.reason
+    with pytest.raises(AssertionError):
+        exec(outcome.snippet, {})
+    monkeypatch.undo()
+    jax.clear_caches()
+    exec(outcome.snippet, {})  # The snippet passes.

@@ -11,36 +11,13 @@ import pytest
 import precondattn as pa
 from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_jax.triangular_inverse import unit_lower_inverse
-from tests.backends.portable.test_blocked_backends import MECHANISMS
+from tests.backends.portable.test_blocked_backends import close, with_gradient
 
 SLOW = pytest.mark.slow
 
 
 def arrays(x, dtype=None):
     return {n: jnp.asarray(a, dtype=dtype) for n, a in x.items()}
-
-
-def close(result, expected, tolerance=1e-9):
-    np.testing.assert_allclose(
-        np.asarray(result), np.asarray(expected), rtol=tolerance, atol=tolerance
-    )
-
-
-def with_gradient(m, x, cotangent, backend, **masks):
-    """Output and gradients, as NumPy's."""
-    out, pullback = m.vjp(**x, **masks, backend=backend)
-    gradients = pullback(cotangent)
-    return {"out": np.asarray(out)} | {n: np.asarray(g) for n, g in gradients.items()}
-
-
-def compare(m, x, tolerance=1e-9, **masks):
-    """Compares output and gradients, each relative to the reference's largest number."""
-    cotangent = np.random.default_rng(0).normal(size=m(**x, **masks, backend="reference").shape)
-    expected = with_gradient(m, x, cotangent, "reference", **masks)
-    result = with_gradient(m, arrays(x), jnp.asarray(cotangent), "jax", **arrays(masks))
-    for name, array in expected.items():
-        scale = max(np.abs(array).max(), 1e-3)
-        close(result[name] / scale, array / scale, tolerance)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -57,62 +34,6 @@ def test_zero_states_are_not_read_from_memory_that_nothing_has_written(dtype):
     result = with_gradient(m, arrays(x, dtype), jnp.asarray(cotangent, dtype=dtype), "jax")
     for name, array in expected.items():
         close(result[name] / np.abs(array).max(), array / np.abs(array).max(), 1e-5)
-
-
-# Slow: options and other compositions, which `test_blocked_backends` has in NumPy and PyTorch.
-@pytest.mark.thorough(but=("row_normalized",))
-@pytest.mark.parametrize(
-    "expression",
-    [
-        pytest.param(name, marks=() if name.isidentifier() or name == "ccq(gated_delta)" else SLOW)
-        for name in MECHANISMS
-    ],
-)
-def test_several_blocks_of_the_default_size(expression):
-    m = pa.parse(expression)
-    layout = CallLayout("blocks", b=1, t=301, s=301, h=4, n=2, d=8, e=6)
-    compare(m, make_inputs(m, layout, "clustered"))
-
-
-@pytest.mark.parametrize(
-    ("mask", "expression"), [("lengths", "path"), ("key_mask", "lucid"), ("segment_ids", "path")]
-)
-def test_a_mask_of_more_keys_than_queries(mask, expression, small_blocks):
-    """A query with a masked key still attends to the other keys."""
-    m = pa.parse(expression)
-    layout = CallLayout("fewer", b=2, t=11, s=30, h=4, n=2, d=8, e=8, mask=mask)
-    compare(m, make_inputs(m, layout, "clustered"), **layout.masks())
-
-
-@pytest.mark.parametrize(
-    ("options", "mask"),
-    [
-        ({"sink": True, "softcap": 1.5, "read": "mean_and_log_sum"}, "key_mask"),
-        ({"sink": True, "softcap": 1.5, "bias": True}, "segment_ids"),
-        ({"sink": True, "softcap": 1.5, "forget": "unscaled"}, "lengths"),
-    ],
-    ids=str,
-)
-def test_softmax_with_options(options, mask, small_blocks):
-    layout = CallLayout("options", b=2, t=21, s=21, h=4, n=2, d=4, e=3, mask=mask)
-    m = pa.Softmax(**options)
-    compare(m, make_inputs(m, layout, "clustered"), **layout.masks())
-
-
-@pytest.mark.parametrize(("keys", "tokens"), [("duplicate", 17), ("zero", 8), ("clustered", 7)])
-def test_hard_keys_around_the_edge_of_a_block(keys, tokens, small_blocks):
-    m = pa.Lucid()
-    x = make_inputs(m, CallLayout("edge", b=1, t=tokens, s=tokens, h=2, n=1, d=8, e=4), "clustered")
-    if keys == "duplicate":
-        x["k"][:, 1:] = x["k"][:, :1]
-    elif keys == "zero":
-        x["k"][:, ::2] = 0.0
-    compare(m, x)
-
-
-def test_non_causal_softmax_with_more_queries_than_keys(small_blocks):
-    m = pa.Softmax(causal=False)
-    compare(m, make_inputs(m, CallLayout("more", b=1, t=21, s=15, h=2, n=1, d=4, e=3), "random"))
 
 
 @pytest.mark.parametrize(("dtype", "apart"), [("float64", 1500.0), ("float32", 130.0)])

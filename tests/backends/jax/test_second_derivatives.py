@@ -99,18 +99,3 @@ def test_a_gradient_can_be_differentiated_forward(small_blocks):
 def test_second_derivatives_go_through_caches(expression, small_blocks):
     m = pa.parse(expression)
     compare(partial(in_two_steps, m), arrays_of(m))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("expression", ["softmax", pytest.param("lucid", marks=pytest.mark.slow)])
-def test_memory_of_second_derivatives_is_linear_in_the_number_of_tokens(expression, small_blocks):
-    m = pa.parse(expression)
-
-    def bytes_of(tokens):
-        layout = CallLayout("memory", b=1, t=tokens, s=tokens, h=1, n=1, d=4, e=4)
-        x = arrays_of(m, layout)
-        mode = partial(reverse_over_reverse, lambda x: jnp.sum(m(**x, backend="jax") ** 2))
-        compiled = jax.jit(mode).lower(x, directions(x)).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert bytes_of(2048) <= 4 * 1.2 * bytes_of(512)

@@ -74,53 +74,6 @@ def require_near(found, expected, what, tolerance):
     assert error < tolerance, f"{what}: {error:.2e}"
 
 
-def check(
-    expression,
-    layout,
-    devices,
-    each,
-    masks=(),
-    dtype="float64",
-    kind="clustered",
-    bounds=None,
-    axes=AxisType.Auto,
-    **sizes,
-):
-    """Output and gradients, of tokens that are divided, are those of NumPy on all of them."""
-    tokens = devices * each
-    m, x = problem(expression, tokens, kind, **sizes)
-    x = {name: np.array(jnp.asarray(a, dtype), np.float64) for name, a in x.items()}
-    masks = masks_of(masks, tokens, bounds)
-    expected, pull = m.vjp(**x, **masks)
-    weight = np.linspace(-1, 1, expected.size).reshape(expected.shape)
-    of_one = pull(weight)
-    for name, pattern in m.inputs.items():  # Padding is not read.
-        if pattern.time_axis is not None and pattern.axes[pattern.time_axis].multiple == 1:
-            x[name][of_padding(masks, pattern, tokens)] = np.nan
-
-    times = {name: pattern.time_axis for name, pattern in m.inputs.items()}
-    given = {n: jnp.asarray(divided(a, layout, devices, times[n]), dtype) for n, a in x.items()}
-    of_tokens = {
-        n: jnp.asarray(a if n == "lengths" else divided(a, layout, devices))
-        for n, a in masks.items()
-    }
-    attn = context_parallel(m, mesh_of(devices, axes), "cp", layout=layout)
-    d_out = jnp.asarray(divided(weight, layout, devices))
-
-    @jax.jit
-    def value(x):
-        out = attn(**x, **of_tokens)
-        return (out * d_out).sum(), out
-
-    (_, out), gradients = jax.jit(jax.value_and_grad(value, has_aux=True))(given)
-    assert out.dtype == dtype
-    assert out.sharding.spec[1] == "cp"
-    require_near(out, divided(expected, layout, devices), "the output", WITHIN[dtype])
-    for name, gradient in gradients.items():
-        true = divided(of_one[name], layout, devices, times[name])
-        require_near(gradient, true, f"the gradient of {name}", WITHIN[dtype])
-
-
 FOUR = {"h": 4, "n": 4}
 PADDED, PACKED, KEYS = ("lengths",), ("segment_ids",), ("key_mask",)
 LAYOUTS = ("contiguous", "zigzag", "cyclic[block=2]")
@@ -191,10 +144,44 @@ SLOW = (
 def test_output_and_gradients_are_those_of_one_device(
     expression, layout, devices, each, masks, options, monkeypatch
 ):
-    if options.get("short"):  # Several blocks of a solve in each part, and a shorter last one.
+    """Output and gradients, of tokens that are divided, are those of NumPy on all of them."""
+    tokens = devices * each
+    options = {"dtype": "float64", "kind": "clustered", "bounds": None} | options
+    dtype, kind, bounds = (options.pop(name) for name in ("dtype", "kind", "bounds"))
+    axes = options.pop("axes", AxisType.Auto)
+    if options.pop("short", False):  # Several blocks of a solve, and a shorter last one.
         monkeypatch.setattr(solve, "BLOCK", 2)
-    options = {name: of for name, of in options.items() if name != "short"}
-    check(expression, layout, devices, each, masks=masks, **options)
+    m, x = problem(expression, tokens, kind, **options)
+    x = {name: np.array(jnp.asarray(a, dtype), np.float64) for name, a in x.items()}
+    masks = masks_of(masks, tokens, bounds)
+    expected, pull = m.vjp(**x, **masks)
+    weight = np.linspace(-1, 1, expected.size).reshape(expected.shape)
+    of_one = pull(weight)
+    for name, pattern in m.inputs.items():  # Padding is not read.
+        if pattern.time_axis is not None and pattern.axes[pattern.time_axis].multiple == 1:
+            x[name][of_padding(masks, pattern, tokens)] = np.nan
+
+    times = {name: pattern.time_axis for name, pattern in m.inputs.items()}
+    given = {n: jnp.asarray(divided(a, layout, devices, times[n]), dtype) for n, a in x.items()}
+    of_tokens = {
+        n: jnp.asarray(a if n == "lengths" else divided(a, layout, devices))
+        for n, a in masks.items()
+    }
+    attn = context_parallel(m, mesh_of(devices, axes), "cp", layout=layout)
+    d_out = jnp.asarray(divided(weight, layout, devices))
+
+    @jax.jit
+    def value(x):
+        out = attn(**x, **of_tokens)
+        return (out * d_out).sum(), out
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(value, has_aux=True))(given)
+    assert out.dtype == dtype
+    assert out.sharding.spec[1] == "cp"
+    require_near(out, divided(expected, layout, devices), "the output", WITHIN[dtype])
+    for name, gradient in gradients.items():
+        true = divided(of_one[name], layout, devices, times[name])
+        require_near(gradient, true, f"the gradient of {name}", WITHIN[dtype])
 
 
 def test_half_precision_is_float32_between_pieces_that_send_no_values():

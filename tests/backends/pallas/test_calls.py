@@ -9,25 +9,16 @@ import pytest
 
 pytest.importorskip("jax")
 
-import jax
-import jax.numpy as jnp
 
-from precondattn.frame import Frame
+from precondattn.kernel_backend.kernel_table import recurrences_in
 from precondattn.kernel_backend.precise import VARIABLE
-from precondattn_pallas.backend import kernels_of
-from precondattn_pallas.configurations import REGISTRY, Configuration
+from precondattn_pallas.backend import CUDA, KERNELS, kernels_of
+from precondattn_pallas.configurations import Configuration
 from precondattn_pallas.lucid.solve import LucidSolveKernels
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence.chunk_inverse import unit_lower_inverse
-from precondattn_pallas.softmax.score_tiles import (
-    StaticMask,
-    met_by_keys,
-    met_by_queries,
-    segments_of,
-)
 from tests.backends.kernel_problems import (
     error,
-    frame_of,
     later,
     leaf_of,
     problem,
@@ -40,7 +31,6 @@ from tests.backends.pallas.tiles import (
     check_extension,
     check_row,
     chunks_of,
-    in_jax,
     rounded,
     run,
 )
@@ -139,6 +129,7 @@ RECURRENCES = (
         *(
             row(dtype, leaf, t, dtype, h=4, n=2, gates="extreme" if t > 30 else "random")
             for leaf, t, dtype in (
+                ("hgrn2", 33, "float32"),
                 ("gdn2", 33, "float32"),
                 ("gdn2[scale=0.3]", 17, "bfloat16"),
                 ("comba", 33, "float32"),
@@ -164,34 +155,10 @@ def test_output_and_gradients_are_those_of_the_definition(made):
     check_row(made)
 
 
-class Asked(dict):
-    """Tiles by kernel; it notes which ones are asked for."""
-
-    def __init__(self, tiles):
-        super().__init__(tiles)
-        self.names = set()
-
-    def __contains__(self, name):
-        self.names.add(name)
-        return super().__contains__(name)
-
-
-@pytest.mark.thorough
-def test_every_kernel_has_a_row(monkeypatch):
-    """What a row asks tiles for while it is traced, apart from steps."""
-    jax.clear_caches()  # What another test has traced asks for no tiles again.
-    names = {key.kernel for key in REGISTRY.untuned}
-    asked = Asked(dict.fromkeys(names, Configuration(16, 16)))
-    monkeypatch.setattr(REGISTRY, "_forced", asked)
-    for made in {type(each.values[0].leaf): each.values[0] for each in EVERY}.values():
-        truth, kernels = truth_of_row(made), kernels_of(made.leaf, interpret=True)
-
-        def both(x, d_out, leaf=made.leaf, kernels=kernels):
-            out, kept = kernels.forward(leaf, x, Frame(None, None))
-            return kernels.backward(leaf, x, Frame(None, None), out, kept, d_out)
-
-        jax.eval_shape(both, in_jax(truth.x), jnp.asarray(truth.cotangent))
-    assert names - asked.names == {"lucid_decode"}
+def test_every_leaf_with_kernels_has_a_row():
+    table = KERNELS[CUDA]
+    leaves = {*recurrences_in(table), *(leaf for leaf in table if isinstance(leaf, type))}
+    assert {leaf.name for leaf in leaves} == {each.values[0].leaf.name for each in EVERY}
 
 
 @pytest.mark.parametrize(
@@ -208,28 +175,6 @@ def test_an_extension_and_its_gradient(leaf):
     leaf = leaf_of(leaf)
     x, cotangent = problem(leaf, 19, h=4, n=2)
     check_extension(kernels_of(leaf, interpret=True), leaf, x, cotangent, **chunks_of(16))
-
-
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("t", [50, 23])
-def test_exactly_the_tiles_with_a_visible_pair_are_visited(t, causal, window):
-    """No tile is missed; tiles masked by causality, window or segments are not visited."""
-    s, frame = 50, frame_of(t, 50, 2, segments=(13, 30))
-    mask = StaticMask(t, s, causal, window)
-    is_visible = np.broadcast_to(frame.visible(causal=causal, window=window)[:, 0], (2, t, s))
-    segments = segments_of(mask, 2, None, jnp.asarray(frame.k_segment))
-    for met, sees in (
-        (met_by_queries(mask, segments, 8, 4), is_visible),
-        (met_by_keys(mask, segments, 8, 4), is_visible.transpose(0, 2, 1)),
-    ):
-        low, high = map(np.asarray, met)
-        for b, i in np.ndindex(*low.shape):
-            columns = np.flatnonzero(sees[b, 8 * i : 8 * i + 8].any(0)) // 4
-            if columns.size:
-                assert (low[b, i], high[b, i]) == (columns.min(), columns.max() + 1)
-            else:
-                assert low[b, i] >= high[b, i]
 
 
 @pytest.mark.thorough

@@ -40,27 +40,6 @@ def test_decoding_after_a_cache(expression, sizes, dtype, bound):
         assert error(out[:, 0], expected[:, 34 + i]) < bound
 
 
-@pytest.mark.thorough
-def test_decoding_sequences_of_unequal_lengths():
-    """One sequence begins with the step, one has no new token, and some keys are masked."""
-    m = pa.Lucid()
-    x = in_jax(problem(m, 21, b=3, n=2, d=8, e=8, keys="clustered")[0], "float32")
-    mask = jnp.asarray(np.arange(20) % 5 != 2)[None] & jnp.ones((3, 1), bool)
-    masks = {"lengths": jnp.asarray([20, 0, 7]), "key_mask": mask}
-    cache, new = extended(m, x, 20, capacity=24, **masks)
-    new |= {"lengths": jnp.asarray([1, 1, 0])}
-
-    def step(backend):
-        return quick(lambda cache, new: m.extend(cache, **new, backend=backend))(cache, new)
-
-    expected, other = step("reference")
-    with small_tiles():
-        result, cache = step("pallas")
-    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
-    for name, buffer in other.store.items():
-        np.testing.assert_allclose(cache.store[name], buffer, rtol=1e-5, atol=1e-6)
-
-
 def arrays_of(m):
     layout = CallLayout("small", b=1, t=5, s=5, h=2, n=1, d=16, e=16)
     return in_jax(make_inputs(m, layout, "random"), jnp.float32)

@@ -17,12 +17,17 @@ from precondattn_kernel_tools.pallas_interpreter import RaceError, checked
 from precondattn_pallas import variants
 from precondattn_pallas.backend import TPU, kernels_of
 from precondattn_pallas.tpu.products import TpuProducts
-from tests.backends.kernel_problems import leaf_of, problem, require_same_beside_nan, row
+from tests.backends.kernel_problems import (
+    frame_of,
+    leaf_of,
+    problem,
+    require_same_beside_nan,
+    row,
+)
 from tests.backends.pallas.tiles import (
     BOUNDS,
     check,
     check_extension,
-    frame_of,
     run,
 )
 

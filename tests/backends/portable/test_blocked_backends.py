@@ -7,7 +7,7 @@ import torch
 import precondattn as pa
 from precondattn_conformance.inputs import CallLayout, make_inputs
 
-BACKENDS = {"numpy": "portable", "torch": "torch"}
+BACKENDS = {"numpy": "portable", "torch": "torch", "jax": "jax"}
 MECHANISMS = [
     "softmax",
     "softmax[window=70]",
@@ -30,7 +30,11 @@ MECHANISMS = [
 
 
 def given(library, x):
-    return {n: torch.asarray(a) for n, a in x.items()} if library == "torch" else x
+    if library == "jax":
+        array = pytest.importorskip("jax").numpy.asarray
+    else:
+        array = torch.asarray if library == "torch" else np.asarray
+    return {name: array(a) for name, a in x.items()}
 
 
 def close(result, expected, tolerance=1e-9):
@@ -42,8 +46,21 @@ def close(result, expected, tolerance=1e-9):
 def with_gradient(m, x, cotangent, backend):
     """Output and gradients, as NumPy's."""
     out, pullback = m.vjp(**x, backend=backend)
-    gradients = pullback(torch.asarray(cotangent) if torch.is_tensor(out) else cotangent)
-    return {"out": np.asarray(out)} | {n: np.asarray(g) for n, g in gradients.items()}
+    return {"out": np.asarray(out)} | {n: np.asarray(g) for n, g in pullback(cotangent).items()}
+
+
+def compare(library, m, x):
+    """Output and gradients are the reference's, each relative to its largest number."""
+    cotangent = np.random.default_rng(0).normal(size=m(**x, backend="reference").shape)
+    expected = with_gradient(m, x, cotangent, "reference")
+    x, d_out = given(library, x), given(library, {"out": cotangent})["out"]
+    result = with_gradient(m, x, d_out, BACKENDS[library])
+    for name, array in expected.items():
+        scale = max(np.abs(array).max(), 1e-3)
+        close(result[name] / scale, array / scale)
+
+
+IN_JAX = [name for name in MECHANISMS if name.isidentifier() or name == "ccq(gated_delta)"]
 
 
 @pytest.mark.parametrize(
@@ -51,54 +68,72 @@ def with_gradient(m, x, cotangent, backend):
     [
         *((expression, "torch") for expression in MECHANISMS),
         *((e, "numpy") for e in ("softmax", "laser", "lucid", "path", "gated_delta", "gsa")),
+        ("row_normalized", "jax"),
+        *(pytest.param(e, "jax", marks=pytest.mark.thorough) for e in IN_JAX),
     ],
 )
 def test_several_blocks_of_the_default_size(expression, library):
     m = pa.parse(expression)
     # PyTorch's kernel is used for PaTH's past only if values are as wide as keys.
     e = 8 if "path" in expression else 6
-    x = make_inputs(m, CallLayout("blocks", b=1, t=301, s=301, h=4, n=2, d=8, e=e), "clustered")
-    cotangent = np.random.default_rng(0).normal(size=m(**x, backend="reference").shape)
-    result = with_gradient(m, given(library, x), cotangent, BACKENDS[library])
-    for name, expected in with_gradient(m, x, cotangent, "reference").items():
-        scale = np.abs(expected).max()
-        close(result[name] / scale, expected / scale)
+    layout = CallLayout("blocks", b=1, t=301, s=301, h=4, n=2, d=8, e=e)
+    compare(library, m, make_inputs(m, layout, "clustered"))
 
 
-@pytest.mark.parametrize("library", BACKENDS)
-@pytest.mark.parametrize(
-    ("expression", "mask"),
-    [
-        *(("softmax", mask) for mask in ("lengths", "key_mask", "segment_ids")),
-        *(("laser", "key_mask"), ("lucid", "segment_ids"), ("path", "lengths")),
-        *(("lucid(path)", mask) for mask in ("key_mask", "segment_ids")),
-    ],
+FEWER, EDGE = {"t": 11, "s": 30, "h": 4, "n": 2, "d": 8, "e": 8}, {"b": 1, "h": 2, "d": 8, "e": 4}
+"""A query with a masked key still attends to the other keys; blocks have 8 tokens."""
+MASKED = (
+    *(("softmax", mask) for mask in ("lengths", "key_mask", "segment_ids")),
+    *(("laser", "key_mask"), ("lucid", "segment_ids"), ("path", "lengths")),
+    *(("lucid(path)", mask) for mask in ("key_mask", "segment_ids")),
 )
-def test_a_mask_of_more_keys_than_queries(mask, expression, library, small_blocks):
-    """A query with a masked key still attends to the other keys."""
-    m = pa.parse(expression)
-    layout = CallLayout("fewer", b=2, t=11, s=30, h=4, n=2, d=8, e=8, mask=mask)
-    x = make_inputs(m, layout, "clustered") | layout.masks()
-    cotangent = np.random.default_rng(0).normal(size=m(**x, backend="reference").shape)
-    result = with_gradient(m, given(library, x), cotangent, BACKENDS[library])
-    for name, expected in with_gradient(m, x, cotangent, "reference").items():
-        close(result[name], expected)
+CAPPED = "softmax[sink=true,softcap=1.5,"
+SMALL = (
+    *(
+        (library, expression, "clustered", {"mask": mask, **FEWER})
+        for library in ("numpy", "torch")
+        for expression, mask in MASKED
+    ),
+    *(
+        ("jax", *each)
+        for each in (
+            *(
+                (expression, "clustered", {"mask": mask, **FEWER})
+                for expression, mask in (("path", "lengths"), ("lucid[beta=true]", "key_mask"))
+            ),
+            *(
+                (f"{CAPPED}{option}]", "clustered", {"mask": mask, "t": 21, "s": 21})
+                for option, mask in (
+                    ("read=mean_and_log_sum", "key_mask"),
+                    ("bias=true", "segment_ids"),
+                    ("forget=unscaled", "lengths"),
+                )
+            ),
+            *(
+                ("lucid[beta=true]", keys, {"t": tokens, "s": tokens, "n": 1, **EDGE})
+                for keys, tokens in (("duplicate", 17), ("zero", 8), ("clustered", 7))
+            ),
+            ("softmax[causal=false]", "random", {"t": 21, "s": 15, **EDGE}),
+        )
+    ),
+)
+
+
+@pytest.mark.parametrize(("library", "expression", "keys", "sizes"), SMALL)
+def test_small_blocks(library, expression, keys, sizes, small_blocks):
+    m, layout = pa.parse(expression), CallLayout("small", **({"b": 2} | sizes))
+    compare(library, m, make_inputs(m, layout, keys) | layout.masks())
 
 
 @pytest.mark.parametrize("verb", ["forward", "vjp", "extend"])
-@pytest.mark.parametrize("library", [*BACKENDS, "jax"])
+@pytest.mark.parametrize("library", BACKENDS)
 def test_blocked_backends_are_chosen_over_the_reference(library, verb):
     for m in map(pa.parse, MECHANISMS):
-        x = make_inputs(m, CallLayout("plain"), "random")
-        if library == "jax":
-            jax = pytest.importorskip("jax")
-            x = {name: jax.numpy.asarray(array) for name, array in x.items()}
-        else:
-            x = given(library, x)
+        x = given(library, make_inputs(m, CallLayout("plain"), "random"))
         how = {"verb": verb}
         if verb == "extend":
             how = {"cache": m.init_cache(**x, capacity=x["k"].shape[1])}
-        assert set(m.explain(**x, **how).backends) == {BACKENDS.get(library, "jax")}
+        assert set(m.explain(**x, **how).backends) == {BACKENDS[library]}
 
 
 @pytest.mark.parametrize("expression", ["lucid", "ccq(gated_delta)", "gsa"])

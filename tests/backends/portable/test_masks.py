@@ -9,33 +9,6 @@ from precondattn_portable.arithmetic import IN_PLACE
 from precondattn_portable.layout import Tile
 from precondattn_portable.masks import Mask
 
-IDS = {
-    "blocks": np.arange(24)[None] // 4,
-    "one": np.zeros((1, 24), dtype=np.int64),
-    "each": np.arange(24)[None],
-    "of_two_sequences": np.stack([np.arange(24) // 5, np.arange(24) // 9]),
-}
-
-
-@pytest.mark.parametrize("ids", IDS)
-@pytest.mark.parametrize("t", [24, 7])
-@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 3}, {"strict": True}])
-def test_the_columns_of_a_row_block_are_those_from_the_first_to_the_last_visible_key(
-    ids, t, options
-):
-    s = IDS[ids].shape[1]
-    frame = full_frame(t, s, np.zeros(1), segment_ids=IDS[ids])
-    mask = Mask(frame, s, s - t, **options)
-    for i0 in range(0, t, 5):
-        i1 = min(i0 + 5, t)
-        visible = np.any(mask.visible(IN_PLACE, np.zeros(1), Tile(i0, i1, 0, s)), axis=(0, 1, 2, 3))
-        low, high = mask.columns(i0, i1)
-        seen = np.flatnonzero(visible)
-        if len(seen) and not options.keys() & {"window", "strict"}:
-            assert (low, high) == (seen[0], seen[-1] + 1)
-        assert not visible[:low].any()
-        assert not visible[high:].any()
-
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 3, 4, 5, 11, 40])

@@ -33,11 +33,6 @@ DIVIDED = [
 ]
 """Expressions, query heads and key/value heads."""
 
-WHOLE = [
-    ("mesa(retention)", 4, 4),  # The decay of a head depends on its number.
-    ("lucid", 1, 1),
-]
-
 
 def inputs(expression, h, n, t=19):
     mechanism = pa.parse(expression)
@@ -113,9 +108,11 @@ def test_masks_and_groups_of_leaves_are_divided_in_inference_mode(expression, co
     torch.testing.assert_close(out.clone(), expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("expression", "h", "n"), WHOLE)
-def test_heads_that_can_not_be_divided_are_computed_as_one(expression, h, n, counted):
-    call(*inputs(expression, h, n))
+def test_numbered_heads_one_head_and_transformed_calls_are_not_divided(counted):
+    call(*inputs("mesa(retention)", 4, 4))  # The decay of a head depends on its number.
+    call(*inputs("lucid", 1, 1))
+    mechanism, x = inputs("gated_delta", 4, 4)
+    torch.func.grad(lambda q: mechanism(q, **{n: x[n] for n in x if n != "q"}).sum())(x["q"])
     assert not counted
 
 
@@ -143,9 +140,3 @@ def test_an_error_of_a_part_is_raised(counted):
     with pytest.raises(pa.NotSolvedError, match="after 1 iterations"):
         impatient(**x, backend="torch")
     assert counted
-
-
-def test_a_transformed_call_is_not_divided(counted):
-    mechanism, x = inputs("gated_delta", 4, 4)
-    torch.func.grad(lambda q: mechanism(q, **{n: x[n] for n in x if n != "q"}).sum())(x["q"])
-    assert not counted

@@ -4,7 +4,6 @@ import os
 import runpy
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,8 @@ from precondattn.kernel_backend.precise import VARIABLE
 from precondattn_conformance.grid import SMOKE
 from precondattn_conformance.runner import Report, run_case
 from precondattn_conformance.status import FAILED, PASSED
-from precondattn_triton.backend import is_interpreting
 from precondattn_triton.precision import as_the_user_allows, product_precision
 from tests.backends.mechanism_groups import fewer_queries, groups, groups_of, only, slow_unless
-from tests.backends.triton.calls import KernelCall
 from tests.backends.triton.tiles import small_tiles
 
 OPTIONS = ("window=3", "causal=false,window=3", "bias=true", "softcap=2", "sink=true")
@@ -93,20 +90,6 @@ def test_tf32_is_the_users_choice_in_float32_and_in_precise_kernels_in_float16(m
                 assert product_precision(torch.bfloat16) == "tf32"
     finally:
         matmul.fp32_precision = before
-
-
-@pytest.mark.skipif(not is_interpreting(), reason="kernels run on a GPU")
-def test_interpreted_calls_from_several_threads_wait_for_each_other():
-    x, _ = KernelCall("linear", 33).arrays()
-    other = {name: -2 * array for name, array in x.items()}
-
-    def call(x):
-        return pa.Linear()(**x, backend="triton")
-
-    expected = [call(x), call(other)] * 2
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(call, [x, other] * 2))
-    assert all(torch.equal(out, alone) for out, alone in zip(found, expected, strict=True))
 
 
 def test_the_ledger_is_generated_from_the_saved_reports():

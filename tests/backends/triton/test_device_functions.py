@@ -43,17 +43,6 @@ def test_a_sum_of_gates_has_the_digits_of_two_numbers_in_bfloat16(level):
     assert error(result, expected) < 2.0**-15
 
 
-def test_a_strong_gate_costs_later_weak_gates_no_accuracy():
-    g = -drawn(64).abs() * 1e-3
-    g[5] = -150.0
-    result = torch.full((64, 64), torch.nan)
-    with small_tiles():
-        pieces.decay_factors[(1,)](g, result, 64)
-    total = g.double().cumsum(0)
-    expected = torch.tril((total[:, None] - total).clamp_max(0).exp())
-    assert error(result, expected) < 1e-6
-
-
 def of_rows(leaf, o, d_y, backend=Triton.name):
     rows = o.clone().requires_grad_()
     with small_tiles():

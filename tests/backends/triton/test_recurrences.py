@@ -88,6 +88,9 @@ def recurrent(name, expression, t, *, change=mild, d=12, **options):
         )
         for keys, more in (("clustered", ()), ("random", (equal,)))
     ),
+    recurrent("segments", "gated_delta", 20, b=2, segments=((3, 12, 5), (20,))),
+    recurrent("padding", "gated_delta", 20, b=2, lengths=(20, 3)),
+    recurrent("masked keys", "gated_delta", 20, b=2, hides_keys=True),
     recurrent("linear", "linear", 17, h=2),
     recurrent("normalised", "linear[normalize=true]", 17, h=2, change=positive),
     recurrent("last queries", "retention", 11, s=18),
@@ -119,19 +122,9 @@ def test_one_gate_for_a_head(call, then):
         )
         for name, change in (("gla", extreme), ("rwkv6", extreme), ("kda", extreme))
     ),
-    # In three chunks: only the second one has both an initial state and a gradient of its last one.
     recurrent("two blocks of gates", "gsa", 33, d=20, h=2, m=20, marks=thorough),
 )  # fmt: skip
 def test_a_gate_for_each_channel(call, then):
-    hold(call, then)
-
-
-@rows(
-    recurrent("segments", "gated_delta", 20, b=2, segments=((3, 12, 5), (20,))),
-    recurrent("padding", "gated_delta", 20, b=2, lengths=(20, 3)),
-    recurrent("masked keys", "gated_delta", 20, b=2, hides_keys=True),
-)
-def test_masks_of_recurrences(call, then):
     hold(call, then)
 
 

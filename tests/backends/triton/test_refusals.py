@@ -74,6 +74,8 @@ def test_supported_calls_are_accepted(expression, sizes):
         ("softmax[window=3]", {"d": 264}, "keys of width 256 at most; found 264"),
         ("softmax[window=3]", {"e": 520}, "values of width 512 at most; found 520"),
         ("softmax[window=3]", {"e": 260, "dtype": "float16"}, "of width 256 at most; found 260"),
+        ("laser", {**STEP, "d": 8, "e": 300}, "e=300"),
+        ("laser", {**STEP, "h": 66, "d": 8, "e": 12}, "t=1 and 66"),
         ("laser", {"dtype": "float64"}, "float64"),
         ("laser", {"d": 1028}, "keys whose width is a multiple of 4 and at most 1024; found 1028"),
         ("laser", {"e": 1028, "dtype": "float32"}, "values whose width is a multiple of 4 and at"),
@@ -112,18 +114,6 @@ def test_supported_calls_are_accepted(expression, sizes):
 )  # fmt: skip
 def test_calls_without_a_kernel_are_declined_with_the_reason(expression, changes, reason):
     assert reason in refusal(expression, **changes)
-
-
-@pytest.mark.parametrize(
-    ("size", "reason"), [({"e": 300}, "e=300"), ({"h": 66, "n": 1}, "t=1 and 66")]
-)
-def test_a_step_of_too_many_rows_or_of_wide_values_is_an_error(size, reason):
-    mechanism = pa.parse("laser")
-    sizes = SIZES | {"b": 1, "t": 1, "s": 1, "d": 8, "e": 12} | size
-    x = {name: torch.ones(p.shape(sizes)) for name, p in mechanism.inputs.items()}
-    cache = mechanism.init_cache(**x, capacity=2)
-    with pytest.raises(pa.UnsupportedError, match=reason), torch.no_grad():
-        mechanism.extend(cache, **x, backend="triton")
 
 
 def test_an_older_triton_is_declined_with_its_version(monkeypatch):

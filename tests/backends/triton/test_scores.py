@@ -7,7 +7,6 @@ pytest.importorskip("triton")
 import torch
 
 from precondattn_triton.configurations import Configuration
-from precondattn_triton.path.groups import Level, groups
 from tests.backends.triton.calls import KernelCall, hold, row, rows, scaled, thorough
 from tests.backends.triton.tiles import SMALL
 
@@ -192,24 +191,3 @@ def test_a_nan_in_a_key_reaches_its_own_output_and_later_ones(expression, spread
     out = call.run(x, d_out)[0]
     assert torch.isnan(out[:, 7:]).all()
     assert torch.isfinite(out[:, :7]).all()
-
-
-@pytest.mark.parametrize(
-    ("level", "past", "tokens"),
-    [
-        (Level(16, 4), 0, 1), (Level(16, 4), 40, 640), (Level(64, 100), 0, 640),
-        (Level(64, 100), 40, 33),
-    ],
-)  # fmt: skip
-def test_groups_of_queries_have_every_query_once_and_fit_the_budget(
-    monkeypatch, level, past, tokens
-):
-    monkeypatch.setattr(BUDGET, 3 * 2**16)
-    found = groups(level, past, past + tokens, row_bytes=64)
-    ends = [group.end for group in found]
-    assert [group.start for group in found[1:]] == ends[:-1]
-    assert found[0].start <= past < found[0].end
-    assert ends[-1] == past + tokens
-    for group in found:
-        is_smallest = group.end - group.start <= level.length * min(level.per_parent, 4)
-        assert 64 * group.stored <= 3 * 2**16 or is_smallest

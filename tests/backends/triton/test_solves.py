@@ -6,9 +6,7 @@ pytest.importorskip("triton")
 
 import torch
 
-from precondattn.frame import full_frame
 from precondattn_triton.configurations import Configuration
-from precondattn_triton.lucid.matrix import LucidMatrix
 from tests.backends.triton.calls import (
     OF_SOLVES,
     KernelCall,
@@ -22,7 +20,6 @@ from tests.backends.triton.calls import (
     scaled,
     thorough,
 )
-from tests.backends.triton.tiles import small_tiles
 
 DOT, BETA = "lucid_solve", "lucid_solve[beta=true]"
 PATH, PATH_BETA = "lucid_solve[metric=transported]", "lucid_solve[metric=transported,beta=true]"
@@ -163,26 +160,6 @@ KEY_SUMS = (
 @rows(*KEY_SUMS)
 def test_sums_of_keys_over_later_super_blocks(call, then):
     hold(call, then)
-
-
-@pytest.mark.parametrize(
-    ("d", "e", "dtype", "segments", "is_supported"),
-    [
-        (12, 20, "float32", (), True),
-        (136, 16, "float16", (), True),
-        (136, 16, "float16", ((7, 33),), False),
-        (136, 16, "float32", (), False),
-        (16, 136, "bfloat16", (), False),
-    ],
-)
-def test_calls_whose_update_sums_keys(d, e, dtype, segments, is_supported):
-    call = KernelCall(DOT, 40, d=d, e=e, dtype=dtype, segments=segments)
-    x, _ = call.arrays()
-    with small_tiles():
-        frame = full_frame(40, 40, x["k"], **call.masks())
-        matrix = LucidMatrix(call.mechanism, x, frame, backward=True)
-    assert matrix._supports_key_sums(parts=1) == is_supported
-    assert not matrix._supports_key_sums(parts=2)
 
 
 OF_SEGMENTS = torch.tensor([1e6, 1e-2, 1e-12, 1e12]).double().repeat_interleave(

@@ -139,11 +139,6 @@ extern "C" __global__ void places(int* y, int* count) {
   atomicAdd(count, 1);
 }
 
-// Four at once.
-extern "C" __global__ void copy_vectors(const float* x, float* y) {
-  reinterpret_cast<float4*>(y)[threadIdx.x] = reinterpret_cast<const float4*>(x)[threadIdx.x];
-}
-
 // The order in which threads and blocks run.
 extern "C" __global__ void turns(int* y, int* turn) {
   y[atomicAdd(turn, 1)] = blockIdx.x * blockDim.x + threadIdx.x;

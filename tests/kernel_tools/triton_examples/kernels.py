@@ -65,17 +65,6 @@ def first_of_each(tensors, y, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def running_sum(x, y, count, BLOCK: tl.constexpr):
-    """A race: each program reads what the previous one wrote."""
-    block = tl.program_id(0)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    before = 0.0
-    if block > 0:
-        before = tl.load(y + block * BLOCK - 1)
-    tl.store(y + at, before + tl.cumsum(tl.load(x + at), 0))
-
-
-@triton.jit
 def total(x, y, BLOCK: tl.constexpr, ATOMIC: tl.constexpr):
     """A race without atomics: if two programs add at the same time, one addition is lost."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
