@@ -14,7 +14,7 @@ import torch
 
 import precondattn as pa
 from precondattn.kernel_backend.precise import VARIABLE
-from precondattn_conformance.grid import SMOKE
+from precondattn_conformance.grid import TWO_OF_33
 from precondattn_conformance.runner import Report, run_case
 from precondattn_conformance.status import FAILED, PASSED
 from precondattn_triton.precision import as_the_user_allows, product_precision
@@ -38,6 +38,8 @@ OF_LONG_KERNELS = ("path", "path[window=3]", "gated_delta")
 """Mechanisms that are slow in half precision, which the tests of their kernels cover."""
 RECURRENCES = ("gated_delta", "ssd", "gla", "gsa", "kda", "conditioned_query", "ccq(gated_delta)")
 DTYPES = ("float32", "bfloat16", "float16")
+STATES = {"states": ((TWO_OF_33, "clustered"),)}
+"""Three chunks: only the second one has both an initial state and a gradient of its last one."""
 INTERPRET = "TRITON_INTERPRET"
 
 
@@ -50,7 +52,7 @@ INTERPRET = "TRITON_INTERPRET"
             lambda mechanism: mechanism not in OF_LONG_KERNELS,
             only(OF_ANY_WIDTH.__contains__, groups("smoke", "torch", DTYPES[1:])),
         ),
-        *only(("gla", "kda").__contains__, groups_of("torch", "float32", {"states": SMOKE[3:4]})),
+        *only(("gla", "kda").__contains__, groups_of("torch", "float32", STATES)),
         *fewer_queries("torch", "float16", (*WITH_GRADIENT_IN_FLOAT16, *RECURRENCES)),
     ],
 )

@@ -45,7 +45,7 @@ def outermost_function():
     frame, found = sys._getframe(), ""
     while frame.f_code.co_name != "watched_launch":
         module = frame.f_globals["__name__"]
-        is_kernel = not module.startswith(("triton.", "precondattn_kernel_tools", __name__))
+        is_kernel = not module.startswith(("triton.", "precondattn_kernel_tools", "tests."))
         found = frame.f_code.co_name if is_kernel else found
         frame = frame.f_back
     return found
