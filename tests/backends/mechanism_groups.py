@@ -14,6 +14,12 @@ from precondattn_conformance.grid import FEWER_MASKED
 from precondattn_conformance.runner import Report, run_case
 from precondattn_conformance.status import FAILED, PASSED
 
+OF_NUMBERS = (
+    *("outputs", "gradients", "caching", "splits", "alternation", "cache_operations", "states"),
+    *("packing", "padding", "future", "stability"),
+)
+"""Checks that compare numbers. What others find depends neither on keys nor on sizes."""
+
 
 @dataclass(frozen=True)
 class MechanismGroup:
@@ -81,11 +87,6 @@ def only(is_chosen, groups):
 def is_plain(expression):
     """Whether a mechanism is neither a composition nor has options."""
     return expression.isidentifier()
-
-
-def is_never(expression):
-    """False for every mechanism: all groups are slow."""
-    return False
 
 
 def is_declared_alone(expression):

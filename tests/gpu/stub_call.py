@@ -20,18 +20,9 @@ def main() -> None:
     if what == "raises":
         raise RuntimeError("an illegal memory access")
     status = "wrong" if what == "wrong" else "passed"
-    Path(result).write_text(
-        json.dumps(
-            {
-                "status": status,
-                "message": "",
-                "pid": os.getpid(),
-                "threads": [
-                    os.environ.get(name) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-                ],
-            }
-        )
-    )
+    threads = [os.environ.get(name) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")]
+    found = {"status": status, "message": "", "pid": os.getpid(), "threads": threads}
+    Path(result).write_text(json.dumps(found))
     if status != "passed":
         raise SystemExit(1)
 

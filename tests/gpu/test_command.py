@@ -1,11 +1,11 @@
 """The command line on a machine without a GPU."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
-import torch
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,41 +40,33 @@ def test_the_prepared_runs_are_rehearsed_on_a_cpu(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--device", "tpu", "--first"), "--device must be cuda or cpu; found 'tpu'"),
-        (("--device", "cpu", "--out", "x"), "give one of --first and --second"),
-        pytest.param(
-            ("--device", "cpu", "--first", "--second", "--out", "x"),
-            "give one of --first and --second",
-            marks=pytest.mark.thorough,
-        ),
-        (("--device", "cpu", "--first"), "--out FOLDER is needed"),
-        pytest.param(
-            ("--device", "cpu", "--first", "--ptxas", "nowhere", "--out", "x"),
-            "--ptxas must be a program; found",
-            marks=pytest.mark.thorough,
-        ),
+        (("--device", "tpu"), "--device must be cuda or cpu; found 'tpu'"),
+        (("--device", "cpu", "--out", "{out}"), "torch 1.0, here "),
     ],
 )
-def test_bad_arguments_are_named(arguments, message):
-    result = run(*arguments)
+def test_bad_arguments_and_results_of_other_versions_are_refused(tmp_path, arguments, message):
+    machine = '{"device": "cpu", "versions": {"torch": "1.0"}}'
+    (tmp_path / "cpu").mkdir()
+    head = f'{{"format": 1, "file": "alive", "machine": {machine}, "tasks": {{}}}}'
+    (tmp_path / "cpu" / "alive.json").write_text(head)
+    result = run("--first", *(each.format(out=tmp_path) for each in arguments))
     assert result.returncode == 2
     assert message in result.stderr
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_it_says_how_to_go_on(tmp_path):
-    result = run("--first", "--out", str(tmp_path))
-    assert result.returncode == 2
-    assert "PyTorch sees no GPU here; `--device cpu` runs what a CPU can run" in result.stderr
-
-
-def test_results_of_other_versions_are_not_mixed(tmp_path):
-    machine = '{"device": "cpu", "versions": {"torch": "1.0"}}'
-    (tmp_path / "cpu").mkdir()
-    head = f'{{"format": 1, "file": "alive", "machine": {machine}, "tasks": {{}}}}'
-    (tmp_path / "cpu" / "alive.json").write_text(head)
-    result = run("--first", "--device", "cpu", "--out", str(tmp_path))
-    assert result.returncode == 2
-    assert "of other versions (" in result.stderr
-    assert "torch 1.0, here " in result.stderr
+def test_a_headline_has_rows_with_ratios_and_reasons(tmp_path):
+    pytest.importorskip("triton", minversion="3.6")
+    result = tmp_path / "result.json"
+    command = [sys.executable, "-m", "precondattn_gpu.timed_call", "triton", "lucid"]
+    command += ["b=1,t=20,h=2,n=1,d=16", "--work", "forward", "--work", "decode"]
+    command += ["--peer", "sdpa", "--peer", "flash_sdpa", "--dtype", "float32"]
+    command += ["--device", "cpu", "--rounds", "2", "--result", str(result)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for row in json.loads(result.read_text())["rows"]:
+        assert row["status"] == "timed"
+        assert "triton" in row["backends"]
+        assert row["ratios"]["sdpa"]["median"] > 0
+        assert "kernel for GPUs" in row["absent_peers"]["flash_sdpa"]

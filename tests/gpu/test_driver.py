@@ -1,12 +1,8 @@
 """The driver stops in time, saves results, and resumes; tested with a simulated clock."""
 
-from pathlib import Path
-
-import pytest
-
-from precondattn_gpu.driver import RESERVE, outcome_of, run_tasks
+from precondattn_gpu.driver import RESERVE, run_tasks
 from precondattn_gpu.results import Results
-from precondattn_gpu.task import INTERRUPTED, PASSED, TIMED_OUT, Finished, ProcessTask, TaskOutcome
+from precondattn_gpu.task import INTERRUPTED, PASSED, ProcessTask, TaskOutcome
 from tests.gpu.simulated import SimulatedProcesses
 
 
@@ -33,20 +29,6 @@ def test_a_task_that_runs_at_the_end_is_the_first_of_the_next_call(tmp_path):
     assert set(statuses(loaded).values()) == {PASSED}
 
 
-def test_a_task_longer_than_its_timeout_is_stopped_and_done(tmp_path):
-    launcher = SimulatedProcesses(lambda task: {"task 0": 500.0}.get(task.name, 10.0))
-    results = Results("alive")
-    summary = run_tasks(results, tasks(2, timeout=60.0), launcher, tmp_path, limit=400)
-    assert statuses(results) == {"task 0": TIMED_OUT, "task 1": PASSED}
-    assert (summary.left, launcher.now()) == (0, 70)
-
-
-def test_processes_at_once_are_as_many_as_jobs(tmp_path):
-    launcher = SimulatedProcesses()
-    summary = run_tasks(Results("alive"), tasks(12), launcher, tmp_path, jobs=4, limit=100)
-    assert (summary.left, launcher.now()) == (0, 30)
-
-
 def test_a_result_that_can_not_be_read_is_a_failure_with_its_reason(tmp_path):
     def unreadable(finished):
         raise KeyError("rows")
@@ -56,20 +38,3 @@ def test_a_result_that_can_not_be_read_is_a_failure_with_its_reason(tmp_path):
     run_tasks(results, [ProcessTask("task", (), unreadable)], launcher, tmp_path, limit=100)
     assert results.tasks["task"]["status"] == "failed"
     assert "KeyError: 'rows'" in results.tasks["task"]["message"]
-
-
-def test_what_a_task_saved_before_it_was_stopped_is_kept(tmp_path):
-    result = tmp_path / "result.json"
-    result.write_text("{}")
-    task = ProcessTask("task", (), lambda finished: TaskOutcome(PASSED, data={"row": 1}))
-    outcome = outcome_of(task, Finished(None, "output", result, 45.0))
-    assert (outcome.status, outcome.data) == (TIMED_OUT, {"row": 1})
-
-
-def test_a_result_of_another_format_is_refused(tmp_path):
-    path = tmp_path / "alive.json"
-    path.write_text('{"format": 99}')
-    with pytest.raises(ValueError, match="no file of results of format 1"):
-        Results.load(path)
-    with pytest.raises(ValueError, match="no file of results"):
-        Results.load(Path("nowhere.json"))

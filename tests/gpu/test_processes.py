@@ -1,58 +1,73 @@
-"""Real processes: their output, results, signals, and children, which are stopped too."""
+"""Tasks that share processes: one that crashes, hangs or is wrong affects no other."""
 
 import json
-import os
-import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from precondattn_gpu.driver import RESERVE, run_tasks
+from precondattn_gpu import alive
+from precondattn_gpu.__main__ import ENVIRONMENT
+from precondattn_gpu.driver import run_tasks
 from precondattn_gpu.processes import TaskProcesses
 from precondattn_gpu.results import Results
-from precondattn_gpu.task import CRASHED, INTERRUPTED, PASSED, TIMED_OUT, ProcessTask, TaskOutcome
+from precondattn_gpu.task import CRASHED, FAILED, PASSED, TIMED_OUT, WRONG, ProcessTask, TaskOutcome
+
+HERE = str(Path(__file__).parent)
 
 
-def task(code: str, **more) -> ProcessTask:
-    def read(finished):
-        return TaskOutcome(PASSED, finished.output, json.loads(finished.result.read_text()))
+def read(finished):
+    if not finished.result.exists():
+        return TaskOutcome(FAILED, finished.output)
+    result = json.loads(finished.result.read_text())
+    return TaskOutcome(result["status"], finished.output, result)
 
-    return ProcessTask("task", ("-c", code, "{result}"), read, **more)
+
+def stub(name: str, what: str, **more) -> ProcessTask:
+    arguments = ("-m", "stub_call", what, "{result}")
+    return ProcessTask(name, arguments, read, worker="stub", **({"timeout": 60.0} | more))
 
 
-def run(tmp_path, each, limit=60.0) -> dict:
+def run(tasks, tmp_path):
     results = Results("alive")
-    with TaskProcesses() as launcher:
-        run_tasks(results, [each], launcher, tmp_path, limit=limit)
-    return results.tasks["task"]
+    with TaskProcesses(ENVIRONMENT | {"PYTHONPATH": HERE}) as launcher:
+        summary = run_tasks(results, tasks, launcher, tmp_path, limit=120.0)
+    assert summary.left == 0
+    return results.tasks
 
 
-def test_output_result_and_variables(tmp_path):
-    code = (
-        "import json, os, sys; print('said', file=sys.stderr);"
-        "json.dump({'given': os.environ['GIVEN']}, open(sys.argv[1], 'w'))"
-    )
-    entry = run(tmp_path, task(code, environment={"GIVEN": "3"}))
-    assert (entry["status"], entry["message"], entry["data"]) == (PASSED, "said", {"given": "3"})
-
-
-def test_a_process_that_kills_itself_is_a_crash_with_its_signal(tmp_path):
-    entry = run(tmp_path, task("import os; print('before', flush=True); os.kill(os.getpid(), 11)"))
-    assert entry["status"] == CRASHED
-    assert entry["message"] == "signal 11\nbefore"
-
-
-def test_no_result_is_a_failure_with_the_output(tmp_path):
-    entry = run(tmp_path, task("raise SystemExit('no kernel image')"))
-    assert entry["status"] == "failed"
-    assert "no kernel image" in entry["message"]
-
-
+@pytest.mark.thorough(but=("passes", "crashes"))
 @pytest.mark.parametrize(
-    ("timeout", "limit", "status"),
-    [(2.0, 60.0, TIMED_OUT), (60.0, RESERVE + 2.0, INTERRUPTED)],
+    ("what", "status", "message"),
+    [
+        ("passes", PASSED, 'passes begins\nledger ["passes"]'),
+        ("crashes", CRASHED, "signal 11\ncrashes begins"),
+        ("wrong", WRONG, "wrong begins"),
+        ("raises", FAILED, "an illegal memory access"),
+        ("hangs", TIMED_OUT, "hangs begins"),
+    ],
+    ids=("passes", "crashes", "wrong", "raises", "hangs"),
 )
-def test_a_process_that_is_stopped_takes_its_children_with_it(tmp_path, timeout, limit, status):
+def test_a_bad_task_ends_its_process_and_the_next_one_has_a_new_one(
+    tmp_path, what, status, message
+):
+    """What a call has shown is kept, whatever came of it; processes compute with one thread."""
+    timeout = 4.0 if what == "hangs" else 60.0
+    task = stub("task", what, timeout=timeout, found=alive.entries_in)
+    alone = ProcessTask(**{**vars(stub("alone", "passes")), "worker": ""})
+    entries = run([stub("before", "passes"), task, stub("after", "passes"), alone], tmp_path)
+    assert entries["task"]["status"] == status
+    assert message in entries["task"]["message"]
+    assert entries["task"]["data"]["ledger"] == [what]
+    before, after = (entries[name]["data"] for name in ("before", "after"))
+    assert (before["pid"] == after["pid"]) == (what == "passes")
+    for name in ("before", "after", "alone"):
+        assert entries[name]["status"] == PASSED
+        assert entries[name]["data"]["threads"] == ["1", "1"]
+
+
+@pytest.mark.thorough
+def test_a_process_that_is_stopped_takes_its_children_with_it(tmp_path):
     """Within two seconds an interpreter starts and starts another, even on a busy machine."""
     pid = tmp_path / "pid"
     code = (
@@ -60,29 +75,24 @@ def test_a_process_that_is_stopped_takes_its_children_with_it(tmp_path, timeout,
         "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)']);"
         f"open({str(pid)!r}, 'w').write(str(p.pid)); time.sleep(100)"
     )
-    entry = run(tmp_path / "out", task(code, timeout=timeout), limit)
-    assert entry["status"] == status
-    child = int(pid.read_text())
+    results = Results("alive")
+    with TaskProcesses() as launcher:
+        tasks = [ProcessTask("task", ("-c", code), read, timeout=2.0)]
+        run_tasks(results, tasks, launcher, tmp_path / "out", limit=60.0)
+    assert results.tasks["task"]["status"] == TIMED_OUT
+    stat = Path(f"/proc/{pid.read_text()}/stat")
     for _ in range(100):
-        if not _runs(child):
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
             return
         time.sleep(0.05)
     raise AssertionError("the child still runs")
 
 
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] != "Z"
-
-
-def test_a_prefix_runs_the_interpreter(tmp_path):
-    prefix = (sys.executable, "-c", "import subprocess, sys; print('wrapped'); sys.exit("
-              "subprocess.call(sys.argv[1:]))")  # fmt: skip
-    code = "import json, sys; print('inner'); json.dump({}, open(sys.argv[1], 'w'))"
-    entry = run(tmp_path, task(code, prefix=prefix))
-    assert entry["status"] == PASSED
-    assert sorted(entry["message"].split()) == ["inner", "wrapped"]
+def test_a_worker_that_can_not_start_is_a_failure_with_its_message(tmp_path):
+    results = Results("alive")
+    with TaskProcesses({"PYTHONPATH": HERE, "PYTHONSTARTUP": ""}) as launcher:
+        launcher.environment["PYTHONHOME"] = str(tmp_path / "nowhere")
+        run_tasks(results, [stub("one", "passes")], launcher, tmp_path, limit=60.0)
+    entry = results.tasks["one"]
+    assert entry["status"] == FAILED
+    assert "Python" in entry["message"]

@@ -1,76 +1,109 @@
-"""Prints, as JSON, the counts of `headline_calls`, eager and while a graph captures them.
+"""Prints, as JSON, what calls ask of an absent GPU, eager and while a graph captures them.
 
-It is a process of its own, because PyTorch then takes the absent device for the accelerator.
+Calls have b = 1, h = n = 16 and d = e = 128, in bfloat16. A step extends a cache that is half full,
+whose length the host knows, as in generation of text. This is a process of its own, because PyTorch
+then takes the absent device for the accelerator.
 """
 
 import json
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import torch
 
 import precondattn as pa
+from precondattn.cache.known_lengths import remembered
+from precondattn.frameworks.torch.framework import PyTorch
+from precondattn_kernel_tools.absent_device import NAME
 from precondattn_kernel_tools.absent_device.absent_gpu import absent_gpu
 from precondattn_kernel_tools.absent_device.call_counts import counts_of
-from tests.kernel_tools.headline_calls import (
-    BOTH,
-    CALLS,
-    STEP,
-    HeadlineCall,
-    as_on_a_gpu,
-    captured,
-    inputs_of,
-    ready,
-)
+from precondattn_triton.backend import Triton
+from precondattn_triton.target import compiling_for
 
+BACKENDS = ("triton", "torch")
+FORWARD, BOTH, STEP = "forward", "forward and backward", "step"
+CALLS = [
+    *(("lucid", work, tokens) for tokens in (8192, 32768) for work in (FORWARD, BOTH)),
+    *(
+        (name, work, 8192)
+        for name in ("laser", "gated_delta", "gla", "path", "ccq(gated_delta)")
+        for work in (FORWARD, BOTH)
+    ),
+    *((name, STEP, 8192) for name in ("lucid", "path", "gated_delta")),
+]
 _OF_PATH = "lucid(path)", "lucid(path[flush=64])"
-STEPS = [HeadlineCall(name, STEP) for name in ("laser", "gla", "ccq(gated_delta)", *_OF_PATH)]
-MESA = [HeadlineCall("mesa", BOTH, 256)]  # It reads whether it has solved, unless it is captured.
+STEPS = [(name, STEP, 8192) for name in ("laser", "gla", "ccq(gated_delta)", *_OF_PATH)]
+MESA = [("mesa", BOTH, 256)]  # It reads whether it has solved, unless it is captured.
 
 
-def main() -> None:
-    found = {}
-    with absent_gpu() as (device, launches), as_on_a_gpu():
-        for place, context in (("eager", nullcontext), ("captured", captured)):
-            with context():
-                calls = [*CALLS, *([*STEPS, *MESA] if place == "captured" else [])]
-                found[place] = {c.name: counts_of(ready(c, device), launches)[:2] for c in calls}
-        found["masked"] = masked(device)
-        found["refused"] = refused(device)
-    print(json.dumps(found))
+def inputs_of(name, tokens, device, **options):
+    """Zeros, for this number of queries and of keys."""
+    sizes = {"b": 1, "t": tokens, "s": tokens, **dict.fromkeys("hnu", 16), "d": 128, "e": 128}
+    options |= {"dtype": torch.bfloat16, "device": device}
+    patterns = pa.parse(name).inputs
+    return {name: torch.zeros(p.shape(sizes), **options) for name, p in patterns.items()}
 
 
-def masked(device: torch.device) -> list[str]:
+def ready(name, work, tokens, device):
+    """A function that makes the call, with the same inputs each time; a step continues the last."""
+    mechanism = pa.parse(name)
+    x = inputs_of(name, 1 if work == STEP else tokens, device, requires_grad=work == BOTH)
+    if work == STEP:
+        empty, half = mechanism.init_cache(**x, capacity=tokens), tokens // 2
+        length = remembered(torch.full_like(empty.length, half), half)
+        caches = [empty._replace(length=length)]
+
+    def call():
+        if work == BOTH:
+            out = mechanism(**x, backend=BACKENDS)
+            torch.autograd.grad(out, [*x.values()], torch.empty_like(x["v"]))
+            return
+        with torch.no_grad():
+            if work == FORWARD:
+                mechanism(**x, backend=BACKENDS)
+            else:
+                caches[0] = mechanism.extend(caches[0], **x, backend=BACKENDS, donate=True)[1]
+
+    return call
+
+
+def captured():
+    """A context in which calls behave as while a CUDA graph captures them."""
+    return patch.object(PyTorch, "is_captured", lambda _, tensor: str(tensor.device.type) == NAME)
+
+
+def masked(device):
     """The calls with masks on the device that a graph captures."""
     done = []
     with captured(), torch.no_grad():
         for name in ("lucid", "gated_delta", "laser", "path"):
-            mechanism, x = pa.parse(name), inputs_of(HeadlineCall(name, "forward"), 256, device)
+            mechanism, x = pa.parse(name), inputs_of(name, 256, device)
             valid = torch.ones(1, 256, dtype=torch.bool, device=device)
             ids = torch.zeros(1, 256, dtype=torch.int32, device=device)
             for mask in ({"lengths": ids[:, 0]}, {"key_mask": valid}, {"segment_ids": ids}):
-                mechanism(**x, **mask, backend=("triton", "torch"))
+                mechanism(**x, **mask, backend=BACKENDS)
                 done.append(f"{name} {next(iter(mask))}")
     return done
 
 
-def refused(device: torch.device) -> list[str]:
-    """What the absent device refuses, as a graph does."""
-    zeros, errors = torch.zeros(3, device=device), []
-    for does in (
-        zeros.tolist,
-        zeros.sum().item,
-        zeros.cpu,
-        zeros.nonzero,
-        lambda: bool(zeros.any()),
-        lambda: torch.tensor([1.0], device=device),
-        lambda: zeros[zeros > 0],
-        lambda: pa.lucid(**inputs_of(HeadlineCall("lucid", ""), 8, device), lengths=[3]),
+def main():
+    found = {}
+    with (
+        absent_gpu() as (device, launches),
+        # The backend accepts tensors off the GPU, and calls read none of them.
+        patch.object(Triton, "refuses_request", lambda *_: None),
+        patch.object(PyTorch, "reads_at_once", False),
+        compiling_for("sm_90"),
     ):
-        try:
-            does()
-        except (RuntimeError, NotImplementedError) as error:
-            errors.append(str(error).splitlines()[0])
-    return errors
+        for place, context in (("eager", nullcontext()), ("captured", captured())):
+            with context:
+                calls = [*CALLS, *([*STEPS, *MESA] if place == "captured" else [])]
+                found[place] = {
+                    " ".join(map(str, call)): counts_of(ready(*call, device), launches)[:2]
+                    for call in calls
+                }
+        found["masked"] = masked(device)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

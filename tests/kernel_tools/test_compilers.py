@@ -12,15 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from precondattn_kernel_tools import cuda_compiler, cuda_toolkit, nvrtc
-from precondattn_kernel_tools.ahead_of_time import CompileTask, compiled_in_processes
-from precondattn_kernel_tools.cuda_toolkit import MissingToolError
-from precondattn_kernel_tools.resources import Resources
+from precondattn_kernel_tools import cuda_compiler, nvrtc
 from tests.kernel_tools.toolchain import needs_nvrtc
 
 ROOT = Path(__file__).parents[2]
 CUDA, TRITON = (f"tests.kernel_tools.{name}_examples" for name in ("cuda", "triton"))
-EXAMPLES = {"cuda": f"{CUDA}.variants", "triton": f"{TRITON}.kernels"}
 
 
 def python(*arguments, path=ROOT, cwd=ROOT, **environment):
@@ -33,15 +29,12 @@ def python(*arguments, path=ROOT, cwd=ROOT, **environment):
     )  # fmt: skip
 
 
-def compiler(tool, *arguments, **options):
-    if tool != "cuda":
-        pytest.importorskip("triton")
-    return python("-m", f"precondattn_kernel_tools.{tool}_compiler", *arguments, **options)
-
-
 def report_of(tool, saved, *arguments, **options):
     """A finished process that compiled examples, and its report by name and target."""
-    done = compiler(tool, *arguments, f"--save={saved}", **options)
+    if tool != "cuda":
+        pytest.importorskip("triton")
+    compiler = ("-m", f"precondattn_kernel_tools.{tool}_compiler")
+    done = python(*compiler, *arguments, f"--save={saved}", **options)
     assert saved.exists(), done.stderr
     report = json.loads(saved.read_text())
     return done, {(v["name"], v["target"]): v for v in report.pop("variants")}, report
@@ -51,19 +44,9 @@ def report_of(tool, saved, *arguments, **options):
 def of_cuda(tmp_path_factory):
     path = tmp_path_factory.mktemp("cuda") / "report.json"
     targets = ("--target=sm_80", "--target=sm_90")
-    done, variants, rest = report_of("cuda", path, EXAMPLES["cuda"], *targets, "--jobs=1")
+    done, variants, rest = report_of("cuda", path, f"{CUDA}.variants", *targets, "--jobs=1")
     assert rest.keys() == {"nvrtc", "python"}
     assert rest["nvrtc"] == nvrtc.version()
-    return done, variants
-
-
-@pytest.fixture(scope="module")
-def of_triton(tmp_path_factory):
-    path = tmp_path_factory.mktemp("triton") / "report.json"
-    done, variants, rest = report_of(
-        "triton", path, EXAMPLES["triton"], "--target=sm_80", "--jobs=2"
-    )
-    assert rest.keys() == {"triton", "python"}
     return done, variants
 
 
@@ -112,8 +95,30 @@ def test_cuda_kernels_that_do_not_compile_or_fit_are_failures(of_cuda):
         assert failure in done.stdout
 
 
-def test_triton_kernels_have_their_resources_or_are_failures(of_triton):
-    done, variants = of_triton
+BAD = f"""
+import os
+from types import SimpleNamespace as Function
+from precondattn_kernel_tools.triton_compiler import Variant
+from {TRITON}.kernels import variants as examples
+
+class Dies:
+    @property
+    def arg_names(self):
+        os._exit(3)
+
+def variants(target):
+    yield Variant("lacks", Function(arg_names=["x", "y"]), {{"x": "*fp32"}}, {{}}, {{}})
+    yield from examples(target)
+    yield Variant("dies", Dies(), {{}}, {{}}, {{}})
+    yield Variant("unknown", Function(arg_names=["x"]), {{"x": "*fp32"}}, {{"SIZE": 8}}, {{}})
+"""
+
+
+def test_triton_kernels_have_their_resources_or_are_failures_that_stop_no_others(tmp_path):
+    (tmp_path / "bad.py").write_text(BAD)
+    options = ("--target=sm_80", "--jobs=2")
+    done, variants, rest = report_of("triton", tmp_path / "r.json", "bad", *options, path=tmp_path)
+    assert rest.keys() == {"triton", "python"}
     for name in ("scale", "shifted", "product 32"):
         result = variants[name, "sm_80"]
         fits(done, result, result["shared_bytes"])
@@ -123,106 +128,63 @@ def test_triton_kernels_have_their_resources_or_are_failures(of_triton):
         ("product 8", "CompilationError"),
         ("spills", "bytes (at most 0)"),
         ("needs too much shared memory", "bytes of shared memory, of 166912"),
+        ("lacks", "neither a type nor a value is given for y"),
+        ("dies", "the compiler's process died"),
+        ("unknown", "the kernel has no argument SIZE"),
     ):
         (message,) = variants[name, "sm_80"]["failures"]
         assert failure in message
         assert failure in done.stdout
 
 
+@pytest.mark.thorough
 def test_two_targets_of_two_vendors_compile_together(tmp_path):
     targets = ("--target=sm_90", "--target=gfx942", "--match=product 32")
-    done, variants, _ = report_of("triton", tmp_path / "r.json", EXAMPLES["triton"], *targets)
+    done, variants, _ = report_of("triton", tmp_path / "r.json", f"{TRITON}.kernels", *targets)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [target for _, target in variants] == ["sm_90", "gfx942"]
     assert all(v["registers"] > 0 and v["shared_bytes"] > 0 for v in variants.values())
 
 
-TWICE = {
-    "cuda": "Variant('same', '', 'k')",
-    "triton": "Variant('same', type('K', (), {'arg_names': ()}), {}, {}, {})",
-}
-
-
-SIXTEEN_BITS = "product<__half, 8>\nproduct<__half, 16>\n"
-
-
-@pytest.mark.parametrize(
-    ("tool", "arguments", "environment", "status", "says"),
-    [
-        ("cuda", ("--list", "--target=sm_90", "--match=__half"), {}, 0, SIXTEEN_BITS),
-        ("triton", ("--list", "--target=sm_90", "--match=duct"), {}, 0, "product 32\nproduct 8\n"),
-        ("triton", ("--target=sm_80",), {"TRITON_INTERPRET": "1"}, 2, "TRITON_INTERPRET is set"),
-        ("triton", ("--target=sm_80", "--match=absent"), {}, 2, "no variant with 'absent' in its"),
-        ("cuda", ("--target=gfx942",), {}, 2, "invalid choice: 'gfx942'"),
-        ("triton", ("--target=sm_1",), {}, 2, "invalid choice: 'sm_1'"),
-        ("cuda", ("--target=sm_80", "--jobs=0"), {}, 2, "--jobs has to be at least 1, not 0"),
-        ("cuda", (), {}, 2, "--target is needed"),
-        ("triton", ("--target=sm_80", "--known=none.json"), {}, 2, "there is no file none.json"),
-    ],
-)  # fmt: skip
-def test_arguments_of_the_compilers(tool, arguments, environment, status, says):
-    done = compiler(tool, EXAMPLES[tool], *arguments, **environment)
-    assert done.returncode == status
-    assert (done.stdout == says) if status == 0 else (says in done.stderr)
-
-
-@pytest.mark.parametrize("tool", ["cuda", "triton"])
-def test_two_variants_of_one_name_are_refused(tmp_path, tool):
-    text = f"from precondattn_kernel_tools.{tool}_compiler import Variant\n"
-    text += f"def variants(target):\n    return [{TWICE[tool]}] * 2\n"
-    (tmp_path / "twice.py").write_text(text)
-    done = compiler(tool, "twice", "--list", "--target=sm_80", path=tmp_path)
+def test_triton_compiles_nothing_where_kernels_are_interpreted():
+    pytest.importorskip("triton")
+    command = ("-m", "precondattn_kernel_tools.triton_compiler", f"{TRITON}.kernels")
+    done = python(*command, "--target=sm_80", TRITON_INTERPRET="1")
     assert done.returncode == 2
-    assert "twice has more than one variant of the name same" in done.stderr
+    assert "TRITON_INTERPRET is set" in done.stderr
 
 
-BAD = """
-import os
-from types import SimpleNamespace as Function
-from precondattn_kernel_tools.triton_compiler import Variant
-
-class Dies:
-    @property
-    def arg_names(self):
-        os._exit(3)
+TWICE = """
+from precondattn_kernel_tools.cuda_compiler import Variant
 
 def variants(target):
-    yield Variant("lacks", Function(arg_names=["x", "y"]), {"x": "*fp32"}, {}, {})
-    yield Variant("unknown", Function(arg_names=["x"]), {"x": "*fp32"}, {"SIZE": 8}, {})
-    yield Variant("dies", Dies(), {}, {}, {})
-    yield Variant("lacks too", Function(arg_names=["z"]), {}, {}, {})
+    return [Variant("same", "", "k")] * 2
 """
 
 
-def test_invalid_variants_are_failures_and_do_not_stop_others(tmp_path):
-    (tmp_path / "bad.py").write_text(BAD)
-    done = compiler("triton", "bad", "--target=sm_80", "--jobs=2", path=tmp_path)
-    assert done.returncode == 1, done.stderr
-    for failure in (
-        "neither a type nor a value is given for y",
-        "the kernel has no argument SIZE",
-        "the compiler's process died",
-        "neither a type nor a value is given for z",
-    ):
-        assert done.stdout.count(failure) == 1
-
-
-@pytest.mark.parametrize("tool", ["cuda", "triton"])
-def test_an_unknown_target_is_refused_by_name(tool):
-    if tool == "triton":
-        pytest.importorskip("triton")
-    module = importlib.import_module(f"precondattn_kernel_tools.{tool}_compiler")
-    variant = module.Variant("k", *(("", "k") if tool == "cuda" else (None, {}, {}, {})))
-    with pytest.raises(ValueError, match=r"target has to be one of sm_80, .* not 'sm_1'"):
-        module.compile_variant(variant, "sm_1")
-
-
-def test_a_missing_tool_is_named_with_its_extra(monkeypatch):
-    cuda_toolkit.nvrtc_library.cache_clear()
-    monkeypatch.setattr(cuda_toolkit, "_folders", lambda name: iter(()))
-    with pytest.raises(MissingToolError, match=r"libnvrtc.so .* pip install 'precondattn.kernels"):
-        cuda_toolkit.nvrtc_library()
-    cuda_toolkit.nvrtc_library.cache_clear()
+@pytest.mark.parametrize(
+    ("module", "arguments", "says"),
+    [
+        ("", ("--target=gfx942",), "invalid choice: 'gfx942'"),
+        ("", ("--target=sm_80", "--jobs=0"), "--jobs has to be at least 1, not 0"),
+        ("", (), "--target is needed"),
+        ("", ("--target=sm_80", "--match=absent"), "no variant with 'absent' in its"),
+        ("", ("--target=sm_80", "--known=none.json"), "there is no file none.json"),
+        ("twice", ("--target=sm_80",), "twice has more than one variant of the name same"),
+        ("", ("--list", "--target=sm_90", "--match=__half"), ""),
+    ],
+)
+def test_arguments_of_the_compilers(tmp_path, monkeypatch, capsys, module, arguments, says):
+    (tmp_path / "twice.py").write_text(TWICE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    arguments = [module or f"{CUDA}.variants", *arguments]
+    if says:
+        with pytest.raises(SystemExit, match="2"):
+            cuda_compiler.main(arguments)
+        assert says in capsys.readouterr().err
+    else:
+        assert cuda_compiler.main(arguments) == 0
+        assert capsys.readouterr().out == "product<__half, 8>\nproduct<__half, 16>\n"
 
 
 # ------------------------------------------------------------------------------ known variants
@@ -293,18 +255,12 @@ def test_comments_docstrings_names_and_the_module_do_not_change_a_kernels_code(c
     [
         ("return x * FACTOR", "return x + FACTOR"),  # A function that the kernel calls.
         ("constexpr(2.0)", "constexpr(3.0)"),  # A constant that such a function reads.
-        ("scaled(x=tl.load(x + at))", "tl.load(x + at)"),
         ("y, BLOCK: tl.constexpr", "y, BLOCK: tl.constexpr = 16"),
         ("tl.store(y + at,", "tl.store(x + at,"),
     ],
 )
 def test_a_change_of_meaning_changes_a_kernels_code(code_of, old, new):
     assert code_of(KERNELS) != code_of(KERNELS.replace(old, new))
-
-
-def test_a_global_that_is_not_a_constant_is_an_error(code_of):
-    with pytest.raises(ValueError, match="FACTOR is a list, and no constant of a kernel"):
-        code_of(KERNELS.replace("tl.constexpr(2.0)", "[2.0]"))
 
 
 @pytest.mark.thorough
@@ -325,28 +281,3 @@ def test_only_variants_missing_in_the_saved_report_are_compiled(tmp_path):
     assert (
         again["kernel 16", "sm_80"]["registers"] == 77 != again["kernel 32", "sm_80"]["registers"]
     )
-
-
-def failing(name, target):
-    return Resources(name, target, failures=["does not compile"])
-
-
-def test_a_variant_without_a_key_is_compiled_and_variants_of_one_key_keep_their_names():
-    known = {"same": Resources("saved", "sm_80", registers=7, key="same")}
-    tasks = [
-        CompileTask(name, "sm_80", key, (name, "sm_80"))
-        for name, key in (("first", "same"), ("second", "same"), ("other", ""))
-    ]
-    reported = list(compiled_in_processes(failing, tasks, 1, known))
-    found = sorted((r.name, r.registers) for r in reported if not r.failures)
-    assert found == [("first", 7), ("second", 7)]
-    assert [(r.name, r.failures) for r in reported if r.failures] == [
-        ("other", ["does not compile"])
-    ]
-    assert known["same"].name == "saved"
-
-
-def test_comments_of_cuda_do_not_change_its_text():
-    code = "int a; // one\n\n/* two\nlines */ const char *b = \"// kept\"; char c = '/';  \n"
-    text = cuda_compiler.without_comments(code)
-    assert text == "int a;\nconst char *b = \"// kept\"; char c = '/';"

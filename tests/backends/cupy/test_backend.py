@@ -3,10 +3,10 @@
 import pytest
 
 import precondattn as pa
+from precondattn_conformance.grid import TWO_OF_33
 from precondattn_cupy.configurations import forced
 from tests.backends.cupy.simulated import SMALL, inputs_of
-from tests.backends.kernel_problems import DTYPES
-from tests.backends.mechanism_groups import check, fewer_queries, groups, only
+from tests.backends.mechanism_groups import check, fewer_queries, groups, groups_of, only
 from tests.kernel_tools.toolchain import needs_simulator
 
 TAKEN = (
@@ -15,6 +15,8 @@ TAKEN = (
     *("softmax", "softmax[causal=false]", "softmax[scale=0.3]", "softmax[window=3]"),
     *("laser", "laser(softmax[causal=false])", "laser(softmax[window=3])"),
 )
+STATES = {"states": ((TWO_OF_33, "clustered"),)}
+IN_HALF = ("lucid_solve[beta=true]", "lucid[beta=true]", "gated_delta", "softmax", "laser")
 
 
 # Thorough: the first test of each kernel compiles it for the simulator, which takes seconds.
@@ -23,7 +25,9 @@ TAKEN = (
 @pytest.mark.parametrize(
     "group",
     [
-        *only(TAKEN.__contains__, groups("smoke", "numpy", (*DTYPES,))),
+        *only(TAKEN.__contains__, groups("smoke", "numpy", ("float32",))),
+        *only(IN_HALF.__contains__, groups("smoke", "numpy", ("bfloat16", "float16"))),
+        *only("kda".__eq__, groups_of("numpy", "float32", STATES)),
         *fewer_queries("numpy", "float32", (*TAKEN, "ssd", "ccq(gated_delta)")),
     ],
 )

@@ -9,10 +9,7 @@ from precondattn.kernel_backend.kernel_table import recurrences_in
 from precondattn_cupy import launch, variants
 from precondattn_cupy.backend import KERNELS
 from precondattn_cupy.configurations import Configuration, configuration, forced, padded_width
-from precondattn_cupy.launch import recorded
 from precondattn_cupy.sources import FOLDER, source
-from precondattn_kernel_tools import cuda_compiler
-from tests.kernel_tools.toolchain import needs_nvrtc
 
 ARRAYS = (np.ones(8, np.float32), np.empty(8, np.float32), 1, 8, 0.0)
 
@@ -23,14 +20,6 @@ def test_a_source_contains_each_header_once(name):
     assert '#include "' not in text
     defined = re.findall(r"__device__ __forceinline__ float wide\(float x\)", text)
     assert len(defined) == 1
-
-
-def test_a_launch_can_be_recorded_without_running():
-    out = ARRAYS[1].copy()
-    with recorded() as result:
-        launch.launch("unit_rows", "unit_rows<float>", (1,), 32, (ARRAYS[0], out, 1, 8, 0.0), 64)
-    assert result == [launch.CudaLaunch("unit_rows", "unit_rows<float>", (1,), 32, 64)]
-    np.testing.assert_array_equal(out, ARRAYS[1])
 
 
 @pytest.mark.parametrize("grid", [(0,), (2**31,), (1, 65536), (1, 1, 65536), (1, -1)])
@@ -50,13 +39,6 @@ def test_shared_memory_is_limited_by_the_device(monkeypatch):
     monkeypatch.setattr(launch, "_shared_limit", lambda device: 50 << 10)
     with pytest.raises(MemoryError, match=r"needs 52224 bytes .* device 0 has 51200"):
         launch.launch("unit_rows", "unit_rows<float>", (1,), 32, ARRAYS, 51 << 10)
-
-
-def test_a_null_pointer_has_eight_bytes_for_cupy():
-    """CuPy itself would pass no argument for None."""
-    value = launch._value("kernel", None, simulated=False)
-    assert value.dtype == np.uint64
-    assert value == 0
 
 
 def test_configurations():
@@ -86,11 +68,3 @@ def test_every_recurrence_launches_only_kernels_that_have_a_variant():
         for is_step in (False, True):
             launched = variants.launches(leaf.name, "bfloat16", 64, 64, is_step)
             assert {each.kernel for each in launched} <= listed, leaf
-
-
-@needs_nvrtc
-def test_a_variant_compiles():
-    variant = next(variants.variants("sm_80"))
-    result = cuda_compiler.compile_variant(variant, "sm_80")
-    assert result.failures == []
-    assert result.spilt_bytes == 0

@@ -1,30 +1,21 @@
 """Steps of one token by CUDA kernels, and split calls of recurrences, in the simulator."""
 
 import re
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn.spec.recurrence import Stream, recurrent, recurrent_vjp
 from precondattn_cupy import variants
 from precondattn_cupy.lucid import step as lucid_step
-from precondattn_cupy.recurrence.scan import Scan
-from precondattn_cupy.softmax import step as softmax_step
-from precondattn_kernel_tools.cuda_simulator import checked
-from tests.backends.cupy.simulated import all_wide, check_step, inputs_of
-from tests.backends.kernel_problems import error, later
-from tests.backends.portable.test_erase_keys import assert_close, stream
+from tests.backends.cupy.simulated import check_step, inputs_of
+from tests.backends.kernel_problems import later
 from tests.kernel_tools.toolchain import needs_simulator
 
 pytestmark = needs_simulator
-LATER = pytest.mark.thorough
 
 ATTENTION = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
 LUCID = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 1e-2}
-
-
 HOW = ("bound", "capacity", "order", "of_state", "lengths", "key_mask")
 
 
@@ -51,24 +42,28 @@ MASKED = {
     )
 }
 BOTH = ("softmax", "laser")
-
-
 TWO = {"h": 4, "n": 2, "b": 2}
 THREE = {"b": 3, "h": 2, "n": 2, "keys": "clustered"}
+FULL = {"d": 16, "e": 16}
 NARROW, SAME = {"d": 12, "e": 20}, {"d": 16, "e": 32}
 CAPACITIES = ((40, 31), (40, 32), (37, 0), (37, 3))
 """Rows that are aligned or not; caches that end within a tile, and at its end."""
 CLOSED = {**TWO, "e": 40, "gates": "extreme"}
 STEPS = (
-    *(step(f"{held}", name, held, d=16, e=16) for name in BOTH for held in (0, 1, 64, 65, 300)),
-    *(step(dtype, name, 65, dtype, **SAME) for name in BOTH for dtype in ("float16", "bfloat16")),
+    *(step(f"{held}", name, held, **FULL) for name in BOTH for held in (0, 64, 65)),
+    *(step("float16", name, 65, "float16", **SAME) for name in BOTH),
     *(
         step(f"{order} of {capacity}", name, 130, **TWO, e=5, order=order, capacity=capacity)
-        for name in BOTH
-        for capacity, order in ((136, "reverse"), (140, 0))
+        for name, capacity, order in (("softmax", 136, "reverse"), ("laser", 140, 0))
     ),
-    *(step("more heads than a tile has rows", name, 39, h=38, n=2) for name in BOTH),
-    *(step("wide rows", name, 39, d=70, e=100) for name in BOTH),
+    step("more heads than a tile has rows", "laser", 39, h=38, n=2),
+    step("wide rows", "softmax", 39, d=70, e=100),
+    *later(
+        *(step("bfloat16", name, 65, "bfloat16", **SAME) for name in BOTH),
+        *(step(f"{held}", name, held, **FULL) for name in BOTH for held in (1, 300)),
+        step("more heads than a tile has rows", "softmax", 39, h=38, n=2),
+        step("wide rows", "laser", 39, d=70, e=100),
+    ),
     *(step(f"values of size {size}", "laser", 130, b=2, apart=size) for size in (1e-2, 100.0)),
     *(step("lengths", name, 50, b=3, **PADDED) for name in BOTH),
     *(step("masked", name, 50, b=3, **MASKED) for name in BOTH),
@@ -150,101 +145,3 @@ def test_a_cache_is_read_in_one_part_or_in_one_part_for_each_tile(processors, mo
     monkeypatch.setattr(lucid_step, "processors", lambda: processors)
     x = inputs_of(pa.Lucid(), 21, h=2, n=2, b=3, keys="clustered")
     check_step(pa.Lucid(), x, 2e-5, **lengths([20, 0, 7], [1, 1, 0]))
-
-
-@pytest.mark.parametrize(
-    ("name", "at"),
-    [
-        *((name, at) for name in BOTH for at in (3, 5)),
-        *(pytest.param("lucid", at, marks=LATER) for at in (3, 5)),
-    ],
-)
-def test_a_nan_in_a_cached_or_in_the_new_key_reaches_the_output(name, at):
-    mechanism = pa.parse(name)
-    x = inputs_of(mechanism, 6, b=2)
-    x["k"][:, at, 0, 3] = np.nan
-    past, new = ({n: a[:, part] for n, a in x.items()} for part in (slice(5), slice(5, 6)))
-    cache = mechanism.init_cache(**new, capacity=8)
-    _, cache = mechanism.extend(cache, **past, backend="reference")
-    out, _ = mechanism.extend(cache, **new, backend=("cupy", "portable"))
-    assert np.isnan(out).all()
-
-
-def test_every_block_consists_of_full_tiles():
-    tile = softmax_step.WARPS * softmax_step.COLUMNS
-    for count in (0, 1, 63, 64, 65, 1000):
-        for heads in (1, 3, 100):
-            splits, each = softmax_step._splits(count, heads)
-            assert each % tile == 0
-            assert splits * each >= count > (splits - 1) * each or count == splits == 0
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("expression", "h", "cuts"),
-    [
-        ("gated_delta", 2, (0, 1, 17, 18)),
-        ("ssd", 1, (0, 8, 9)),
-        ("ccq(gated_delta)", 1, (0, 5, 6)),
-        ("kda", 2, (0, 1, 6, 7)),
-        ("atk(kda)", 2, (0, 1, 6, 7)),
-    ],
-)
-def test_any_split_continues_the_state_and_its_gradient(expression, h, cuts):
-    """Extensions of a random state against one call of the definition."""
-    mechanism, rng = pa.parse(expression), np.random.default_rng(1)
-    x = inputs_of(mechanism, cuts[-1], h=h)
-    first = mechanism.init_cache(**x)
-    state = {n: rng.uniform(size=a.shape).astype(np.float32) for n, a in first.store.items()}
-    cache = first = first._replace(store=state)
-    exact = first._replace(store=all_wide(first.store))
-    out, last, pullback = mechanism.extend_vjp(exact, **all_wide(x), backend="reference")
-    d_out = rng.normal(size=out.shape).astype(np.float32)
-    d_last = {name: rng.normal(size=a.shape).astype(np.float32) for name, a in last.store.items()}
-    expected, d_first = pullback(d_out.astype(np.float64), all_wide(d_last))
-
-    outs, pullbacks = [], []
-    for start, stop in pairwise(cuts):
-        part = {name: a[:, start:stop] for name, a in x.items()}
-        piece, cache, back = mechanism.extend_vjp(cache, **part, backend=("cupy", "portable"))
-        outs.append(piece)
-        pullbacks.append((start, stop, back))
-    d_state, result = d_last, []
-    for start, stop, back in reversed(pullbacks):
-        gradients, d_state = back(d_out[:, start:stop], d_state)
-        result.insert(0, gradients)
-    assert error(np.concatenate(outs, axis=1), out, least=1) < 2e-6
-    for name, state in last.store.items():
-        assert error(cache.store[name], state, least=1) < 2e-6
-        assert error(d_state[name], d_first[name], least=1) < 4e-6
-    for name, gradient in expected.items():
-        parts = np.concatenate([each[name] for each in result], axis=1)
-        assert error(parts, gradient, least=1) < 4e-6, name
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("gate", "k_heads", "erase_heads"), [("key", 4, 1), ("head", 1, 2), ("key", 2, 4)]
-)
-def test_a_scan_with_fewer_heads_of_keys_and_gates_that_forget_all(gate, k_heads, erase_heads):
-    """Outputs, states and gradients, with an initial state and the gradient of the last one."""
-    x, state = stream(9, gate, t=3, b=1, m=4, d=5)
-    x.g[:, :, [0, 3, 4], ::2] = -np.inf
-    given = x._replace(k=x.k[:, :k_heads], erase=x.erase[:, :erase_heads])
-    k, erase = (np.repeat(a, 4 // a.shape[1], axis=1) for a in (given.k, given.erase))
-    x = x._replace(k=k, erase=erase, g=np.where(np.isinf(x.g), -1e4, x.g))
-    expected, expected_last = recurrent(x, state)
-    rng = np.random.default_rng(0)
-    d_o, d_last = rng.normal(size=expected.shape), rng.normal(size=state.shape)
-    exact = recurrent_vjp(x, state, 3 * d_o, d_last)
-    narrow = Stream(*(None if a is None else a.astype(np.float32) for a in given))
-    first, form = state.astype(np.float32), Scan(scale=3.0)
-    with checked():
-        out, last = form.forward(narrow, first)
-        d = form.vjp(narrow, first, d_o.astype(np.float32), d_last.astype(np.float32))
-    assert_close(out, 3 * expected, 2e-6)
-    assert_close(last, expected_last, 2e-6)
-    assert_close(d.state, exact.state, 2e-6)
-    for name, gradient in exact.stream._asdict().items():
-        if gradient is not None:
-            assert_close(getattr(d.stream, name), gradient, 2e-6)

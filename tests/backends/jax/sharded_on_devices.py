@@ -15,8 +15,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import precondattn as pa
+from precondattn.frameworks.jax import independent_axes
 from precondattn.layers.flax import Attention
+from precondattn_conformance.cases import cases
 from precondattn_conformance.inputs import CallLayout, make_inputs
+from precondattn_conformance.runner import run_case
 from tests.backends.jax.four_devices import told
 
 __all__ = ["told"]
@@ -80,18 +83,17 @@ def messages(told):
     return [str(r.message) for r in told if r.category is pa.GatheredWarning]
 
 
-def test_one_key_head_of_all_query_heads_is_on_every_device(told):
-    """The gradients of its key and value are summed over devices, and nothing else is sent."""
+def test_one_key_head_is_on_every_device_and_two_are_not_divided_by_four(told):
+    """The gradients of one key and value are summed over devices, and nothing else is sent.
+
+    With two, the four query heads are gathered, and the user is warned.
+    """
     m, x = pa.Lucid(), inputs_of("lucid", n=1)
     sharded = placed(x, HEADS, {"q": P(None, None, "model"), "k": P(), "v": P()})
     out = check(lambda x: m(**x), x, sharded)
     assert out.sharding.spec == P(None, None, "model")
     check(jax.grad(partial(loss, m)), x, sharded, ["all-reduce"])
     assert messages(told) == []
-
-
-def test_four_devices_do_not_divide_two_key_heads(told):
-    """The four query heads are gathered, and the user is warned."""
     m, x = pa.Softmax(), inputs_of("softmax", n=2)
     sharded = placed(x, HEADS, {"q": P(None, None, "model"), "k": P(), "v": P()})
     check(lambda x: m(**x), x, sharded, ["all-gather"])
@@ -99,7 +101,7 @@ def test_four_devices_do_not_divide_two_key_heads(told):
     assert "heads" in message
 
 
-@pytest.mark.parametrize("expression", ["retention", "ccq(retention)"])
+@pytest.mark.parametrize("expression", ["ccq(retention)"])
 def test_heads_whose_decay_depends_on_their_number_are_gathered(expression, told):
     """A device that has some heads does not know which of all they are."""
     m, x = pa.parse(expression), inputs_of(expression)
@@ -120,32 +122,10 @@ def test_a_sharded_time_axis_is_gathered_with_one_warning(told):
     assert len(messages(told)) == 1
 
 
-@pytest.mark.parametrize(
-    ("mask", "expression"),
-    [
-        *((m, "gated_delta") for m in ("lengths", "key_mask", "segment_ids")),
-        ("segment_ids", "softmax"),
-    ],
-)
-def test_masks_are_sharded_over_the_batch(mask, expression):
-    layout = CallLayout("masked", b=4, t=9, s=9, mask=mask)
-    m, x, given = pa.parse(expression), inputs_of(expression), jnp.asarray(layout.masks()[mask])
-    specs = {n: P("data", None, "model") for n in x}
-    sharded = (placed(x, BOTH, specs), jax.device_put(given, NamedSharding(BOTH, P("data"))))
-
-    def gradient(arrays):
-        return jax.grad(lambda x: loss(m, x, **{mask: arrays[1]}))(arrays[0])
-
-    check(gradient, (x, given), sharded)
-
-
-def stacked(x):
-    return {n: jnp.stack([a, 0.5 * a, -a, 2.0 * a]) for n, a in x.items()}
-
-
-@pytest.mark.parametrize("spec", [P("model"), P(None, None, None, "model")])
-def test_an_axis_of_vmap_is_one_more_axis_to_shard(spec):
-    m, x = pa.Lucid(), stacked(inputs_of("lucid"))
+def test_an_axis_of_vmap_is_one_more_axis_to_shard():
+    spec = P(None, None, None, "model")
+    m, x = pa.Lucid(), inputs_of("lucid")
+    x = {n: jnp.stack([a, 0.5 * a, -a, 2.0 * a]) for n, a in x.items()}
     sharded = placed(x, HEADS, spec)
     gradients = check(jax.vmap(jax.grad(partial(loss, m))), x, sharded)
     assert all(g.sharding.spec == spec for g in gradients.values())
@@ -154,8 +134,9 @@ def test_an_axis_of_vmap_is_one_more_axis_to_shard(spec):
 @pytest.mark.parametrize(
     ("expression", "mask"),
     [
-        *((name, None) for name in ("lucid", "laser", "path", "gated_delta")),
+        ("lucid", "key_mask"),
         ("softmax", "segment_ids"),
+        ("gated_delta", "lengths"),
     ],
 )
 def test_in_a_shard_map_a_call_is_that_of_one_device(expression, mask):
@@ -172,28 +153,17 @@ def test_in_a_shard_map_a_call_is_that_of_one_device(expression, mask):
     check(lambda given: mapped(*given), (x, given), sharded)
 
 
-def test_plain_calls_of_sharded_arrays_stay_sharded():
-    m, x = pa.GLA(), inputs_of("gla")
-    sharded = placed(x, BOTH, P("data", None, "model"))
-    out, pullback = m.vjp(**sharded)
-    assert out.sharding.spec == P("data", None, "model")
-    for gradient in pullback(out).values():
-        assert gradient.sharding.spec == P("data", None, "model")
-
-
-@pytest.mark.parametrize("backend", ["jax", "reference"])
-def test_a_constraint_may_name_axes_of_the_mesh_in_use(backend):
+def test_a_constraint_may_name_axes_of_the_mesh_in_use():
     """XLA then reports shardings without names."""
     m, x, spec = pa.Lucid(), inputs_of("lucid"), P("data", None, "model")
 
     def call(x):
         x = {n: jax.lax.with_sharding_constraint(a, spec) for n, a in x.items()}
-        return m(**x, backend=backend)
+        return m(**x)
 
     with jax.set_mesh(BOTH):
         np.testing.assert_allclose(jax.jit(call)(x), m(**x), rtol=1e-4, atol=1e-4)
-        if backend == "jax":
-            assert collectives(call, x) == []
+        assert collectives(call, x) == []
 
 
 @pytest.mark.parametrize("expression", ["gated_delta", "lucid"])
@@ -216,26 +186,7 @@ def test_in_explicit_mode_results_and_caches_are_sharded(expression):
         assert array.sharding.spec[0] == "data"
 
 
-def test_in_explicit_mode_a_sharded_time_axis_is_gathered(told):
-    x = inputs_of("gla", t=8, s=8)
-    check(lambda x: pa.gla(**x), x, placed(x, EXPLICIT, P("data", "model")), {"all-gather"})
-    assert "context parallelism" in messages(told)[0]
-
-
-def test_second_derivatives_are_those_of_one_device():
-    m, x = pa.Linear(), inputs_of("linear")
-
-    def norm(x):
-        gradients = jax.grad(partial(loss, m))(x)
-        return sum(jnp.sum(jnp.cos(g)) for g in gradients.values())
-
-    sharded = placed(x, BOTH, P("data", None, "model"))
-    result = jax.jit(jax.grad(norm))(sharded)
-    for name, gradient in jax.grad(norm)(x).items():
-        np.testing.assert_allclose(result[name], gradient, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("expression", ["softmax", "gated_delta"])
+@pytest.mark.parametrize("expression", ["gated_delta"])
 def test_the_inputs_decide_the_device_and_not_the_default(expression):
     m, x = pa.parse(expression), inputs_of(expression)
     x, masks = jax.device_put(x, jax.devices()[0]), {"lengths": [9, 4, 9, 1]}
@@ -255,3 +206,39 @@ def test_the_inputs_decide_the_device_and_not_the_default(expression):
     for array, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert array.devices() == {jax.devices()[0]}
         np.testing.assert_array_equal(array, other)
+
+
+# ---- The check `sharding` of the suite ----------------------------------------------------------
+
+
+def checked(expression, backend):
+    """The outcome of the suite's check."""
+    (case,) = cases(
+        "full",
+        only_libraries=("jax",),
+        only_mechanisms=(expression,),
+        only_checks=("sharding",),
+    )
+    return run_case(case, backend)
+
+
+@pytest.mark.parametrize(
+    ("expression", "backend"),
+    [("ccq(gated_delta)", "jax"), ("lucid", "reference"), ("gla", "pallas")],
+)
+def test_the_check_of_the_suite_passes(expression, backend):
+    outcome = checked(expression, backend)
+    assert outcome.status == "passed", outcome.text
+
+
+def test_the_check_finds_a_rule_without_heads(monkeypatch, told):
+    jax.clear_caches()  # Compiled functions are forgotten before and after a fault is planted.
+    monkeypatch.setattr(independent_axes, "INDEPENDENT", "b")
+    outcome = checked("linear", "jax")
+    assert outcome.status == "failed"
+    assert "all-gather" in outcome.reason
+    with pytest.raises(AssertionError):
+        exec(outcome.snippet, {})
+    monkeypatch.undo()
+    jax.clear_caches()
+    exec(outcome.snippet, {})  # The snippet passes.

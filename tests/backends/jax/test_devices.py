@@ -4,7 +4,7 @@ import pytest
 
 from tests.backends.jax.four_devices import QUICK, assert_pass_on_devices
 
-FILES = ("sharded", "check", "heads", "tokens")
+FILES = ("sharded", "tokens")
 
 
 @pytest.mark.thorough

@@ -29,12 +29,10 @@ def agree(result, expected):
     np.testing.assert_allclose(result, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.thorough(but=("path[flush=3,forget=scaled,bias=true]", "path[flush=16]"))
+@pytest.mark.thorough(but=("path[flush=3,forget=scaled,bias=true]",))
 @pytest.mark.parametrize(
     "expression",
     [
-        "path[forget=unscaled]",
-        "path[flush=3]",
         "path[flush=16]",
         "path[flush=4,window=5]",
         "path[flush=3,forget=scaled,bias=true]",
@@ -70,19 +68,3 @@ def test_a_step_does_not_call_lapack():
 
     assert "lapack" in text("reference")
     assert "lapack" not in text("jax")
-
-
-def test_the_memory_of_a_step_is_linear_in_the_number_of_tokens():
-    m = pa.Path(flush=64)
-
-    def bytes_of(count):
-        shape = (1, count, 2, 16)
-        x = {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n in ("q", "k", "v", "w")}
-        x["beta"] = jax.ShapeDtypeStruct(shape[:3], jnp.float32)
-        cache = jax.eval_shape(partial(m.init_cache, capacity=2 * count), **x)
-        step = jax.jit(partial(m.extend, backend="jax")).lower(cache, **x)
-        return step.compile().memory_analysis().temp_size_in_bytes
-
-    few, many = bytes_of(2048), bytes_of(8192)
-    assert many <= 4 * 1.1 * few
-    assert many < 8192 * 16384 * 4

@@ -1,4 +1,4 @@
-"""The layouts of `context_parallel` that divide tokens in JAX, on 2, 4 and 8 devices.
+"""`context_parallel` in JAX, on 2, 4 and 8 devices: tokens that are divided or exchanged for heads.
 
 `test_devices.py` runs these tests in a process of its own.
 """
@@ -64,7 +64,7 @@ def of_padding(masks, pattern, tokens):
 
 def divided(x, layout, devices, axis=1):
     """An array with its tokens in the order of the devices."""
-    return x if axis is None else to_layout(x, layout, devices, axis)
+    return x if axis is None or layout == "heads" else to_layout(x, layout, devices, axis)
 
 
 def require_near(found, expected, what, tolerance):
@@ -72,52 +72,6 @@ def require_near(found, expected, what, tolerance):
     assert np.all(np.isfinite(found)), what
     error = abs(found - expected).max() / max(1.0, abs(expected).max())
     assert error < tolerance, f"{what}: {error:.2e}"
-
-
-def check(
-    expression,
-    layout,
-    devices,
-    each,
-    masks=(),
-    dtype="float64",
-    kind="clustered",
-    bounds=None,
-    **sizes,
-):
-    """Output and gradients, of tokens that are divided, are those of NumPy on all of them."""
-    tokens = devices * each
-    m, x = problem(expression, tokens, kind, **sizes)
-    x = {name: np.array(jnp.asarray(a, dtype), np.float64) for name, a in x.items()}
-    masks = masks_of(masks, tokens, bounds)
-    expected, pull = m.vjp(**x, **masks)
-    weight = np.linspace(-1, 1, expected.size).reshape(expected.shape)
-    of_one = pull(weight)
-    for name, pattern in m.inputs.items():  # Padding is not read.
-        if pattern.time_axis is not None and pattern.axes[pattern.time_axis].multiple == 1:
-            x[name][of_padding(masks, pattern, tokens)] = np.nan
-
-    times = {name: pattern.time_axis for name, pattern in m.inputs.items()}
-    given = {n: jnp.asarray(divided(a, layout, devices, times[n]), dtype) for n, a in x.items()}
-    of_tokens = {
-        n: jnp.asarray(a if n == "lengths" else divided(a, layout, devices))
-        for n, a in masks.items()
-    }
-    attn = context_parallel(m, mesh_of(devices), "cp", layout=layout)
-    d_out = jnp.asarray(divided(weight, layout, devices))
-
-    @jax.jit
-    def value(x):
-        out = attn(**x, **of_tokens)
-        return (out * d_out).sum(), out
-
-    (_, out), gradients = jax.value_and_grad(value, has_aux=True)(given)
-    assert out.dtype == dtype
-    assert out.sharding.spec[1] == "cp"
-    require_near(out, divided(expected, layout, devices), "the output", WITHIN[dtype])
-    for name, gradient in gradients.items():
-        true = divided(of_one[name], layout, devices, times[name])
-        require_near(gradient, true, f"the gradient of {name}", WITHIN[dtype])
 
 
 FOUR = {"h": 4, "n": 4}
@@ -149,55 +103,37 @@ CASES = (
     case("gated_delta", "contiguous", 4, 5, *PADDED, **FOUR),
     case("gated_delta", "contiguous", 4, 5, *PACKED, *KEYS, bounds=[5, 18], **FOUR),
     case("ccq(gla)", "contiguous", 2, 5, **FOUR),
+    # Each device has all tokens of some heads.
+    *(
+        case(name, "heads", 4, 2, h=8, n=n)
+        for name, n in (
+            ("softmax", 2),
+            ("softmax[bias=true]", 8),
+            ("softmax[causal=false,distance=buckets]", 2),
+            ("laser", 1),
+            ("temperature[per=head](linear)", 8),
+            ("ccq(gla)", 8),
+            ("mesa", 8),
+        )
+    ),
+    case("lucid", "heads", 4, 2, *PADDED, *KEYS, *PACKED, h=8, n=2, axes=AxisType.Explicit),
     # Blocks of a solve are given to all, and keys of PaTH are gathered.
     case(SOLVE, "zigzag", 4, 6, *PADDED, short=True),
     case("path", "zigzag", 4, 6, *PADDED, *KEYS),
 )
 SLOW = (
     *(
-        case(name, "contiguous", 4, 5, *masks, bounds=bounds, **FOUR)
-        for name, masks, bounds in (
-            ("ccq(gla)", (*PACKED, *PADDED), [2, 7, 12]),
-            ("linear", PACKED, [5]),
-            ("kda", PACKED, [3]),
-            ("mesa(ssd)", (*PACKED, *KEYS), [5]),
-            ("gsa", PACKED, [2, 16]),
-            ("atk(gated_delta)", PACKED, [5, 10]),
-            ("dplr", PACKED, [5]),
-        )
+        case(name, "contiguous", 4, 5, *masks, bounds=[5, 12], **FOUR)
+        for name, masks in (("ccq(gla)", (*PACKED, *PADDED)), ("mesa(ssd)", (*PACKED, *KEYS)))
     ),
-    *(case(name, "contiguous", 4, 5, *m, **FOUR) for name in SCANNED for m in ((), PADDED)),
-    *(
-        case(name, "contiguous", 8, 5, dtype=dtype, **FOUR)
-        for name in ("elu1(linear)", "gla", "gated_delta")
-        for dtype in ("float32", "bfloat16")
-    ),
-    *(
-        case(SOLVE, layout, 4, 6, mask, kind="duplicate", short=True)
-        for layout in ("contiguous", "zigzag", "cyclic[block=3]")
-        for mask in (*PADDED, *KEYS, *PACKED)
-    ),
-    *(
-        case(name, "zigzag", 2, 6, *PADDED)
-        for name in (
-            *("lucid[normalize=none]", "lucid[normalize=queries_and_keys,beta=true]"),
-            "lucid(laser)",
-        )
-    ),
-    *(
-        case(name, "contiguous", 8, 3, dtype=dtype, kind="random")
-        for name in ("lucid", "path")
-        for dtype in ("float32", "bfloat16")
-    ),
-    case("lucid", "cyclic[block=2]", 2, 4, dtype="float32", kind="duplicate"),
+    *(case(name, "contiguous", 4, 5, *PADDED, **FOUR) for name in SCANNED),
+    case("gated_delta", "contiguous", 8, 5, dtype="bfloat16", **FOUR),
     *(
         case(name, layout, 4, 10 if name in RINGS else 6, *masks, kind="duplicate")
-        for name in (*RINGS, *GATHERED)
-        for layout in LAYOUTS
-        for masks in ((), (*PACKED, *KEYS), PADDED)
+        for name in (*RINGS, *GATHERED, "lucid(laser)", "softmax[causal=false]")
+        for layout, masks in zip(LAYOUTS, ((), (*PACKED, *KEYS), PADDED), strict=True)
+        if masks != (*PACKED, *KEYS) or name != "softmax[causal=false]"
     ),
-    *(case("softmax[causal=false]", layout, 4, 6, *KEYS) for layout in LAYOUTS[1:]),
-    case("softmax[causal=false]", "contiguous", 4, 6, *KEYS, *PACKED),
 )
 
 
@@ -208,10 +144,44 @@ SLOW = (
 def test_output_and_gradients_are_those_of_one_device(
     expression, layout, devices, each, masks, options, monkeypatch
 ):
-    if options.get("short"):  # Several blocks of a solve in each part, and a shorter last one.
+    """Output and gradients, of tokens that are divided, are those of NumPy on all of them."""
+    tokens = devices * each
+    options = {"dtype": "float64", "kind": "clustered", "bounds": None} | options
+    dtype, kind, bounds = (options.pop(name) for name in ("dtype", "kind", "bounds"))
+    axes = options.pop("axes", AxisType.Auto)
+    if options.pop("short", False):  # Several blocks of a solve, and a shorter last one.
         monkeypatch.setattr(solve, "BLOCK", 2)
-    options = {name: of for name, of in options.items() if name != "short"}
-    check(expression, layout, devices, each, masks=masks, **options)
+    m, x = problem(expression, tokens, kind, **options)
+    x = {name: np.array(jnp.asarray(a, dtype), np.float64) for name, a in x.items()}
+    masks = masks_of(masks, tokens, bounds)
+    expected, pull = m.vjp(**x, **masks)
+    weight = np.linspace(-1, 1, expected.size).reshape(expected.shape)
+    of_one = pull(weight)
+    for name, pattern in m.inputs.items():  # Padding is not read.
+        if pattern.time_axis is not None and pattern.axes[pattern.time_axis].multiple == 1:
+            x[name][of_padding(masks, pattern, tokens)] = np.nan
+
+    times = {name: pattern.time_axis for name, pattern in m.inputs.items()}
+    given = {n: jnp.asarray(divided(a, layout, devices, times[n]), dtype) for n, a in x.items()}
+    of_tokens = {
+        n: jnp.asarray(a if n == "lengths" else divided(a, layout, devices))
+        for n, a in masks.items()
+    }
+    attn = context_parallel(m, mesh_of(devices, axes), "cp", layout=layout)
+    d_out = jnp.asarray(divided(weight, layout, devices))
+
+    @jax.jit
+    def value(x):
+        out = attn(**x, **of_tokens)
+        return (out * d_out).sum(), out
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(value, has_aux=True))(given)
+    assert out.dtype == dtype
+    assert out.sharding.spec[1] == "cp"
+    require_near(out, divided(expected, layout, devices), "the output", WITHIN[dtype])
+    for name, gradient in gradients.items():
+        true = divided(of_one[name], layout, devices, times[name])
+        require_near(gradient, true, f"the gradient of {name}", WITHIN[dtype])
 
 
 def test_half_precision_is_float32_between_pieces_that_send_no_values():
@@ -223,24 +193,6 @@ def test_half_precision_is_float32_between_pieces_that_send_no_values():
     found = attn(**x)
     assert found.dtype == "bfloat16"
     assert np.array_equal(found, once)  # The result is rounded once, at the end.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("expression", ["gated_delta", "ccq(gla)"])
-def test_a_state_that_is_nan_spoils_its_own_segment_only(expression):
-    m, x = problem(expression, 20, h=4, n=4)
-    x["k"][0, 4, 0] = np.nan
-    masks = masks_of(("segment_ids",), 20, [2, 16])
-    expected, pull = m.vjp(**x, **masks)
-    assert np.isnan(expected).any()
-    x, masks = ({n: jnp.asarray(a) for n, a in of.items()} for of in (x, masks))
-    attn = context_parallel(m, mesh_of(4), "cp", layout="contiguous")
-    out, pull_divided = jax.vjp(jax.jit(lambda x: attn(**x, **masks)), x)
-    np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-10)
-    weight = np.linspace(-1, 1, expected.size).reshape(expected.shape)
-    (found,), true = pull_divided(jnp.asarray(weight)), pull(weight)
-    for name, gradient in found.items():
-        np.testing.assert_allclose(gradient, true[name], rtol=1e-10, atol=1e-10, err_msg=name)
 
 
 def compiled(attn, devices, x):
@@ -294,22 +246,6 @@ def test_as_much_is_sent_as_is_explained(expression):
     assert words in str(plan)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("expression", ["softmax", "gla", "lucid"])
-def test_gradients_in_a_shard_map_that_checks(expression):
-    m, x = problem(expression, 8, h=4, n=4)
-    x = {name: jnp.asarray(a) for name, a in x.items()}
-    mesh, part = mesh_of(2), P(None, "cp")
-    attn = context_parallel(m, mesh, "cp", layout="contiguous")
-    mapped = jax.shard_map(
-        lambda x: attn(**x), mesh=mesh, in_specs=(dict.fromkeys(x, part),), out_specs=part
-    )
-    gradients = jax.jit(jax.grad(lambda x: jnp.sin(mapped(x)).sum()))(x)
-    expected = jax.grad(lambda x: jnp.sin(m(**x)).sum())(x)
-    for name, gradient in gradients.items():
-        assert jnp.allclose(gradient, expected[name], atol=1e-10), name
-
-
 def test_in_a_users_shard_map_arrays_and_masks_are_parts():
     m, x = problem("lucid", 8, "duplicate")
     masks = masks_of(["lengths", "key_mask"], 8)
@@ -323,15 +259,6 @@ def test_in_a_users_shard_map_arrays_and_masks_are_parts():
         )(x, masks)
 
     assert np.allclose(mapped(x, masks), m(**x, **masks), atol=1e-12)
-
-
-@pytest.mark.slow
-def test_arrays_whose_types_have_shardings():
-    m, x = problem("softmax", 8, n=1)
-    attn = context_parallel(m, mesh_of(2, AxisType.Explicit), "cp", layout="contiguous")
-    out = jax.jit(attn)(**{name: jnp.asarray(a) for name, a in x.items()})
-    assert out.sharding.spec[1] == "cp"
-    assert np.allclose(out, m(**x), atol=1e-12)
 
 
 @pytest.mark.slow
@@ -361,51 +288,58 @@ def test_a_segment_in_two_runs_is_an_error_or_nan_where_it_is_traced():
 @pytest.mark.parametrize(
     ("expression", "layout", "tokens", "masks", "words"),
     [
+        ("lucid", "heads", 7, {}, "q has 7 tokens; .* a multiple of 4 on 4 devices"),
+        ("lucid h=6", "heads", 8, {}, "divide the number of heads of the output; found h=6"),
+        ("lucid h=12", "heads", 8, {}, "or are a multiple; found n=6"),
+        ("retention", "heads", 8, {}, "depends on its number"),
         ("softmax", "contiguous", 7, {}, "q has 7 tokens; .* a multiple of 4 on 4 devices"),
-        ("softmax", "zigzag", 12, {}, "q has 12 tokens; .* a multiple of 8 on 4 devices"),
         ("softmax", "cyclic[block=3]", 16, {}, "q has 16 tokens; .* a multiple of 12 on 4"),
         ("softmax[bias=true]", "zigzag", 8, {}, "bias of softmax.* is of pairs"),
         ("softmax[causal=false,window=2]", "zigzag", 8, {}, "keys before a query, and .* causal"),
-        (
-            "softmax[causal=false,distance=slopes]",
-            "contiguous",
-            8,
-            {},
-            "keys before a query, and .* causal",
-        ),
         ("gla", "zigzag", 8, {}, "tokens that are not consecutive, as gla needs them"),
         ("lucid(softmax[window=3])", "contiguous", 8, {}, "solves without a window"),
         ("lucid(path)", "contiguous", 8, {}, "solves of dot products"),
         ("deltaformer", "contiguous", 8, {}, "no way to divide the tokens of deltaformer"),
         ("unit_rows[axis=channel]", "zigzag", 8, {}, "tokens, and unit_rows.* computed of all"),
-        (
-            "softmax[causal=false]",
-            "zigzag",
-            8,
-            {"segment_ids": np.zeros((2, 8), int)},
-            "does not support segment_ids of softmax",
-        ),
         ("softmax", "zigzag", 8, {"lengths": np.asarray([9, 1])}, "between 0 and s = 8"),
         ("softmax", "zigzag", 8, {"key_mask": np.ones((2, 7), bool)}, "key_mask is declared"),
+        ("softmax", "zigzag", 8, {"cu_seqlens": np.asarray([0, 8])}, "cu_seqlens are not support"),
+        ("lucid", "ring", 8, {}, r"'zigzag' or 'cyclic\[block=512\]'; found 'ring'"),
     ],
 )
 def test_what_can_not_be_divided_is_named(expression, layout, tokens, masks, words):
-    m, x = problem(expression, tokens)
+    expression, _, heads = expression.partition(" h=")
+    m, x = problem(expression, tokens, h=int(heads or 8), n=6 if heads else 8)
     x = {name: jnp.asarray(a) for name, a in x.items()}
-    attn = context_parallel(m, mesh_of(4), "cp", layout=layout)
-    with pytest.raises(ValueError, match=words):
+
+    def call():
+        attn = context_parallel(m, mesh_of(4), "cp", layout=layout)
         attn(**x, **{name: jnp.asarray(mask) for name, mask in masks.items()})
 
+    with pytest.raises((TypeError, ValueError), match=words):
+        call()
 
-def test_arrays_of_another_kind_are_named():
-    m, x = problem("softmax", 8)
-    attn = context_parallel(m, mesh_of(4), "cp", layout="contiguous")
-    with pytest.raises(TypeError, match="q must be an array of JAX; found ndarray"):
-        attn(**x)
-    x = {name: jnp.asarray(a) for name, a in x.items()}
-    with pytest.raises(TypeError, match="float32"):
-        attn(**x | {"k": x["k"].astype("float32")})
-    with pytest.raises(TypeError, match="cu_seqlens are not supported"):
-        attn(**x, cu_seqlens=[0, 8])
-    with pytest.raises(ValueError, match="as many queries as keys; found 4 and 8"):
-        attn(**x | {"q": x["q"][:, :4]})
+
+def test_tokens_are_exchanged_for_heads_and_nothing_else():
+    m, x = problem("lucid", 8, h=8, n=8)
+    text = compiled(context_parallel(m, mesh_of(4), "cp"), 4, x)
+    assert collectives(text) == {"all-to-all": 4}  # q, k, v and out
+
+
+@pytest.mark.parametrize(
+    ("expression", "h", "layout"),
+    [("lucid", 4, "heads"), ("lucid", 6, "contiguous"), ("retention", 4, "contiguous")],
+)
+def test_a_layout_is_chosen_by_default(expression, h, layout):
+    m, x = problem(expression, 8, h=h, n=h)
+    x = {n: jnp.asarray(a) for n, a in x.items()}
+    assert context_parallel(m, mesh_of(4), "cp").explain(**x).layout == layout
+
+
+def test_an_axis_that_the_mesh_has_not_and_the_reasons_of_both_layouts():
+    with pytest.raises(ValueError, match="axis must be one of the mesh's, 'cp'; found 'sp'"):
+        context_parallel("lucid", mesh_of(4), "sp")
+    m, x = problem("deltaformer", 8, h=6, n=6)
+    x = {n: jnp.asarray(a) for n, a in x.items()}
+    with pytest.raises(ValueError, match=r"layout 'heads' .*; layout 'contiguous' has no way"):
+        context_parallel(m, mesh_of(4), "cp")(**x)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import precondattn as pa
+from precondattn_pallas import backend
 from precondattn_pallas.precision import products
 from tests.backends.kernel_problems import problem
 from tests.backends.mechanism_groups import (
@@ -31,7 +32,8 @@ ALSO = ("laser", "gla", "gsa", "kda", "gated_delta", "conditioned_query")
 RUNS_BOTH = ("gsa", "kda")
 """Slow mechanisms, which run the kernels of GLA twice."""
 GROUPS = (
-    (TAKEN, ("float32", "bfloat16", "float16"), ()),
+    (TAKEN, ("float32", "bfloat16"), ()),
+    (TAKEN[:1], ("float16",), ("outputs", "gradients", "stability")),
     (ALSO, ("float32",), ("outputs", "gradients", "caching")),
 )
 
@@ -79,6 +81,18 @@ def test_jit_grad_and_vmap_of_a_call_with_fewer_key_heads():
     np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_the_device_of_interpreted_kernels_is_read_from_the_environment(monkeypatch):
+    read = backend._interpreted.__wrapped__
+    monkeypatch.delenv(backend.INTERPRETED, raising=False)
+    assert read() == backend.CUDA
+    monkeypatch.setenv(backend.INTERPRETED, "tpu")
+    assert read() == backend.TPU
+    monkeypatch.setenv(backend.INTERPRETED, "gpu")
+    with pytest.raises(ValueError, match="must be one of cuda, tpu; found 'gpu'"):
+        read()
+
+
+@pytest.mark.thorough
 def test_a_numpy_call_does_not_initialise_jax():
     code = """
 import jax, numpy as np, precondattn as pa

@@ -9,33 +9,16 @@ import pytest
 
 pytest.importorskip("jax")
 
-import jax
-import jax.numpy as jnp
 
-from precondattn.frame import Frame
+from precondattn.kernel_backend.kernel_table import recurrences_in
 from precondattn.kernel_backend.precise import VARIABLE
-from precondattn_pallas.backend import kernels_of
-from precondattn_pallas.configurations import REGISTRY, Configuration
+from precondattn_pallas.backend import CUDA, KERNELS, kernels_of
+from precondattn_pallas.configurations import Configuration
 from precondattn_pallas.lucid.solve import LucidSolveKernels
 from precondattn_pallas.precision import Products
-from precondattn_pallas.recurrence.channel_decay import (
-    gradients_of_channels,
-    read_of_channels,
-    scores_of_channels,
-)
-from precondattn_pallas.recurrence.chunk_arrays import ChunkPlan
 from precondattn_pallas.recurrence.chunk_inverse import unit_lower_inverse
-from precondattn_pallas.recurrence.chunk_tiles import pairs_of
-from precondattn_pallas.softmax.score_tiles import (
-    StaticMask,
-    met_by_keys,
-    met_by_queries,
-    segments_of,
-)
 from tests.backends.kernel_problems import (
-    EXTREME,
     error,
-    frame_of,
     later,
     leaf_of,
     problem,
@@ -48,11 +31,8 @@ from tests.backends.pallas.tiles import (
     check_extension,
     check_row,
     chunks_of,
-    in_jax,
-    quick,
     rounded,
     run,
-    small_tiles,
 )
 
 OPEN = "softmax[causal=false]"
@@ -67,8 +47,10 @@ ATTENTION = (
     row("bfloat16", "softmax", 33, "bfloat16", s=65, **HEADS),
     row("float16", OPEN, 31, "float16", s=63, **HEADS),
     row("few queries", "softmax[window=20]", 40, s=65, **HEADS),
-    row("lengths", "softmax", 40, s=50, **HEADS, masks={"lengths": (50, 3)}),
-    row("segments", "softmax", 49, s=65, **HEADS, masks=PACKED),
+    *later(
+        row("lengths", "softmax", 40, s=50, **HEADS, masks={"lengths": (50, 3)}),
+        row("segments", "softmax", 49, s=65, **HEADS, masks=PACKED),
+    ),
     row("masked", OPEN, 65, "bfloat16", **HEADS, masks={"key_mask": HIDDEN, **PACKED}),
     row("one token", "softmax[scale=0.1]", 1, **HEADS),
     *later(
@@ -79,7 +61,6 @@ ATTENTION = (
     row("few queries", f"laser({OPEN})", 31, "float16", s=63, **HEADS, apart=3.0),
     row("far", "laser(softmax[window=9])", 33, **HEADS, apart=100.0, masks=PACKED),
     *later(
-        row("close", "laser", 40, "bfloat16", **HEADS, apart=0.1),
         row("lengths", "laser", 33, s=50, **HEADS, masks={"lengths": (50, 3)}),
         row("no token", "laser", 20, **HEADS, apart=100.0, masks={"lengths": (20, 0)}),
         # Padded queries have an output of 0, far from values that differ between segments.
@@ -103,19 +84,16 @@ SHIPPED = {
 }
 LUCID = (
     row("float16", BETA, 65, "float16", **KEYS),
-    row("equal keys", "lucid_solve[eps=0]", 50, keys="equal", how={"bound": 1e-4}),
-    row("padding", BETA, 40, "bfloat16", b=2, keys="clustered", masks={"lengths": (40, 0)}),
     row("segments", "lucid_solve", 70, **KEYS, masks={"segments": (7, 40)}),
-    row("wide keys", "lucid_solve", 18, "bfloat16", d=136, e=8),
     *later(
-        row("float32", BETA, 65, **KEYS),
+        row("equal keys", "lucid_solve[eps=0]", 50, keys="equal", how={"bound": 1e-4}),
+        row("padding", BETA, 40, "bfloat16", b=2, keys="clustered", masks={"lengths": (40, 0)}),
+        row("wide keys", "lucid_solve", 18, "bfloat16", d=136, e=8),
         row("float32", BETA, 129, **KEYS),
-        row("bfloat16", BETA, 63, "bfloat16", **KEYS),
         *(
             row("zero keys", f"lucid_solve[eps={eps}]", 50, keys="zero", how={"bound": 1e-4})
             for eps in (0, 1e-6)
         ),
-        row("padding", BETA, 40, b=2, keys="clustered", masks={"lengths": (33, 13)}),
         row("wide values", "lucid_solve", 18, "bfloat16", d=16, e=136),
         row("given", "lucid_solve[normalize=given]", 34, "bfloat16", keys="clustered"),
         row("shipped tiles", BETA, 130, keys="clustered", how={"tiles": SHIPPED}),
@@ -127,17 +105,16 @@ MASKED = {"key_mask": np.arange(40).reshape(2, 20) % 7 > 2}
 RECURRENCES = (
     row("clustered keys", "gated_delta", 40, keys="clustered", h=1, how={"bound": 1e-4}),
     row("zero keys, extreme gates", "gated_delta", 40, h=4, n=2, keys="zero", gates="extreme"),
-    row("masks", "gated_delta", 40, b=2, h=1, masks=BOTH),
-    *(row("", leaf, 20, h=4, n=2) for leaf in ("ssd", "linear[normalize=true]")),
-    row("masked keys", "conditioned_query", 9, s=20, **HEADS, masks=MASKED, how={"bound": 1e-5}),
+    row("", "linear[normalize=true]", 20, h=4, n=2),
     *later(
+        row("", "ssd", 20, h=4, n=2),
+        row("masks", "gated_delta", 40, b=2, h=1, masks=BOTH),
+        row("keys", "conditioned_query", 9, s=20, **HEADS, masks=MASKED, how={"bound": 1e-5}),
         row("float32", "gated_delta", 33, **HEADS),
         row("wide", "gated_delta", 31, "bfloat16", d=40, e=72, **HEADS),
         row("one token", "gated_delta", 1, "float16", d=8, e=8, **HEADS),
-        row("equal keys", "gated_delta", 40, keys="equal", h=1, how={"bound": 1e-4}),
         *(row("", leaf, 20, h=4, n=2) for leaf in ("delta[scale=0.3]", "retention")),
         row("bfloat16", "conditioned_query[decay=head]", 20, "bfloat16", h=4, n=2),
-        row("masked", "conditioned_query", 20, **HEADS, masks=MASKED, how={"bound": 1e-5}),
         *(row("bfloat16", leaf, 65, "bfloat16", how=OF_64, e=72) for leaf in ("gla", "kda")),
         row("extreme", "kda", 63, h=1, gates="extreme", keys="clustered", how=OF_64),
         *(
@@ -152,6 +129,7 @@ RECURRENCES = (
         *(
             row(dtype, leaf, t, dtype, h=4, n=2, gates="extreme" if t > 30 else "random")
             for leaf, t, dtype in (
+                ("hgrn2", 33, "float32"),
                 ("gdn2", 33, "float32"),
                 ("gdn2[scale=0.3]", 17, "bfloat16"),
                 ("comba", 33, "float32"),
@@ -177,84 +155,39 @@ def test_output_and_gradients_are_those_of_the_definition(made):
     check_row(made)
 
 
-class Asked(dict):
-    """Tiles by kernel; it notes which ones are asked for."""
-
-    def __init__(self, tiles):
-        super().__init__(tiles)
-        self.names = set()
-
-    def __contains__(self, name):
-        self.names.add(name)
-        return super().__contains__(name)
-
-
-@pytest.mark.thorough
-def test_every_kernel_has_a_row(monkeypatch):
-    """What a row asks tiles for while it is traced, apart from steps."""
-    jax.clear_caches()  # What another test has traced asks for no tiles again.
-    names = {key.kernel for key in REGISTRY.untuned}
-    asked = Asked(dict.fromkeys(names, Configuration(16, 16)))
-    monkeypatch.setattr(REGISTRY, "_forced", asked)
-    for made in {type(each.values[0].leaf): each.values[0] for each in EVERY}.values():
-        truth, kernels = truth_of_row(made), kernels_of(made.leaf, interpret=True)
-
-        def both(x, d_out, leaf=made.leaf, kernels=kernels):
-            out, kept = kernels.forward(leaf, x, Frame(None, None))
-            return kernels.backward(leaf, x, Frame(None, None), out, kept, d_out)
-
-        jax.eval_shape(both, in_jax(truth.x), jnp.asarray(truth.cotangent))
-    assert names - asked.names == {"lucid_decode"}
+def test_every_leaf_with_kernels_has_a_row():
+    table = KERNELS[CUDA]
+    leaves = {*recurrences_in(table), *(leaf for leaf in table if isinstance(leaf, type))}
+    assert {leaf.name for leaf in leaves} == {each.values[0].leaf.name for each in EVERY}
 
 
 @pytest.mark.parametrize(
-    ("leaf", "t"),
+    "leaf",
     [
-        ("gated_delta", 19),
-        ("comba", 19),
-        *(pytest.param(leaf, 19, marks=pytest.mark.thorough) for leaf in ("gla", "gsa", "kda")),
-        *(pytest.param(f"erasing_{r}", 19, marks=pytest.mark.thorough) for r in ("kda", "delta")),
+        "gated_delta",
+        *(
+            pytest.param(leaf, marks=pytest.mark.thorough)
+            for leaf in ("comba", "gla", "gsa", "kda", "erasing_kda", "erasing_delta")
+        ),
     ],
 )
-def test_an_extension_and_its_gradient(leaf, t):
+def test_an_extension_and_its_gradient(leaf):
     leaf = leaf_of(leaf)
-    x, cotangent = problem(leaf, t, h=4, n=2)
+    x, cotangent = problem(leaf, 19, h=4, n=2)
     check_extension(kernels_of(leaf, interpret=True), leaf, x, cotangent, **chunks_of(16))
 
 
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("t", [50, 23])
-def test_exactly_the_tiles_with_a_visible_pair_are_visited(t, causal, window):
-    """No tile is missed; tiles masked by causality, window or segments are not visited."""
-    s, frame = 50, frame_of(t, 50, 2, segments=(13, 30))
-    mask = StaticMask(t, s, causal, window)
-    is_visible = np.broadcast_to(frame.visible(causal=causal, window=window)[:, 0], (2, t, s))
-    segments = segments_of(mask, 2, None, jnp.asarray(frame.k_segment))
-    for met, sees in (
-        (met_by_queries(mask, segments, 8, 4), is_visible),
-        (met_by_keys(mask, segments, 8, 4), is_visible.transpose(0, 2, 1)),
-    ):
-        low, high = map(np.asarray, met)
-        for b, i in np.ndindex(*low.shape):
-            columns = np.flatnonzero(sees[b, 8 * i : 8 * i + 8].any(0)) // 4
-            if columns.size:
-                assert (low[b, i], high[b, i]) == (columns.min(), columns.max() + 1)
-            else:
-                assert low[b, i] >= high[b, i]
-
-
-@pytest.mark.parametrize(
-    "lengths", [(64, 64, 16), pytest.param((128, 64, 64), marks=pytest.mark.thorough)]
-)
-def test_lucid_multiplies_no_tiles_of_other_segments(lengths):
+@pytest.mark.thorough
+def test_lucid_multiplies_no_tiles_of_other_segments():
     """Entries of Φ between segments are 0, but multiplying them by NaN would give NaN."""
+    lengths = (64, 64, 16)
     ids = np.repeat(np.arange(3), lengths)[None]
     made = row("", BETA, sum(lengths), keys="clustered", masks={"ids": ids}).values[0]
     require_same_beside_nan(LucidSolveKernels(interpret=True), made, ids, run)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_each_channel_of_lucid_is_as_accurate_as_alone(dtype):
     """The largest float16 is 65504."""
     made = row("", "lucid_solve", 34, dtype, keys="clustered", values="channels").values[0]
@@ -264,16 +197,8 @@ def test_each_channel_of_lucid_is_as_accurate_as_alone(dtype):
         assert error(y[..., channel], truth.out[..., channel]) < BOUNDS[dtype]
 
 
-def test_lucid_of_one_token_is_its_value():
-    made = row("", "lucid_solve", 1, **KEYS).values[0]
-    truth = truth_of_row(made)
-    y, _, gradients = run(LucidSolveKernels(interpret=True), made.leaf, truth)
-    assert error(y, truth.x["v"]) < 1e-6
-    assert error(gradients["v"], truth.cotangent) < 1e-6
-    assert not gradients["k"].any()
-
-
-@pytest.mark.parametrize("keys", ["clustered", pytest.param("equal", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("keys", ["clustered", "equal"])
 def test_coinciding_keys_cost_a_precise_kernel_no_accuracy_in_float16(monkeypatch, keys):
     monkeypatch.setenv(VARIABLE, "1")
     check_row(row("", "delta", 40, "float16", keys=keys, h=1, how={"bound": 8e-4}).values[0])
@@ -286,52 +211,3 @@ def test_an_inverse_of_64_tokens_is_accurate(keys):
     given, strict = rounded(np.tril(2 * k @ k.T, -1), "float32")
     result = unit_lower_inverse(Products(interpret=True, tf32=False), given)
     assert error(result, np.linalg.inv(np.eye(64) + strict)) < 2e-5
-
-
-def test_a_strong_gate_costs_later_weak_gates_no_accuracy():
-    g = -np.abs(np.random.default_rng(0).normal(size=64)) * 1e-3
-    g[5] = -150.0
-    result = pairs_of({"g": jnp.asarray(g, dtype="float32")}, 64)
-    total = np.cumsum(g)
-    expected = np.tril(np.exp(np.minimum(total[:, None] - total[None, :], 0)))
-    assert error(result, expected) < 1e-6
-
-
-def test_the_scores_of_a_chunk_and_their_gradients():
-    """F(A, q, k) = Σ_{j≤i,c} A_ij q_ic k_jc D_ijc for two queries per key, in two chunks.
-
-    Gates are weak in half of the channels, and open or closed in the others.
-    """
-    rng = np.random.default_rng(0)
-    shapes = {"q": (1, 2, 128, 32), "k": (1, 128, 32), "a": (1, 2, 128, 64)}
-    x = {name: rng.normal(size=shape) for name, shape in shapes.items()}
-    weak, extreme = -0.3 * rng.gamma(1, size=(1, 128, 16)), rng.choice(EXTREME, size=(1, 128, 16))
-    x["g"] = np.maximum(np.concatenate([weak, extreme], axis=2), -200)
-    given, exact = ({n: rounded(a, "float32")[i] for n, a in x.items()} for i in (0, 1))
-    plan = ChunkPlan(Products(interpret=True, tf32=False), 64, 32)
-
-    def of_chunks(x):
-        a = x.pop("a")
-        gradients = gradients_of_channels(plan, x, a)
-        return scores_of_channels(plan, x), read_of_channels(plan, x, a), *gradients
-
-    with small_tiles(**chunks_of(64)):
-        result = quick(of_chunks)(given)
-
-    q, a = (exact[name].reshape(2, 2, 64, -1) for name in "qa")
-    k, g = (exact[name].reshape(2, 64, 32) for name in "kg")
-    total = np.cumsum(g, axis=1)
-    i, j, t = np.ogrid[:64, :64, :64]
-    sums = np.minimum(total[:, :, None] - total[:, None], 0)
-    decay = np.where((j <= i)[..., 0, None], np.exp(sums), 0)
-    crossing = ((j < t) & (t <= i)).astype(float)
-    parts = np.einsum("rnij,rnic,njc,nijc->nijc", a, q, k, decay)
-    expected = (
-        np.einsum("rnic,njc,nijc->rnij", q, k, decay),
-        np.einsum("rnij,njc,nijc->rnic", a, k, decay),
-        np.einsum("rnij,njc,nijc->rnic", a, k, decay),
-        np.einsum("rnij,rnic,nijc->njc", a, q, decay),
-        np.einsum("ijt,nijc->ntc", crossing, parts),
-    )
-    for index, (array, correct) in enumerate(zip(result, expected, strict=True)):
-        assert error(array, correct.reshape(array.shape)) < 1e-5, index

@@ -15,8 +15,6 @@ from precondattn_pallas.configurations import REGISTRY, Configuration, forced
 from tests.backends import kernel_problems as problems
 from tests.backends.kernel_problems import error, frame_of, truth_of, truth_of_row, wide
 
-__all__ = ["frame_of"]
-
 WIDE, HIGH = Configuration(16, 32), Configuration(32, 16)
 KINDS = ("forward", "query_gradient", "key_gradient")
 SMALL = {

@@ -7,34 +7,7 @@ import precondattn as pa
 from precondattn.frame import full_frame
 from precondattn_portable.arithmetic import IN_PLACE
 from precondattn_portable.layout import Tile
-from precondattn_portable.masks import MOST_KEPT, Mask
-
-IDS = {
-    "blocks": np.arange(24)[None] // 4,
-    "one": np.zeros((1, 24), dtype=np.int64),
-    "each": np.arange(24)[None],
-    "of_two_sequences": np.stack([np.arange(24) // 5, np.arange(24) // 9]),
-}
-
-
-@pytest.mark.parametrize("ids", IDS)
-@pytest.mark.parametrize("t", [24, 7])
-@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 3}, {"strict": True}])
-def test_the_columns_of_a_row_block_are_those_from_the_first_to_the_last_visible_key(
-    ids, t, options
-):
-    s = IDS[ids].shape[1]
-    frame = full_frame(t, s, np.zeros(1), segment_ids=IDS[ids])
-    mask = Mask(frame, s, s - t, **options)
-    for i0 in range(0, t, 5):
-        i1 = min(i0 + 5, t)
-        visible = np.any(mask.visible(IN_PLACE, np.zeros(1), Tile(i0, i1, 0, s)), axis=(0, 1, 2, 3))
-        low, high = mask.columns(i0, i1)
-        seen = np.flatnonzero(visible)
-        if len(seen) and not options.keys() & {"window", "strict"}:
-            assert (low, high) == (seen[0], seen[-1] + 1)
-        assert not visible[:low].any()
-        assert not visible[high:].any()
+from precondattn_portable.masks import Mask
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -59,16 +32,7 @@ def test_row_blocks_are_masked_as_the_definition_says(t, size, strict, causal, w
         assert not whole[i0:i1, high:].any()
 
 
-def test_few_masks_are_kept():
-    """The masks of a step are not all kept, since each row block has another mask."""
-    mask = Mask(full_frame(24, 24, np.zeros(1)), 24, 0, window=5)
-    for i0 in range(0, 24, 2):
-        mask.apply(IN_PLACE, np.ones((1, 1, 2, 24)), Tile(i0, i0 + 2, 0, 24))
-    assert len(mask._of_positions) <= MOST_KEPT
-
-
-@pytest.mark.parametrize("expression", ["softmax[bias=true]", "lucid(softmax[bias=true])"])
-def test_a_packed_call_with_a_bias_computes_no_blocks_of_other_segments(expression, monkeypatch):
+def test_a_packed_call_with_a_bias_computes_no_blocks_of_other_segments(monkeypatch):
     # A bias relates pairs of tokens, so that the segments can not be moved into a batch.
     # Row blocks have up to 256 rows.
     s, length, widths, columns = 768, 128, [], Mask.columns
@@ -81,7 +45,7 @@ def test_a_packed_call_with_a_bias_computes_no_blocks_of_other_segments(expressi
     monkeypatch.setattr(Mask, "columns", noted)
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, s, 1, 4))
     ids = np.arange(s)[None] // length
-    m, bias = pa.parse(expression), np.zeros((1, 1, s, s))
+    m, bias = pa.parse("lucid(softmax[bias=true])"), np.zeros((1, 1, s, s))
     _, pullback = m.vjp(q, k, v, bias=bias, segment_ids=ids, backend="portable")
     pullback(v)
     assert 0 < max(widths) <= 2 * length

@@ -15,7 +15,7 @@ from precondattn.cache import Cache
 from precondattn.spec.l2_norm import l2_norm
 from precondattn.spec.recurrence import Stream, recurrent, recurrent_vjp
 from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
-from precondattn_portable import chunkwise, few_tokens
+from precondattn_portable import chunkwise
 from precondattn_portable.arithmetic import IN_PLACE, STANDARD
 from precondattn_portable.chunkwise import Chunkwise
 from precondattn_portable.few_tokens import FewTokens
@@ -28,7 +28,10 @@ torch = pytest.importorskip("torch")
 from precondattn_torch.arithmetic import TORCH  # noqa: E402
 
 CHUNK = 8
+FIELDS = ("erase", "undecayed")
 KINDS = ("none", "head", "key", "value", "delta", "gated delta", "key delta")
+ERASING = tuple(f"{gate}delta, {name}" for gate in ("", "gated ", "key ") for name in FIELDS)
+"""Delta rules that erase with another key, read in the decayed state or before the decay."""
 ARITHMETIC = {"numpy": IN_PLACE, "array_api_strict": STANDARD, "torch": TORCH}
 LIBRARIES = {
     "numpy": np.asarray,
@@ -59,7 +62,8 @@ def unit(rng, *shape):
 
 def problem(kind, s, t=None, r=1, gates="any"):
     """A stream, its initial state, and cotangents of the outputs and the last state."""
-    rng = np.random.default_rng([KINDS.index(kind), s, r])
+    rng = np.random.default_rng([(*KINDS, *ERASING).index(kind), s, r])
+    kind, _, field = kind.partition(", ")
     b, m, d, e = 2, 2, 4, 3
     few, equal = unit(rng, 4, d), rng.integers(4, size=(b, m, s))
     few[0] = 0
@@ -69,7 +73,13 @@ def problem(kind, s, t=None, r=1, gates="any"):
     beta = rng.choice([0.0, 1.0, 2.0, 0.3], size=(b, m, s)) if "delta" in kind else None
     q, v = rng.normal(size=(b, m, t or s, r, d)), rng.normal(size=(b, m, s, e))
     state = rng.normal(size=(b, m, d, e))
-    return Stream(q, k, v, g, beta), state, rng.normal(size=(*q.shape[:4], e)), 0.5 * state[::-1]
+    erase = {field: k + 0.3 * rng.normal(size=k.shape)} if field else {}
+    return (
+        Stream(q, k, v, g, beta, **erase),
+        state,
+        rng.normal(size=(*q.shape[:4], e)),
+        0.5 * state[::-1],
+    )
 
 
 def moved(x, to):
@@ -106,7 +116,7 @@ def several_groups(monkeypatch):
 
 @pytest.mark.usefixtures("several_groups")
 @pytest.mark.parametrize(("s", "r"), [(1, 3), (7, 1), (8, 3), (9, 1), (21, 1), (21, 3)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *ERASING])
 def test_chunks_are_the_definition(kind, s, r):
     for t in sorted({s, max(s - 2, 1), 1}):
         check(problem(kind, s, t, r), Chunkwise(IN_PLACE, CHUNK))
@@ -124,8 +134,17 @@ def test_no_gate_costs_accuracy(kind, gates):
     check(given, Chunkwise(IN_PLACE), lambda a: a.astype(np.float32), 2e-5)
 
 
+@pytest.mark.thorough(but=("gated delta, undecayed",))
+@pytest.mark.parametrize("kind", [*KINDS[3:], *ERASING])
+def test_chunks_of_jax_are_the_definition(kind):
+    jax = pytest.importorskip("jax")
+    from precondattn_jax.chunkwise import Chunkwise as JaxChunkwise
+
+    check(problem(kind, 150), JaxChunkwise(), jax.numpy.asarray, 1e-5)
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *(kind for kind in ERASING if kind[:5] != "delta")])
 def test_few_tokens_and_one_token_are_the_definition(kind, library):
     ops, to = ARITHMETIC[library], LIBRARIES[library]
     decays = kind not in ("none", "delta")
@@ -141,12 +160,6 @@ def test_few_tokens_and_one_token_are_the_definition(kind, library):
         all_equal(found, recurrent(x, state), 1e-12)
         assert (found[1] is given) == in_place
         assert in_place or np.array_equal(np.asarray(given), state)
-
-
-def test_unsupported_decays_are_refused():
-    x, state, *_ = problem("value", 4)
-    with pytest.raises(ValueError, match="one for each value channel; found 1 x 3 decays"):
-        Chunkwise(IN_PLACE).forward(x._replace(beta=np.ones((2, 2, 4))), state)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 9, 24, 33, 64, 128])
@@ -172,47 +185,12 @@ MECHANISMS = ("linear", "linear[normalize=true]", "retention", "ssd", "gla", "de
 MECHANISMS += ("kda", "rwkv6", "gsa")
 
 
-def refuse(*_):
-    raise AssertionError("few tokens were computed in chunks")
-
-
-@pytest.mark.parametrize("text", [*MECHANISMS, "ccq(gla)", "ccq[covariance=decayed](gated_delta)"])
-def test_small_calls_and_steps_of_one_token_have_no_chunks(text, monkeypatch):
-    m = pa.parse(text)
-    x = make_inputs(m, CallLayout("test", b=2, t=9, s=9), "random")
-    segments = np.asarray([[0] * 4 + [2] * 5, [1] * 9], dtype=np.int32)
-    masks = {"segment_ids": segments}, {"lengths": [9, 3]}, {}
-    expected = [m(**x, **each, backend="reference") for each in masks]
-    cache = m.init_cache(**x)
-    _, cache = m.extend(cache, **slice_tokens(m, x, 0, 8))
-    monkeypatch.setattr(Chunkwise, "forward", refuse)
-    monkeypatch.setattr(Chunkwise, "read", refuse)
-    for each, reference in zip(masks, expected, strict=True):
-        np.testing.assert_allclose(m(**x, **each), reference, rtol=1e-9, atol=1e-11)
-    _, longer = m.extend(cache, **slice_tokens(m, x, 8, 9), lengths=[1, 0])
-    for name, state in longer.store.items():
-        assert np.array_equal(state[1], cache.store[name][1]), "an empty sequence has changed"
-        assert not np.array_equal(state[0], cache.store[name][0])
-
-
-def test_calls_with_many_pairs_are_in_chunks():
-    def x(tokens, heads, *channels):
-        k = np.zeros((1, tokens, heads, 8))
-        return {"q": k, "k": k, "v": k, "g": np.zeros((1, tokens, heads, *channels))}
-
-    assert few_tokens.is_few(x(64, 8))
-    assert not few_tokens.is_few(x(64, 8, 8))
-    assert few_tokens.is_few(x(16, 8, 8))
-    assert not few_tokens.is_few(x(few_tokens.TOKENS + 1, 1))
-
-
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize(
     "expression",
     [
-        *(*MECHANISMS, "differential", "differential(gsa)", "softmax", "softmax[window=3]"),
-        *("lucid[beta=true]", "lucid[eps=0]", "lucid[scale=9]", "lucid(softmax[window=3])"),
-        "lucid[normalize=queries_and_keys]",
+        *(*MECHANISMS, "differential", "differential(gsa)", "softmax[window=3]"),
+        *("lucid[beta=true]", "lucid(softmax[window=3])", "lucid[normalize=queries_and_keys]"),
     ],
 )
 def test_a_donated_cache_and_one_that_is_kept_give_the_steps_of_the_reference(expression, library):

@@ -247,14 +247,6 @@ def both(*changes):
     return change
 
 
-def strided(array):
-    """The same array, of which no axis is contiguous."""
-    if array.ndim < 2:
-        return array
-    twice = torch.stack((array, array), -1).transpose(0, 1)
-    return twice.contiguous().transpose(0, 1)[..., 0]
-
-
 def cluster(x, d_out):
     """Keys in a cluster, some equal, to which most directions of PaTH are nearly orthogonal.
 

@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.recurrence.channel_decay import between, sums_over
-from precondattn_triton.recurrence.chunk_tiles import pairs_of
 from precondattn_triton.triangular_inverse import unit_lower_inverse
 
 
@@ -12,12 +11,6 @@ from precondattn_triton.triangular_inverse import unit_lower_inverse
 def inverse(strict, result, SIZE: tl.constexpr, LEVELS: tl.constexpr):
     at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     tl.store(result + at, unit_lower_inverse(tl.load(strict + at), SIZE, LEVELS, "ieee"))
-
-
-@triton.jit
-def decay_factors(g, result, SIZE: tl.constexpr):
-    at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    tl.store(result + at, pairs_of(g, 0, SIZE, False))
 
 
 @triton.jit

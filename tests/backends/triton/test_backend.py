@@ -4,7 +4,6 @@ import os
 import runpy
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,38 +14,21 @@ import torch
 
 import precondattn as pa
 from precondattn.kernel_backend.precise import VARIABLE
+from precondattn_conformance.grid import TWO_OF_33
 from precondattn_conformance.runner import Report, run_case
 from precondattn_conformance.status import FAILED, PASSED
-from precondattn_triton.backend import is_interpreting
 from precondattn_triton.precision import as_the_user_allows, product_precision
-from tests.backends.mechanism_groups import fewer_queries, groups, only, slow_unless
-from tests.backends.triton.calls import KernelCall
+from tests.backends.mechanism_groups import fewer_queries, groups, groups_of, only, slow_unless
 from tests.backends.triton.tiles import small_tiles
 
+OPTIONS = ("window=3", "causal=false,window=3", "bias=true", "softcap=2", "sink=true")
 TAKEN = (
-    "lucid_solve",
-    "lucid_solve[beta=true]",
-    "lucid",
-    "lucid[beta=true]",
-    "lucid_solve[metric=transported]",
-    "lucid(path)",
-    "unit_rows",
-    "unit_rows[detach=false]",
-    "row_normalized",
-    "laser",
-    "laser(softmax[causal=false])",
-    "laser(softmax[window=3])",
-    "laser(softmax[bias=true])",
-    "lucid(laser)",
-    "path",
-    "path[window=3]",
-    "softmax[window=3]",
-    "softmax[causal=false,window=3]",
-    "softmax[bias=true]",
-    "softmax[softcap=2]",
-    "softmax[sink=true]",
-    "softmax[distance=slopes]",
-    "gated_delta",
+    *("lucid_solve", "lucid_solve[beta=true]", "lucid", "lucid[beta=true]"),
+    *("lucid_solve[metric=transported]", "lucid(path)", "lucid(laser)"),
+    *("unit_rows", "unit_rows[detach=false]", "row_normalized", "gated_delta"),
+    *("laser", *(f"laser(softmax[{name}])" for name in ("causal=false", "window=3", "bias=true"))),
+    *("path", "path[window=3]"),
+    *(f"softmax[{name}]" for name in (*OPTIONS, "distance=slopes")),
 )
 OF_ANY_WIDTH = tuple(name for name in TAKEN if not name.startswith("laser"))
 """LASER's kernels decline the widths of the suite's cases in half precision."""
@@ -56,6 +38,8 @@ OF_LONG_KERNELS = ("path", "path[window=3]", "gated_delta")
 """Mechanisms that are slow in half precision, which the tests of their kernels cover."""
 RECURRENCES = ("gated_delta", "ssd", "gla", "gsa", "kda", "conditioned_query", "ccq(gated_delta)")
 DTYPES = ("float32", "bfloat16", "float16")
+STATES = {"states": ((TWO_OF_33, "clustered"),)}
+"""Three chunks: only the second one has both an initial state and a gradient of its last one."""
 INTERPRET = "TRITON_INTERPRET"
 
 
@@ -68,6 +52,7 @@ INTERPRET = "TRITON_INTERPRET"
             lambda mechanism: mechanism not in OF_LONG_KERNELS,
             only(OF_ANY_WIDTH.__contains__, groups("smoke", "torch", DTYPES[1:])),
         ),
+        *only(("gla", "kda").__contains__, groups_of("torch", "float32", STATES)),
         *fewer_queries("torch", "float16", (*WITH_GRADIENT_IN_FLOAT16, *RECURRENCES)),
     ],
 )
@@ -109,40 +94,12 @@ def test_tf32_is_the_users_choice_in_float32_and_in_precise_kernels_in_float16(m
         matmul.fp32_precision = before
 
 
-@pytest.mark.skipif(not is_interpreting(), reason="kernels run on a GPU")
-def test_interpreted_calls_from_several_threads_wait_for_each_other():
-    x, _ = KernelCall("linear", 33).arrays()
-    other = {name: -2 * array for name, array in x.items()}
-
-    def call(x):
-        return pa.Linear()(**x, backend="triton")
-
-    expected = [call(x), call(other)] * 2
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(call, [x, other] * 2))
-    assert all(torch.equal(out, alone) for out, alone in zip(found, expected, strict=True))
-
-
 def test_the_ledger_is_generated_from_the_saved_reports():
     """The ledger equals the output of `docs/make_ledger.py`."""
     docs = Path(__file__).parents[3] / "docs"
     maker = runpy.run_path(str(docs / "make_ledger.py"))
     made = maker["page"](maker["reports"](), maker["reports"]("other_versions"))
     assert (docs / "kernel_ledger.md").read_text(encoding="utf-8") == made
-
-
-@pytest.mark.thorough
-def test_a_named_interpreted_backend_has_the_arithmetic_of_a_gpu():
-    """The arithmetic is a GPU's also in a process that does not import the checks of kernels."""
-    code = """
-import torch, precondattn as pa
-torch.manual_seed(0)
-q, k, v = torch.randn(3, 1, 20, 2, 8).bfloat16()
-out = pa.Lucid()(q, k, v, backend=("triton", "torch"))
-expected = pa.Lucid()(q.double(), k.double(), v.double())
-assert (out - expected).abs().max() < 3e-2
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, INTERPRET: "1"})
 
 
 @pytest.mark.thorough

@@ -43,17 +43,6 @@ def test_a_sum_of_gates_has_the_digits_of_two_numbers_in_bfloat16(level):
     assert error(result, expected) < 2.0**-15
 
 
-def test_a_strong_gate_costs_later_weak_gates_no_accuracy():
-    g = -drawn(64).abs() * 1e-3
-    g[5] = -150.0
-    result = torch.full((64, 64), torch.nan)
-    with small_tiles():
-        pieces.decay_factors[(1,)](g, result, 64)
-    total = g.double().cumsum(0)
-    expected = torch.tril((total[:, None] - total).clamp_max(0).exp())
-    assert error(result, expected) < 1e-6
-
-
 def of_rows(leaf, o, d_y, backend=Triton.name):
     rows = o.clone().requires_grad_()
     with small_tiles():
@@ -82,14 +71,6 @@ def test_rows_about_as_long_as_eps_or_zero(detach):
 def test_rows_whose_squares_overflow_or_vanish(size):
     y = pa.UnitRows(eps=0)(size * drawn(1, 4, 2, 8), backend=Triton.name)
     torch.testing.assert_close(y.norm(dim=-1), torch.ones(1, 4, 2))
-
-
-def test_rows_in_half_precision_are_rounded_once_and_the_widest_are_supported():
-    o = drawn(1, 4, 2, 48).half()
-    half, single = (pa.UnitRows()(x, backend=Triton.name) for x in (o, o.float()))
-    assert torch.equal(half, single.half())
-    widest = torch.ones(1, 1, 1, unit_rows.WIDEST)
-    assert pa.UnitRows()(widest, backend=Triton.name).norm() == pytest.approx(1)
 
 
 def test_the_gradient_has_no_row_after_the_last():

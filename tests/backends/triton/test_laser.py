@@ -89,32 +89,21 @@ def segments_apart(x, d_out):
 
 @rows(
     row("one token", laser(), 1, h=2, n=2, d=8, e=16, smallest=1e-3, then=is_close([True, True])),
-    row("15 tokens, to both sides", BOTH_SIDES, 15, h=2, d=12, then=CLOSE),
-    row("bfloat16", laser(), 16, h=4, n=2, e=40, dtype="bfloat16", then=is_close([True, True])),
     row("wide keys", laser(), 17, d=40, e=12, then=CLOSE),
     row(
         "float16", laser(), 33, h=2, n=2, e=16, dtype="float16", then=is_close([True, True]),
         marks=thorough,
     ),
-    row("bfloat16, to both sides", BOTH_SIDES, 33, h=2, d=8, dtype="bfloat16", then=CLOSE),
     row("broad and high tiles", laser(), 70, tiles=tiles(BROAD, HIGH, BROAD)),
     row("last queries", laser(), 17, s=40),
-    row("more queries than keys", BOTH_SIDES, 40, s=17),
     row(
         "padding", laser(), 33, b=3, dtype="bfloat16", lengths=(0, 20, 33),
         then=is_close([True], [True], [True]),
     ),
-    row("padding, to both sides", BOTH_SIDES, 33, b=3, lengths=(0, 20, 33)),
     row("segments", laser(), 35, b=2, segments=((10, 8, 17), (35,))),
-    row("segments of last queries", laser(), 20, s=35, b=2, segments=((12, 12, 11), (17, 17, 1))),
     # The inner tiles of the second segment have a border on both sides, and no mask.
     row("a long segment, to both sides", BOTH_SIDES, 70, segments=((20, 47, 3),)),
     row("masked keys", laser(), 33, b=2, hides_keys=True, then=second_is_zero),
-    row(
-        "masked keys, to both sides", BOTH_SIDES, 33, b=2, hides_keys=True,
-        change=scaled(v=0.1), then=second_is_zero,
-    ),
-    row("small logits", laser(), 33, change=scaled(q=1e-4)),
     # Float32 rounds logits of that size to 1e-3, and so their exponentials; the gradient of q comes
     # from the few rows in which two logits are nearly equal.
     row(
@@ -125,8 +114,6 @@ def segments_apart(x, d_out):
     row("nearly apart", laser(), 33, change=near_the_limit, gradient_bound=2e-4, then=CLOSE),
     # e^v is close to 1, where the spacing of these numbers is as large as the values.
     row("small values in bfloat16", laser(), 33, change=scaled(v=1e-2), dtype="bfloat16"),
-    row("shipped tiles", laser(EVERYTHING), 33, h=2, change=GENTLE, shared="h", tiles=None),
-    row("shipped tiles in half", laser(), 33, dtype="bfloat16", tiles=None),
     row(
         "shipped tiles, all options in half", laser(EVERYTHING), 33, h=2, change=GENTLE,
         shared="h", dtype="bfloat16", tiles=None,
@@ -139,10 +126,13 @@ def test_close_values(call, then):
 @rows(
     row("float32", laser(), 17, h=2, e=12, change=FAR, then=APART),
     row("float16", laser(), 17, e=12, change=FAR, dtype="float16", then=APART, marks=thorough),
-    row("bfloat16", BOTH_SIDES, 17, h=2, e=12, change=FAR, dtype="bfloat16", then=APART),
+    row(
+        "bfloat16", BOTH_SIDES, 17, h=2, e=12, change=FAR, dtype="bfloat16", then=APART,
+        marks=thorough,
+    ),
     row(
         "several groups of channels", laser(), 17, s=20, e=20, change=FAR,
-        patches={"precondattn_triton.softmax.laser_exact.EXACT_CHANNELS": 16},
+        patches={"precondattn_triton.softmax.laser_exact.EXACT_CHANNELS": 16}, marks=thorough,
     ),
     row(
         "masks", BOTH_SIDES, 17, b=2, change=FAR, lengths=(16, 5), segments=((4, 13), (17,)),
@@ -150,7 +140,7 @@ def test_close_values(call, then):
     ),
     row(
         "close and far heads", laser(), 17, b=2, h=2, n=2, change=close_in_the_second,
-        then=is_close([True, False], [True, True]),
+        then=is_close([True, False], [True, True]), marks=thorough,
     ),
     *(
         row(
@@ -163,7 +153,7 @@ def test_close_values(call, then):
     row("very large", laser(), 17, change=very_large, bound=1e-6, gradient_bound=2e-3),
     row(
         "segments apart", laser(), 12, b=2, change=segments_apart, lengths=(12, 5),
-        segments=((4, 4, 4), (4, 4, 4)), gradient_bound=1e-4,
+        segments=((4, 4, 4), (4, 4, 4)), gradient_bound=1e-4, marks=thorough,
     ),
 )  # fmt: skip
 def test_values_far_apart(call, then):
@@ -172,20 +162,17 @@ def test_values_far_apart(call, then):
 
 def windowed(window, causal):
     options = f"window={window},causal={causal}"
-    return row(options, laser(options), 50, s=70)
+    return row(options, laser(options), 34, s=50)
 
 
 @rows(
-    row("window to both sides", laser("causal=false,window=17"), 18, change=FAR, then=APART),
     row(
-        "slopes and window to both sides", laser("causal=false,window=9,distance=slopes"), 35, h=2,
-        change=GENTLE, then=CLOSE,
+        "window to both sides", laser("causal=false,window=17"), 18, change=FAR, then=APART,
+        marks=thorough,
     ),
-    row("bias", laser("bias=true"), 18, change=FAR, then=APART),
     row("all", laser(EVERYTHING), 35, h=2, change=GENTLE, then=CLOSE),
     row("all, far apart", laser(EVERYTHING), 18, h=2, change=scaled(v=100, slopes=0.1), then=APART),
     row("all, last query", laser(EVERYTHING), 1, s=40, h=2, d=12, e=16, change=GENTLE),
-    row("all, bfloat16", laser(EVERYTHING), 15, h=2, n=2, e=20, dtype="bfloat16", change=GENTLE),
     row(
         "all, float16", laser(EVERYTHING), 17, s=33, h=4, n=2, d=20, e=12, dtype="float16",
         change=GENTLE, marks=thorough,
@@ -200,18 +187,14 @@ def windowed(window, causal):
     row("masking bias", laser("bias=true"), 20, change=masking_bias, then=has_no_row_17),
     row(
         "masking bias, far apart", laser("bias=true"), 20, change=both(FAR, masking_bias),
-        then=has_no_row_17,
+        then=has_no_row_17, marks=thorough,
     ),
     row(
         "large bias", laser("bias=true"), 35, bound=1e-4,
         change=lambda x, d_out: x["bias"].add_(200),
     ),
-    *(windowed(*each) for each in ((1, "true"), (2, "false"), (33, "true"), (2**31, "false"))),
+    *(windowed(*each) for each in ((1, "true"), (2, "false"), (2**31, "false"))),
     row("window of unequal tiles", laser("window=50"), 90, tiles=tiles(BROAD, HIGH, HIGH)),
-    row(
-        "window of unequal tiles, to both sides", laser("window=50,causal=false"), 90,
-        tiles=tiles(BROAD, HIGH, HIGH), marks=thorough,
-    ),
     *(
         row(
             f"masks, {spread}", laser(EVERYTHING), 21, b=2, change=scaled(v=spread, slopes=0.1),
@@ -248,8 +231,6 @@ NARROW = {
         "all options to both sides", laser(f"causal=false,{EVERYTHING}"), 17, s=33, b=2, h=2,
         d=20, e=24, shared="b", change=GENTLE, patches=NARROW,
     ),
-    row("260 channels of keys", laser(), 3, d=260),
-    row("260 channels of values", laser(), 3, e=260),
     row("260 channels of keys, far apart", laser(), 3, d=260, change=FAR, then=APART),
     row("260 channels of values, far apart", laser(), 3, e=260, change=FAR, then=APART),
 )  # fmt: skip
@@ -259,7 +240,7 @@ def test_keys_and_values_in_parts(call, then):
 
 @pytest.mark.parametrize(
     ("height", "dtype"),
-    [(0.0, "float32"), (-3.0, "float16"), (1e4, "bfloat16")],
+    [(-3.0, "float16"), (1e4, "bfloat16")],
 )
 def test_constant_values_give_that_constant(height, dtype):
     call = KernelCall("laser", 33, h=2, dtype=dtype)

@@ -8,7 +8,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import precondattn_triton.launching as launching
-from precondattn_triton.launching import cdiv, launch
+from precondattn_triton.launching import launch
 
 
 class StandInDriver:
@@ -75,15 +75,10 @@ CALLS = [
     ((ARRAY, (ARRAY, 5), 5, 1.0), {"WIDTH": 16}),
     ((ARRAY, StridedArray(ARRAY, 5), 5, 1.0), {"WIDTH": 16}),
     ((ARRAY, StridedArray(ARRAY, 16), 5, 1.0), {"WIDTH": 16}),
-    ((ARRAY, StridedArray(ARRAY, 1), 5, 1.0), {"WIDTH": 16}),
-    ((ARRAY, StridedArray(None, 5), 5, 1.0), {"WIDTH": 16}),
     ((ARRAY, StridedArray(UNALIGNED, 5), 5, 1.0), {"WIDTH": 16}),
     ((ARRAY, ARRAY, 1, 1.0), {"WIDTH": 16}),
     ((ARRAY, ARRAY, 16, 1.0), {"WIDTH": 16}),
     ((ARRAY, ARRAY, 0, 1.0), {"WIDTH": 16}),
-    ((ARRAY, ARRAY, -16, 1.0), {"WIDTH": 16}),
-    ((ARRAY, ARRAY, 2**31, 1.0), {"WIDTH": 16}),
-    ((ARRAY, ARRAY, 2**31 + 1, 1.0), {"WIDTH": 16}),
     ((ARRAY, ARRAY, 2**63, 1.0), {"WIDTH": 16}),
     ((ARRAY, ARRAY, True, 1.0), {"WIDTH": 16}),
     ((ARRAY, ARRAY, 5, 2), {"WIDTH": 16}),
@@ -104,7 +99,7 @@ def test_a_kept_kernel_is_the_one_that_triton_would_choose(kernel):
                 before = len(compiled.calls)
                 launch(kernel, (2, 3), *arguments, **constants)
                 assert len(compiled.calls) == before + 1
-    assert len(launching._compiled) == 2 * (len(CALLS) - 3)  # 7 is like 5, and 0 and −16 like 16.
+    assert len(launching._compiled) == 2 * (len(CALLS) - 2)  # 7 is like 5, and 0 like 16.
 
 
 def test_it_launches_with_the_grid_the_stream_and_the_constants_in_order(kernel):
@@ -132,7 +127,3 @@ def test_exactly_the_constants_are_named(kernel):
         launch(kernel, (1,), ARRAY, ARRAY, 5, scale=1.0, WIDTH=16)
     with pytest.raises(TypeError, match="must be named"):
         launch(kernel, (1,), ARRAY, ARRAY, 5, 1.0, 16)
-
-
-def test_the_least_number_of_tiles_that_hold_all():
-    assert [cdiv(count, 4) for count in (0, 1, 4, 5)] == [0, 1, 1, 2]

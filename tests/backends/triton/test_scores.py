@@ -7,7 +7,6 @@ pytest.importorskip("triton")
 import torch
 
 from precondattn_triton.configurations import Configuration
-from precondattn_triton.path.groups import Level, groups
 from tests.backends.triton.calls import KernelCall, hold, row, rows, scaled, thorough
 from tests.backends.triton.tiles import SMALL
 
@@ -66,22 +65,22 @@ def windowed(window, causal, t=50, s=70):
 @rows(
     row("bias", "softmax[bias=true]", 33, h=2),
     row("slopes", "softmax[distance=slopes]", 33, h=2, change=GENTLE),
-    row("slopes to both sides", "softmax[causal=false,distance=slopes]", 33, change=GENTLE),
     row("all, last query", EVERYTHING, 1, s=40, h=2, d=12, e=16),
-    row("all, float16", EVERYTHING, 17, s=33, h=4, n=2, d=20, e=12, dtype="float16", shared="h"),
+    row(
+        "all, float16", EVERYTHING, 17, s=33, h=4, n=2, d=20, e=12, dtype="float16", shared="h",
+        marks=thorough,
+    ),
     row("all, duplicate and zero keys", EVERYTHING, 33, change=coinciding, shared="b"),
     row("all, tiles of unequal sizes", EVERYTHING, 70, b=2, shared="b", tiles=UNEQUAL),
-    row("all, shipped tiles", EVERYTHING, 33, tiles=None),
     row("all, shipped tiles in half", EVERYTHING, 33, dtype="bfloat16", tiles=None),
     row(
         "shared by all",
-        "softmax[bias=true,causal=false]", 20, s=33, b=2, h=4, n=2, shared="bh",
+        "softmax[bias=true,causal=false]", 17, s=20, b=2, h=2, shared="bh",
     ),
-    row("shared by none", "softmax[bias=true,causal=false]", 20, s=33, b=2, h=4, n=2),
     row(
         "masking bias", "softmax[bias=true,sink=true]", 20, change=masking_bias, then=has_no_row_17
     ),
-    *(windowed(*each) for each in ((2, "true"), (5, "false"), (33, "true"), (2**31, "false"))),
+    *(windowed(*each) for each in ((2, "true"), (5, "false"), (2**31, "false"))),
     row(
         "more queries than keys", "softmax[window=20,causal=false,distance=slopes]", 40, s=17,
         change=GENTLE,
@@ -95,18 +94,13 @@ def windowed(window, causal, t=50, s=70):
         dtype="bfloat16", lengths=(0, 20),
     ),
     row(
-        "padding to both sides", "softmax[causal=false,window=12,bias=true,softcap=3,sink=true]",
-        33, b=2, dtype="bfloat16", lengths=(0, 20),
-    ),
-    row(
         "masked keys", "softmax[window=9,sink=true]", 33, b=2, hides_keys=True, then=second_is_zero
     ),
-    row("segments in a window", "softmax[window=9]", 50, s=80, b=2, segments=((37, 8, 35), (80,))),
+    row("segments in a window", "softmax[window=9]", 30, s=60, b=2, segments=((17, 8, 35), (60,))),
     row(
-        "segments to both sides", "softmax[causal=false,softcap=3]", 80, b=2,
-        segments=((37, 8, 35), (80,)),
+        "segments to both sides", "softmax[causal=false,softcap=3]", 60, b=2,
+        segments=((17, 8, 35), (60,)),
     ),
-    row("segments and a sink", "softmax[sink=true]", 50, s=80, b=2, segments=((37, 8, 35), (80,))),
     row("low soft cap", "softmax[softcap=0.01]", 20, change=scaled(q=3)),
     row("high soft cap", "softmax[softcap=3000]", 20, change=scaled(q=3)),
     row("extreme sinks", "softmax[sink=true]", 20, h=2, change=sinks),
@@ -120,9 +114,8 @@ def test_softmax_with_options(call, then):
     hold(call, then)
 
 
-@pytest.mark.parametrize("causal", ["true", "false"])
-def test_a_window_of_one_key_has_no_gradient_of_scores(causal):
-    call = KernelCall(f"softmax[window=1,causal={causal}]", 33, 50)
+def test_a_window_of_one_key_has_no_gradient_of_scores():
+    call = KernelCall("softmax[window=1,causal=false]", 33, 50)
     x, d_out = call.arrays()
     out, gradients, _ = call.run(x, d_out)
     torch.testing.assert_close(out, x["v"][:, 17:])
@@ -157,30 +150,23 @@ WIDEST, BUDGET = (f"precondattn_triton.path.{name}" for name in ("blocks.WIDEST"
 
 @rows(
     row("one token", "path", 1, d=8, e=16, smallest=1e-3),
-    row("15 tokens", "path", 15, d=12),
     row("bfloat16", "path", 16, h=2, n=2, e=20, dtype="bfloat16"),
     row("float16", "path", 20, e=16, dtype="float16"),
-    row("two blocks in bfloat16", "path", 33, d=8, dtype="bfloat16"),
     row("two blocks, two queries of a key", "path", 50, h=2),
-    row("queries that begin within a chunk", "path", 24, s=35),
-    row("one block at a time", "path", 40, s=72, patches={BUDGET: 1}, marks=thorough),
-    row("one chunk at a time", "path", 40, s=72, patches={BUDGET: 1, WIDEST: 8}),
+    row("one chunk at a time", "path", 40, s=72, patches={BUDGET: 1, WIDEST: 8}, marks=thorough),
     row("tiles larger than chunks", "path", 37, s=40, tiles=path_tiles(32, 16)),
-    row("tiles smaller than chunks", "path", 37, s=40, tiles=path_tiles(16, 32)),
+    row("tiles smaller than chunks", "path", 37, s=40, tiles=path_tiles(16, 32), marks=thorough),
     row("small window", "path[window=2]", 33, s=40),
-    row("window", "path[window=20]", 33, s=40, marks=thorough),
-    row("padding", "path", 33, b=2, lengths=(0, 20)),
-    row("padding in bfloat16", "path", 33, b=2, lengths=(0, 20), dtype="bfloat16"),
+    row("padding", "path", 33, b=2, lengths=(0, 20), marks=thorough),
     row("masked keys", "path", 33, b=2, hides_keys=True, then=second_is_zero),
     row("segments", "path", 50, segments=((10, 8, 32),)),
     *(row(f"extreme directions, {beta}", "path", 40, change=extreme(beta)) for beta in (1, 2)),
     # Float32 rounds logits of that size to 1e-5, and so their exponentials.
-    row("large logits", "path", 33, change=scaled(q=30), bound=2e-4),
+    row("large logits", "path", 33, change=scaled(q=30), bound=2e-4, marks=thorough),
     row(
         "correlated directions", "path", 32, d=32, change=correlated,
         tiles={"path_chunks": Configuration(32, 16)},
     ),
-    row("shipped tiles", "path", 35, tiles=None),
     row("shipped tiles in half", "path", 35, dtype="bfloat16", tiles=None),
 )  # fmt: skip
 def test_path(call, then):
@@ -196,21 +182,12 @@ def test_in_a_precise_kernel_equal_keys_give_queries_of_path_a_gradient_of_zero(
 
 
 @pytest.mark.parametrize(
-    ("level", "past", "tokens"),
-    [
-        (Level(16, 4), 0, 1), (Level(16, 4), 1, 31), (Level(16, 4), 40, 640),
-        (Level(64, 100), 0, 640), (Level(64, 100), 40, 33), (Level(64, 100), 1, 32),
-    ],
-)  # fmt: skip
-def test_groups_of_queries_have_every_query_once_and_fit_the_budget(
-    monkeypatch, level, past, tokens
-):
-    monkeypatch.setattr(BUDGET, 3 * 2**16)
-    found = groups(level, past, past + tokens, row_bytes=64)
-    ends = [group.end for group in found]
-    assert [group.start for group in found[1:]] == ends[:-1]
-    assert found[0].start <= past < found[0].end
-    assert ends[-1] == past + tokens
-    for group in found:
-        is_smallest = group.end - group.start <= level.length * min(level.per_parent, 4)
-        assert 64 * group.stored <= 3 * 2**16 or is_smallest
+    ("expression", "spread"), [("softmax[softcap=2]", 1), ("laser", 1), ("laser", 100), ("path", 1)]
+)
+def test_a_nan_in_a_key_reaches_its_own_output_and_later_ones(expression, spread):
+    call = KernelCall(expression, 20, change=scaled(v=spread))
+    x, d_out = call.arrays()
+    x["k"][:, 7, 0, 3] = torch.nan
+    out = call.run(x, d_out)[0]
+    assert torch.isnan(out[:, 7:]).all()
+    assert torch.isfinite(out[:, :7]).all()

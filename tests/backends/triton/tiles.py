@@ -7,6 +7,7 @@ import torch
 from precondattn_kernel_tools.triton_interpreter import checked
 from precondattn_triton.configurations import REGISTRY, Configuration, forced
 
+GRADIENTS = ("query_gradient", "key_gradient")
 RECURRENT = tuple(
     dict.fromkeys(
         key.kernel
@@ -18,43 +19,14 @@ RECURRENT = tuple(
 )
 """Tiles of the kernels of a chunkwise recurrence, which must have equal chunks."""
 
+NO_ROWS = ("laser_decode", "path_blocks", "path_chunk_gradient", "path_decode", "path_reflections")
 SMALL = {
+    **{key.kernel: Configuration(16, 16) for key in REGISTRY.untuned},
+    **dict.fromkeys(NO_ROWS, Configuration(0, 16)),
+    **dict.fromkeys(("path_carry", "path_query_gradient"), Configuration(16, 0)),
+    **{f"laser_exact_{kind}": Configuration(16, 1) for kind in ("forward", *GRADIENTS)},
     "lucid_inverse": Configuration(16, 32),
-    "lucid_update": Configuration(16, 16),
-    "lucid_update_with_sums": Configuration(16, 16),
-    "lucid_gradient": Configuration(16, 16),
-    "lucid_decode": Configuration(16, 16),
     "unit_rows": Configuration(8, 0),
-    "laser_forward": Configuration(16, 16),
-    "laser_query_gradient": Configuration(16, 16),
-    "laser_key_gradient": Configuration(16, 16),
-    "laser_exact_forward": Configuration(16, 1),
-    "laser_exact_query_gradient": Configuration(16, 1),
-    "laser_exact_key_gradient": Configuration(16, 1),
-    "laser_exact_bias_gradient": Configuration(16, 16),
-    "laser_decode": Configuration(0, 16),
-    "wide_forward": Configuration(16, 16),
-    "wide_query_gradient": Configuration(16, 16),
-    "wide_bias_gradient": Configuration(16, 16),
-    "wide_key_gradient": Configuration(16, 16),
-    "path_chunks": Configuration(16, 16),
-    "path_blocks": Configuration(0, 16),
-    "path_chunk_gradient": Configuration(0, 16),
-    "path_forward": Configuration(16, 16),
-    "path_carry": Configuration(16, 0),
-    "path_query_gradient": Configuration(16, 0),
-    "path_block_query_gradient": Configuration(16, 16),
-    "path_key_gradient": Configuration(16, 16),
-    "path_block_key_gradient": Configuration(16, 16),
-    "path_reflections": Configuration(0, 16),
-    "path_within_chunk": Configuration(16, 16),
-    "path_decode": Configuration(0, 16),
-    "path_gather": Configuration(16, 16),
-    "softmax_forward": Configuration(16, 16),
-    "softmax_query_gradient": Configuration(16, 16),
-    "softmax_key_gradient": Configuration(16, 16),
-    "softmax_bias_gradient": Configuration(16, 16),
-    **dict.fromkeys(RECURRENT, Configuration(16, 16)),
 }
 
 

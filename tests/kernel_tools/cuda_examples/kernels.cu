@@ -139,11 +139,6 @@ extern "C" __global__ void places(int* y, int* count) {
   atomicAdd(count, 1);
 }
 
-// Four at once.
-extern "C" __global__ void copy_vectors(const float* x, float* y) {
-  reinterpret_cast<float4*>(y)[threadIdx.x] = reinterpret_cast<const float4*>(x)[threadIdx.x];
-}
-
 // The order in which threads and blocks run.
 extern "C" __global__ void turns(int* y, int* turn) {
   y[atomicAdd(turn, 1)] = blockIdx.x * blockDim.x + threadIdx.x;
@@ -156,18 +151,4 @@ __global__ void arithmetic(const T* x, const T* z, const float* wide, T* y, int 
   y[i] = x[i] * z[i];
   y[count + i] = x[i] + z[i];
   y[2 * count + i] = from_float<T>(wide[i]);
-}
-
-// What C++ means otherwise.
-extern "C" __global__ void functions(const float* wide, float* z) {
-  const int i = threadIdx.x, count = blockDim.x;
-  z[i] = max(wide[i], 0.0f);
-  z[count + i] = abs(wide[i]);
-  z[2 * count + i] = isnan(wide[i]) ? 1.0f : exp(-wide[i] * wide[i]);
-}
-
-// Numbers of every kind, by value.
-extern "C" __global__ void numbers(double* y, int a, unsigned b, long long c, float d, double e,
-                                   bool f, __half g) {
-  y[0] = a, y[1] = b, y[2] = c, y[3] = d, y[4] = e, y[5] = f, y[6] = __half2float(g);
 }

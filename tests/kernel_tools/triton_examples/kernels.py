@@ -65,17 +65,6 @@ def first_of_each(tensors, y, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def running_sum(x, y, count, BLOCK: tl.constexpr):
-    """A race: each program reads what the previous one wrote."""
-    block = tl.program_id(0)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    before = 0.0
-    if block > 0:
-        before = tl.load(y + block * BLOCK - 1)
-    tl.store(y + at, before + tl.cumsum(tl.load(x + at), 0))
-
-
-@triton.jit
 def total(x, y, BLOCK: tl.constexpr, ATOMIC: tl.constexpr):
     """A race without atomics: if two programs add at the same time, one addition is lost."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -84,14 +73,6 @@ def total(x, y, BLOCK: tl.constexpr, ATOMIC: tl.constexpr):
         tl.atomic_add(y, result)
     else:
         tl.store(y, tl.load(y) + result)
-
-
-@triton.jit
-def places(y):
-    """Each program writes its position in a three-dimensional grid."""
-    place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    place = place * tl.num_programs(2) + tl.program_id(2)
-    tl.store(y + place, place)
 
 
 @triton.jit
@@ -113,34 +94,11 @@ def cast(x, y, ROUNDING: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def update(x, y, old, OPERATION: tl.constexpr, BLOCK: tl.constexpr):
-    """Every fourth lane has the same address if the operation is a sum or maximum."""
-    at = tl.arange(0, BLOCK)
-    value = tl.load(x + at)
-    if OPERATION == "add":
-        before = tl.atomic_add(y + at % 4, value)
-    elif OPERATION == "max":
-        before = tl.atomic_max(y + at % 4, value)
-    elif OPERATION == "exchange":
-        before = tl.atomic_xchg(y + at, value)
-    else:
-        before = tl.atomic_cas(y + at, value, value + 1)
-    tl.store(old + tl.program_id(0) * BLOCK + at, before)
-
-
-@triton.jit
 def product(a, b, c, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     i = tl.arange(0, SIZE)
     at = i[:, None] * SIZE + i[None, :]
     result = tl.dot(tl.load(a + at), tl.load(b + at), input_precision=PRECISION)
     tl.store(c + at, result.to(c.dtype.element_ty))
-
-
-@triton.autotune([triton.Config({"BLOCK": size}) for size in (16, 64)], key=["count"])
-@triton.jit
-def tuned_scale(x, y, count, factor, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y + at, tl.load(x + at, mask=at < count) * factor, mask=at < count)
 
 
 @triton.jit
@@ -197,12 +155,4 @@ def variants(target):
         {"x": "*fp32", "y": "*fp32", "count": "i32"},
         {"ROWS": 16, "WIDTH": 512},
         {"num_warps": 1},
-    )
-    yield Variant(
-        "pipelined",
-        staged_product,
-        {"a": "*fp16", "b": "*fp16", "c": "*fp32", "count": "i32"},
-        {"SIZE": 64, "DEPTH": 64},
-        {"num_warps": 4, "num_stages": 3},
-        divisible=("count",),
     )
