@@ -26,7 +26,7 @@ def found():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_cuda_graph_can_capture_every_call_of_the_headlines(found):
     """None of them reads an entry on the host or copies to the device, eager or captured.
 

@@ -76,7 +76,7 @@ def with_sums(exponent, total, more_exponent, more):
 @triton.jit(do_not_specialize=["count"])
 def read_past(
     q, keys, values, valid, lengths, maxima, sums, logs,
-    count, heads, group, t, d, e, scale, options, per_split, valid_b,
+    count, heads, group, t, d, e, scale, scoring, per_split, valid_b,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -85,10 +85,10 @@ def read_past(
     b, n = head // heads, head % heads
     row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     rows = query_tile(q, head, heads, group, t, d, ROWS, KEY_WIDTH)
-    length, begin, end = cached_tokens(lengths, split, per_split, count, b, options.window, TOKENS)
+    length, begin, end = cached_tokens(lengths, split, per_split, count, b, scoring.window, TOKENS)
     oldest = 0
-    if options.window is not None:
-        oldest = length + 1 - options.window
+    if scoring.window is not None:
+        oldest = length + 1 - scoring.window
     key_start, value_start = start_of(keys, b, n), start_of(values, b, n)
 
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -103,9 +103,9 @@ def read_past(
             tl.dot(rows, tl.trans(key_tile), input_precision=PRECISION),
             (row // group)[:, None], slot[None, :], (row < group * t)[:, None] & is_read[None, :],
             b, (n * group + row % group)[:, None], length, scale,
-            options,
+            scoring,
         )  # fmt: skip
-        scores = masked(scores, is_read, slot, length + row // group, options.window)
+        scores = masked(scores, is_read, slot, length + row // group, scoring.window)
         of_tile = tl.max(scores, 1)
         higher = tl.maximum(largest, of_tile)
         base = finite(higher)
@@ -142,7 +142,7 @@ def read_past(
 @triton.jit(do_not_specialize=["splits", "count"])
 def finish(
     q, k, v, new_valid, is_token, lengths, maxima, sums, logs, out,
-    splits, count, heads, group, t, d, e, scale, options, new_b, token_b,
+    splits, count, heads, group, t, d, e, scale, scoring, new_b, token_b,
     ROWS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write `out` (b, t, h, e) from the parts of a head and its new tokens."""
@@ -173,11 +173,11 @@ def finish(
             is_valid = tl.load(new_valid + b * new_b + token) != 0
         key = channels_of(k, b, token, n, d, is_valid, KEY_WIDTH)
         value = channels_of(v, b, token, n, e, is_valid, WIDTH) * LOG2_E
-        is_visible = sees_new(is_valid, token, row // group, options.window)
+        is_visible = sees_new(is_valid, token, row // group, scoring.window)
         score = step_scores(
             tl.sum(rows * key[None, :], 1), row // group, length + token + tl.arange(0, 1),
             (row < group * t) & is_visible, b, n * group + row % group, length, scale,
-            options,
+            scoring,
         )  # fmt: skip
         score = tl.where(is_visible, score, float("-inf"))
         higher = tl.maximum(largest, score)

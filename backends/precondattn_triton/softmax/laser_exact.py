@@ -53,29 +53,29 @@ EXACT_CHANNELS = 64
 @triton.jit
 def _log_weights(
     products, row, column, is_row, is_key, logs, batch, head,
-    masks, options, sizes, CAUSAL: tl.constexpr,
+    masks, scoring, sizes, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """S − λ of pairs from ⟨q, k⟩, −∞ where masked, and the slopes of the cap.
 
     They are those of `scores_and_slopes`, in natural logarithms. `logs` is λ, or 0.
     """
     slope = 1.0
-    if (options.softcap is None and options.bias is None) and options.slopes is None:
+    if (scoring.softcap is None and scoring.bias is None) and scoring.slopes is None:
         scores = products * sizes.scale
     else:
         scores, slope = scores_and_slopes(
             products, row, column, is_row & is_key, batch, head,
-            sizes.t, sizes.s, sizes.scale, options, True,
+            sizes.t, sizes.s, sizes.scale, scoring, True,
         )  # fmt: skip
         scores = scores / LOG2_E
-    mask = may_attend_within(row, column, is_key, batch, masks, options, sizes, CAUSAL)
+    mask = may_attend_within(row, column, is_key, batch, masks, scoring, sizes, CAUSAL)
     return tl.where(mask, scores - logs, float("-inf")), slope
 
 
 @triton.jit
 def _log_weights_of_key(
     q_tile, k, k_start, v, v_start, logs, j, first, rows, is_row, batch, head,
-    masks, options, sizes, CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    masks, scoring, sizes, CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """S − λ and the slope of the cap (rows, 1) for key j; the key (1, d); its values from channel
@@ -86,7 +86,7 @@ def _log_weights_of_key(
     v_row = load_channels(v, v_start, column, is_key, E, CHANNELS, first).to(tl.float32)
     log_weights, slope = _log_weights(
         tl.sum(q_tile * k_row, 1, keep_dims=True), rows[:, None], column[None, :],
-        is_row[:, None], is_key[None, :], logs, batch, head, masks, options, sizes, CAUSAL,
+        is_row[:, None], is_key[None, :], logs, batch, head, masks, scoring, sizes, CAUSAL,
     )  # fmt: skip
     return log_weights, slope, k_row, v_row
 
@@ -102,7 +102,7 @@ def _with_term(largest, total, term):
 
 @triton.jit
 def _exact(
-    q, k, v, is_close, out, full, log_total, masks, options, sizes,
+    q, k, v, is_close, out, full, log_total, masks, scoring, sizes,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -120,12 +120,12 @@ def _exact(
     highest = tl.full((ROWS, CHANNELS), float("-inf"), tl.float32)
     acc = tl.zeros((ROWS, CHANNELS), tl.float32)
     begin, _low, _high, end = keys_in_reach(
-        tile * ROWS, ROWS, batch, masks, options, sizes, CAUSAL, 1
+        tile * ROWS, ROWS, batch, masks, scoring, sizes, CAUSAL, 1
     )
     for j in range(begin, end):
         score, _slope, _k_row, v_row = _log_weights_of_key(
             q_tile, k, k_start, v, v_start, 0.0, j, first, rows, is_row, batch, head,
-            masks, options, sizes, CAUSAL, D, E, PADDED_D, CHANNELS,
+            masks, scoring, sizes, CAUSAL, D, E, PADDED_D, CHANNELS,
         )  # fmt: skip
         highest_score, total = _with_term(highest_score, total, score)
         highest, acc = _with_term(highest, acc, score + v_row)
@@ -152,14 +152,14 @@ def _gradients_of_pairs(log_a, v, o, d_o, sums):
 @triton.jit
 def _score_gradient_of_key(
     q_tile, k, k_start, v, v_start, o, d_o, sums, logs, j, first, rows, is_row, batch, head,
-    masks, options, sizes, CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    masks, scoring, sizes, CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """The part of dS (rows, 1) for key j that is a sum over the channels of o and do, which begin
     at `first`; the slope of the cap; and the key (1, d)."""
     log_a, slope, k_row, v_row = _log_weights_of_key(
         q_tile, k, k_start, v, v_start, logs, j, first, rows, is_row, batch, head,
-        masks, options, sizes, CAUSAL, D, E, PADDED_D, CHANNELS,
+        masks, scoring, sizes, CAUSAL, D, E, PADDED_D, CHANNELS,
     )  # fmt: skip
     _weighted, d_score = _gradients_of_pairs(log_a, v_row, o, d_o, sums)
     return d_score, slope, k_row
@@ -179,7 +179,7 @@ def _outputs_of_head(
 
 @triton.jit
 def _exact_query_gradient(
-    q, k, v, d_out, full, is_close, log_total, d_q, d_slopes, masks, options, sizes,
+    q, k, v, d_out, full, is_close, log_total, d_q, d_slopes, masks, scoring, sizes,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -194,7 +194,7 @@ def _exact_query_gradient(
     acc = tl.zeros((ROWS, PADDED_D), tl.float32)
     d_slope = tl.zeros((ROWS, 1), tl.float32)
     begin, _low, _high, end = keys_in_reach(
-        tile * ROWS, ROWS, batch, masks, options, sizes, CAUSAL, 1
+        tile * ROWS, ROWS, batch, masks, scoring, sizes, CAUSAL, 1
     )
     # Each block of channels adds its part of ds.
     for first in range(0, E, CHANNELS):
@@ -202,23 +202,23 @@ def _exact_query_gradient(
         for j in range(begin, end):
             d_score, slope, k_row = _score_gradient_of_key(
                 q_tile, k, k_start, v, v_start, o, d_o, sums, logs, j, first, rows, is_row,
-                batch, head, masks, options, sizes, CAUSAL, D, E, PADDED_D, CHANNELS,
+                batch, head, masks, scoring, sizes, CAUSAL, D, E, PADDED_D, CHANNELS,
             )  # fmt: skip
-            if options.slopes is not None:
+            if scoring.slopes is not None:
                 d_slope += d_score * distances(rows[:, None], j, sizes.t, sizes.s)
-            if options.softcap is not None:
+            if scoring.softcap is not None:
                 d_score *= slope
             acc += d_score * k_row
     start = (batch * sizes.t * sizes.h + head) * D
     store_channels(d_q + start, rows, rows < sizes.t, sizes.h * D, acc * sizes.scale, D)
-    if options.slopes is not None:
+    if scoring.slopes is not None:
         sum_of_program = (batch * tl.cdiv(sizes.t, ROWS) + tile) * sizes.h + head
         tl.store(d_slopes + sum_of_program, -tl.sum(tl.sum(d_slope, 1), 0))
 
 
 @triton.jit
 def _exact_key_gradient(
-    q, k, v, d_out, full, is_close, log_total, d_k, d_v, masks, options, sizes,
+    q, k, v, d_out, full, is_close, log_total, d_k, d_v, masks, scoring, sizes,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -230,7 +230,7 @@ def _exact_key_gradient(
 
     key_acc = tl.zeros((ROWS, PADDED_D), tl.float32)
     begin, _low, _high, end = queries_in_reach(
-        tile * ROWS, ROWS, batch, masks, options, sizes, CAUSAL, 1
+        tile * ROWS, ROWS, batch, masks, scoring, sizes, CAUSAL, 1
     )
     group = sizes.h // sizes.n
     is_present, start = keys < sizes.s, batch * sizes.s * sizes.n + kv
@@ -252,11 +252,11 @@ def _exact_key_gradient(
                 log_a, slope = _log_weights(
                     tl.sum(k_tile * q_row, 1, keep_dims=True), row[None, :], keys[:, None],
                     is_row[None, :], is_key[:, None], logs, batch, head,
-                    masks, options, sizes, CAUSAL,
+                    masks, scoring, sizes, CAUSAL,
                 )  # fmt: skip
                 weighted, d_score = _gradients_of_pairs(log_a, v_tile, o, d_o, sums)
                 value_acc += weighted
-                if options.softcap is not None:
+                if scoring.softcap is not None:
                     d_score *= slope
                 key_acc += d_score * q_row
         store_channels(d_v + start * E, keys, is_present, sizes.n * E, value_acc, E, first)
@@ -265,7 +265,7 @@ def _exact_key_gradient(
 
 @triton.jit
 def _exact_bias_gradient(
-    q, k, v, d_out, full, is_close, log_total, d_bias, batches, sharing, masks, options, sizes,
+    q, k, v, d_out, full, is_close, log_total, d_bias, batches, sharing, masks, scoring, sizes,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -280,7 +280,7 @@ def _exact_bias_gradient(
         batch, head = first_batch + number // sharing, first_head + number % sharing
         kv = head // (sizes.h // sizes.n)
         begin, _low, _high, end = keys_in_reach(
-            tile * ROWS, ROWS, batch, masks, options, sizes, CAUSAL, COLUMNS
+            tile * ROWS, ROWS, batch, masks, scoring, sizes, CAUSAL, COLUMNS
         )
         is_met = (start >= begin) & (start < end)
         if is_met & (tl.load(is_close + batch * sizes.n + kv) == 0):
@@ -297,7 +297,7 @@ def _exact_bias_gradient(
                     d_score, _slope, _k_row = _score_gradient_of_key(
                         q_tile, k, start_of(k, batch, kv), v, start_of(v, batch, kv),
                         o, d_o, sums, logs, j, first, rows, is_row,
-                        batch, head, masks, options, sizes, CAUSAL, D, E, PADDED_D, CHANNELS,
+                        batch, head, masks, scoring, sizes, CAUSAL, D, E, PADDED_D, CHANNELS,
                     )  # fmt: skip
                     acc += tl.where(columns[None, :] == j, d_score, 0.0)
     rows, columns = tokens_again(tile, ROWS), start + tl.arange(0, COLUMNS)

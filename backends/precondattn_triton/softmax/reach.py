@@ -25,7 +25,7 @@ import triton.language as tl
 
 
 @triton.jit
-def keys_of(query, batch, masks, options, sizes, CAUSAL: tl.constexpr):
+def keys_of(query, batch, masks, scoring, sizes, CAUSAL: tl.constexpr):
     """The first key that a query attends to, and the last + 1.
 
     They have the shape of `query`, but for a first key of 0, without a window and segments.
@@ -35,10 +35,10 @@ def keys_of(query, batch, masks, options, sizes, CAUSAL: tl.constexpr):
     position = query + (sizes.s - sizes.t)
     if CAUSAL:
         high = position + 1
-    if options.window is not None:
-        low = tl.maximum(position - options.window + 1, 0)
+    if scoring.window is not None:
+        low = tl.maximum(position - scoring.window + 1, 0)
         if not CAUSAL:
-            high = tl.minimum(position + options.window, sizes.s)
+            high = tl.minimum(position + scoring.window, sizes.s)
     if masks.segment is not None:
         begins = masks.segment + batch * 2 * sizes.s
         present = tl.minimum(tl.maximum(position, 0), sizes.s - 1)
@@ -49,7 +49,7 @@ def keys_of(query, batch, masks, options, sizes, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def queries_of(key, batch, masks, options, sizes, CAUSAL: tl.constexpr):
+def queries_of(key, batch, masks, scoring, sizes, CAUSAL: tl.constexpr):
     """The first query that attends to a key, and the last + 1.
 
     They have the shape of `key`, but for a first query of 0 or a last of t.
@@ -58,10 +58,10 @@ def queries_of(key, batch, masks, options, sizes, CAUSAL: tl.constexpr):
     query = key - (sizes.s - sizes.t)
     if CAUSAL:
         low = tl.maximum(query, 0)
-    if options.window is not None:
-        high = tl.minimum(query + options.window, sizes.t)
+    if scoring.window is not None:
+        high = tl.minimum(query + scoring.window, sizes.t)
         if not CAUSAL:
-            low = tl.maximum(query - options.window + 1, 0)
+            low = tl.maximum(query - scoring.window + 1, 0)
     if masks.segment is not None:
         begins = masks.segment + batch * 2 * sizes.s
         present = tl.minimum(key, sizes.s - 1)
@@ -81,11 +81,11 @@ def is_within(token, low, high, HAS_LOW: tl.constexpr):
 
 @triton.jit
 def may_attend_within(
-    row, column, is_key, batch, masks, options, sizes, CAUSAL: tl.constexpr
+    row, column, is_key, batch, masks, scoring, sizes, CAUSAL: tl.constexpr
 ):  # fmt: skip
     """The attention mask: query `row` of t may attend to key `column` of s. Shapes broadcast."""
-    low, high = keys_of(row, batch, masks, options, sizes, CAUSAL)
-    has_first: tl.constexpr = options.window is not None or masks.segment is not None
+    low, high = keys_of(row, batch, masks, scoring, sizes, CAUSAL)
+    has_first: tl.constexpr = scoring.window is not None or masks.segment is not None
     return is_within(column, low, high, has_first) & is_key
 
 
@@ -103,12 +103,12 @@ def _of_whole_tiles(low, inner_low, inner_high, high, SIZE: tl.constexpr):
 
 @triton.jit
 def keys_in_reach(
-    first, count, batch, masks, options, sizes, CAUSAL: tl.constexpr, SIZE: tl.constexpr
+    first, count, batch, masks, scoring, sizes, CAUSAL: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
     """The first key of `count` queries from `first` on, the inner range of keys, their end."""
     last = tl.minimum(first + count, sizes.t) - 1
-    low, inner_high = keys_of(first, batch, masks, options, sizes, CAUSAL)
-    inner_low, high = keys_of(last, batch, masks, options, sizes, CAUSAL)
+    low, inner_high = keys_of(first, batch, masks, scoring, sizes, CAUSAL)
+    inner_low, high = keys_of(last, batch, masks, scoring, sizes, CAUSAL)
     # The end is at most s. If the compiler knows it, a loop does not compare each key with s.
     high = tl.minimum(high, sizes.s)
     return _of_whole_tiles(low, inner_low, inner_high, high, SIZE)
@@ -116,10 +116,10 @@ def keys_in_reach(
 
 @triton.jit
 def queries_in_reach(
-    first, count, batch, masks, options, sizes, CAUSAL: tl.constexpr, SIZE: tl.constexpr
+    first, count, batch, masks, scoring, sizes, CAUSAL: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
     """The first query of `count` keys from `first` on, the inner range of queries, their end."""
     last = tl.minimum(first + count, sizes.s) - 1
-    low, inner_high = queries_of(first, batch, masks, options, sizes, CAUSAL)
-    inner_low, high = queries_of(last, batch, masks, options, sizes, CAUSAL)
+    low, inner_high = queries_of(first, batch, masks, scoring, sizes, CAUSAL)
+    inner_low, high = queries_of(last, batch, masks, scoring, sizes, CAUSAL)
     return _of_whole_tiles(low, inner_low, inner_high, high, SIZE)

@@ -80,22 +80,22 @@ def distances(row, column, t, s):
 
 @triton.jit
 def scores_in_units(
-    products, row, column, is_pair, batch, head, t, s, scale, options, EXACT: tl.constexpr
+    products, row, column, is_pair, batch, head, t, s, scale, scoring, EXACT: tl.constexpr
 ):
     """S as scores and their unit, which is positive; 1 where an option is added to the scores."""
     unit = 1.0
-    if options.softcap is None and options.bias is None and options.slopes is None:
+    if scoring.softcap is None and scoring.bias is None and scoring.slopes is None:
         scores, unit = products, scale * LOG2_E
     else:
         scores, _slope = scores_and_slopes(
-            products, row, column, is_pair, batch, head, t, s, scale, options, EXACT
+            products, row, column, is_pair, batch, head, t, s, scale, scoring, EXACT
         )
     return scores, unit
 
 
 @triton.jit
 def scores_and_slopes(
-    products, row, column, is_pair, batch, head, t, s, scale, options,
+    products, row, column, is_pair, batch, head, t, s, scale, scoring,
     EXACT: tl.constexpr, shift=0.0,
 ):  # fmt: skip
     """S − shift in units of log 2 from ⟨q, k⟩, and the slopes of the cap, which are 1 without one.
@@ -104,16 +104,16 @@ def scores_and_slopes(
     is not read. A shift is subtracted first, as a part of a fused product.
     """
     slope = 1.0
-    if options.softcap is None:
+    if scoring.softcap is None:
         scores = products * (scale * LOG2_E) - shift
     else:
-        capped, slope = bounded(products * (scale / options.softcap), EXACT)
-        scores = capped * (options.softcap * LOG2_E) - shift
-    if options.bias is not None:
-        at = options.bias + batch * options.bias_batch + head * options.bias_head
-        at += row.to(tl.int64) * options.bias_row + column.to(tl.int64) * options.bias_column
+        capped, slope = bounded(products * (scale / scoring.softcap), EXACT)
+        scores = capped * (scoring.softcap * LOG2_E) - shift
+    if scoring.bias is not None:
+        at = scoring.bias + batch * scoring.bias_batch + head * scoring.bias_head
+        at += row.to(tl.int64) * scoring.bias_row + column.to(tl.int64) * scoring.bias_column
         scores += tl.load(at, mask=is_pair, other=0.0).to(tl.float32) * LOG2_E
-    if options.slopes is not None:
-        m = tl.load(options.slopes + head).to(tl.float32) * LOG2_E
+    if scoring.slopes is not None:
+        m = tl.load(scoring.slopes + head).to(tl.float32) * LOG2_E
         scores -= m * distances(row, column, t, s)
     return scores, slope

@@ -57,7 +57,7 @@ from precondattn_triton.tiles import (
 @triton.jit
 def _query_gradient(
     q, k, v, d_out, sink, value_range, logs, d_sums, d_q, d_sink, d_slopes, d_bias,
-    masks, options, sizes,
+    masks, scoring, sizes,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
@@ -80,10 +80,10 @@ def _query_gradient(
     acc = tl.zeros((ROWS, PADDED_D), tl.float32)
     d_slope = tl.zeros((ROWS,), tl.float32)
     begin, low, high, end = keys_in_reach(
-        tile * ROWS, ROWS, batch, masks, options, sizes, CAUSAL, COLUMNS
+        tile * ROWS, ROWS, batch, masks, scoring, sizes, CAUSAL, COLUMNS
     )
-    has_first: tl.constexpr = options.window is not None or masks.segment is not None
-    first_keys, last_keys = keys_of(rows[:, None], batch, masks, options, sizes, CAUSAL)
+    has_first: tl.constexpr = scoring.window is not None or masks.segment is not None
+    first_keys, last_keys = keys_of(rows[:, None], batch, masks, scoring, sizes, CAUSAL)
     # Two loops over wide rows in float32 spill more registers than one.
     IS_WIDE: tl.constexpr = CHUNK > 0 or (EXACT and PADDED_D + PADDED_E > 256)
     IS_ONE_LOOP: tl.constexpr = IS_WIDE or masks.k_valid is not None
@@ -114,7 +114,7 @@ def _query_gradient(
                 )
             scores, slope = scores_and_slopes(
                 products, rows[:, None], columns[None, :], is_row[:, None] & is_key[None, :],
-                batch, head, sizes.t, sizes.s, sizes.scale, options, EXACT, row_logs[:, None],
+                batch, head, sizes.t, sizes.s, sizes.scale, scoring, EXACT, row_logs[:, None],
             )  # fmt: skip
             if phase == 1:
                 mask = is_within(columns[None, :], first_keys, last_keys, has_first)
@@ -122,14 +122,14 @@ def _query_gradient(
                     mask &= is_key[None, :]
                 scores = tl.where(mask, scores, float("-inf"))
             d_s = tl.exp2(scores) * (d_a - sums[:, None])
-            if options.slopes is not None:
+            if scoring.slopes is not None:
                 apart = distances(rows[:, None], columns[None, :], sizes.t, sizes.s)
                 d_slope += tl.sum(d_s * apart, 1)
             if d_bias is not None:
                 is_stored = (rows < sizes.t) & (part == 0)
                 is_column = is_visited(None, batch, columns, sizes.s, phase == 0)
                 store_pairs(d_bias, at, rows, columns, sizes.s, is_stored, is_column, d_s)
-            if options.softcap is not None:
+            if scoring.softcap is not None:
                 d_s *= slope
             acc = add_product(d_s, k_tile.to(FACTOR), acc, PRECISION, TWO_PARTS)
     start = (batch * sizes.t * sizes.h + head) * D
@@ -138,7 +138,7 @@ def _query_gradient(
         sigma = tl.load(sink + head).to(tl.float32) * LOG2_E
         d_sigma = -tl.sum(tl.exp2(sigma - row_logs) * sums, 0)
         tl.store(d_sink + sum_of_program, d_sigma, mask=part == 0)
-    if options.slopes is not None:
+    if scoring.slopes is not None:
         tl.store(d_slopes + sum_of_program, -tl.sum(d_slope, 0), mask=part == 0)
     rows = tokens_again(tile, ROWS)
     store_channels(d_q + start, rows, rows < sizes.t, sizes.h * D, acc * sizes.scale, D, first)
@@ -146,7 +146,7 @@ def _query_gradient(
 
 @triton.jit
 def _key_gradient(
-    q, k, v, d_out, value_range, logs, d_sums, d_k, d_v, masks, options, sizes,
+    q, k, v, d_out, value_range, logs, d_sums, d_k, d_v, masks, scoring, sizes,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
@@ -166,7 +166,7 @@ def _key_gradient(
     key_acc = tl.zeros((ROWS, PADDED_D), tl.float32)
     value_acc = tl.zeros((ROWS, PADDED_E), tl.float32)
     begin, low, high, end = queries_in_reach(
-        tile * ROWS, ROWS, batch, masks, options, sizes, CAUSAL, COLUMNS
+        tile * ROWS, ROWS, batch, masks, scoring, sizes, CAUSAL, COLUMNS
     )
     # Two loops over wide rows in float32 spill more registers than one.
     IS_WIDE: tl.constexpr = tl.float32 == FACTOR and PADDED_D + PADDED_E > 256
@@ -178,10 +178,10 @@ def _key_gradient(
         if phase == 1:
             keys = tokens_again(tile, ROWS)
             has_first: tl.constexpr = (
-                CAUSAL or options.window is not None or masks.segment is not None
+                CAUSAL or scoring.window is not None or masks.segment is not None
             )
             first_queries, last_queries = queries_of(
-                keys[:, None], batch, masks, options, sizes, CAUSAL
+                keys[:, None], batch, masks, scoring, sizes, CAUSAL
             )
         for member in range(0, sizes.h // sizes.n):
             head = kv * (sizes.h // sizes.n) + member
@@ -210,7 +210,7 @@ def _key_gradient(
                 scores, slope = scores_and_slopes(
                     products, queries[None, :], keys[:, None],
                     is_query[None, :] & is_key[:, None], batch, head,
-                    sizes.t, sizes.s, sizes.scale, options, EXACT, row_logs[None, :],
+                    sizes.t, sizes.s, sizes.scale, scoring, EXACT, row_logs[None, :],
                 )  # fmt: skip
                 if phase == 1:
                     mask = is_within(queries[None, :], first_queries, last_queries, has_first)
@@ -228,7 +228,7 @@ def _key_gradient(
                         E, CHUNK, PRECISION,
                     )  # fmt: skip
                 d_s = a * (d_a - sums[None, :])
-                if options.softcap is not None:
+                if scoring.softcap is not None:
                     d_s *= slope
                 if CHUNK > 0:
                     q_tile = load_channels(q, q_start, queries, is_query, D, PADDED_D, first)
@@ -249,7 +249,7 @@ def _key_gradient(
 
 @triton.jit
 def _bias_gradient(
-    q, k, v, d_out, value_range, logs, d_sums, d_bias, batches, heads, masks, options, sizes,
+    q, k, v, d_out, value_range, logs, d_sums, d_bias, batches, heads, masks, scoring, sizes,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -264,7 +264,7 @@ def _bias_gradient(
         batch, head = first_batch + number // heads, first_head + number % heads
         kv = head // (sizes.h // sizes.n)
         begin, _low, _high, end = keys_in_reach(
-            tile * ROWS, ROWS, batch, masks, options, sizes, CAUSAL, COLUMNS
+            tile * ROWS, ROWS, batch, masks, scoring, sizes, CAUSAL, COLUMNS
         )
         is_met = (start >= begin) & (start < end)
         if value_range.is_close is not None:
@@ -286,11 +286,11 @@ def _bias_gradient(
             )  # fmt: skip
             scores, _slope = scores_and_slopes(
                 products, rows[:, None], columns[None, :], is_row[:, None] & is_key[None, :],
-                batch, head, sizes.t, sizes.s, sizes.scale, options, EXACT, row_logs[:, None],
+                batch, head, sizes.t, sizes.s, sizes.scale, scoring, EXACT, row_logs[:, None],
             )  # fmt: skip
             mask = may_attend_within(
                 rows[:, None], columns[None, :], is_key[None, :], batch,
-                masks, options, sizes, CAUSAL,
+                masks, scoring, sizes, CAUSAL,
             )  # fmt: skip
             a = tl.exp2(tl.where(mask, scores, float("-inf")))
             acc += a * (d_a - sums[:, None])

@@ -163,7 +163,7 @@ class AttentionResults(NamedTuple):
 
 @triton.jit
 def _forward(
-    q, k, v, sink, value_range, out, full, logs, masks, options, sizes,
+    q, k, v, sink, value_range, out, full, logs, masks, scoring, sizes,
     CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
@@ -186,10 +186,10 @@ def _forward(
     total = no_sums(FACTOR, ROWS)
     acc = tl.zeros((ROWS, PADDED_E), tl.float32)
     begin, low, high, end = keys_in_reach(
-        tile * ROWS, ROWS, batch, masks, options, sizes, CAUSAL, COLUMNS
+        tile * ROWS, ROWS, batch, masks, scoring, sizes, CAUSAL, COLUMNS
     )
-    has_first: tl.constexpr = options.window is not None or masks.segment is not None
-    first_keys, last_keys = keys_of(rows[:, None], batch, masks, options, sizes, CAUSAL)
+    has_first: tl.constexpr = scoring.window is not None or masks.segment is not None
+    first_keys, last_keys = keys_of(rows[:, None], batch, masks, scoring, sizes, CAUSAL)
     # Two loops over wide rows spill more registers than one.
     WIDEST: tl.constexpr = 256 if tl.float32 == FACTOR else 512
     IS_WIDE: tl.constexpr = CHUNK > 0 or PADDED_D + PADDED_E > WIDEST
@@ -215,7 +215,7 @@ def _forward(
             ).to(FACTOR)
             scores, unit = scores_in_units(
                 products, rows[:, None], columns[None, :], is_row[:, None] & is_key[None, :],
-                batch, head, sizes.t, sizes.s, sizes.scale, options, EXACT,
+                batch, head, sizes.t, sizes.s, sizes.scale, scoring, EXACT,
             )  # fmt: skip
             if phase == 1:
                 mask = is_within(columns[None, :], first_keys, last_keys, has_first)

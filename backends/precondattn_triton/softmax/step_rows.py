@@ -98,10 +98,10 @@ def sees_new(is_valid, token, row_token, window):
 
 
 @triton.jit
-def step_scores(products, row_token, position, is_pair, b, head, length, scale, options):
+def step_scores(products, row_token, position, is_pair, b, head, length, scale, scoring):
     """S in units of log 2 from ⟨q, k⟩ of rows and of tokens at a position, which is a column of a
     bias; `scale` is in these units. Rows, positions and heads broadcast to the products."""
-    if (options.softcap is None and options.bias is None) and options.slopes is None:
+    if (scoring.softcap is None and scoring.bias is None) and scoring.slopes is None:
         scores = products * scale
     else:
         # The new token i is at position i + length.
@@ -115,7 +115,7 @@ def step_scores(products, row_token, position, is_pair, b, head, length, scale, 
             0,
             length,
             scale / LOG2_E,
-            options,
+            scoring,
             True,
         )
     return scores

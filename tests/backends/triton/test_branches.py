@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from triton.runtime import jit
+
 import precondattn_triton
 
 HERE = Path(__file__).parent
@@ -57,3 +59,12 @@ def test_the_list_has_every_kernel_and_names_tests():
     for test in named:
         file, _, function = test.partition("::")
         assert f"def {function}(" in (HERE / file).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("kernel", LISTED)
+def test_triton_can_make_the_launcher_of_a_kernel(kernel):
+    """Triton's launcher has names of its own, such as `options`, that no argument may have."""
+    function = function_of(kernel)
+    jit.create_function_from_signature(
+        inspect.signature(function), jit.JITFunction(function).params, backend=None
+    )
