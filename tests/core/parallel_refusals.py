@@ -177,7 +177,7 @@ REFUSED = {
     ),
     "lengths beyond the tokens": (
         *("gla", CONTIGUOUS, lambda rank, x: {"lengths": [59, -7]}),
-        *(ValueError, "lengths must be in 0 ."),
+        *(ValueError, "lengths must lie between 0"),
     ),
     "an odd number of tokens in two parts": (
         *("softmax", "zigzag", unchanged, ValueError, "expects two equal parts of tokens"),

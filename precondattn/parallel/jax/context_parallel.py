@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import jax
@@ -11,7 +10,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from precondattn.parallel.divided_mechanism import DividedMechanism, Plan
+from precondattn.parallel.divided_mechanism import HEADS, TOKENS, DividedMechanism, Plan
 from precondattn.parallel.heads import HeadAxes
 from precondattn.parallel.jax import heads, tokens
 from precondattn.parallel.jax.call import (
@@ -82,7 +81,7 @@ def context_parallel(
 class ContextParallel(DividedMechanism):
     """A mechanism whose tokens are divided among devices; made by `context_parallel`."""
 
-    _heads, _tokens = heads, tokens
+    outputs = {HEADS: heads.output, TOKENS: tokens.output}  # noqa: RUF012
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class ContextParallel(DividedMechanism):
     def __call__(self, *arrays: Array, backend: BackendNames = None, **named: Array) -> Array:
         """The output of all tokens; in a `shard_map` over the axis, of this device's tokens."""
         arguments, call, way, is_part = self._checked(arrays, named, backend)
-        function = partial(way.output, call)
+        function = partial(self.outputs[way], call)
         if is_part:
             return function(arguments)
         specs = DividedArguments(
@@ -135,24 +134,18 @@ class ContextParallel(DividedMechanism):
     def explain(self, *arrays: Array, backend: BackendNames = None, **named: Array) -> Plan:
         """How a call with these arguments is divided, and what each device sends."""
         _, call, way, _ = self._checked(arrays, named, backend)
-        return Plan(
-            str(self.mechanism),
-            self._name_of(way),
-            f"each of {self.devices} devices",
-            call.tokens // self.devices,
-            way.during(call),
-            way.bytes_sent(call),
-        )
+        return self._plan_of(call, way, f"each of {self.devices} devices")
 
     def _checked(
         self, arrays: tuple[Array, ...], named: Arrays, backend: BackendNames
-    ) -> tuple[DividedArguments, DividedCall, ModuleType, bool]:
-        """The arguments, the call, the module that divides it, and whether they are parts."""
+    ) -> tuple[DividedArguments, DividedCall, str, bool]:
+        """The arguments, the call, how it is divided, and whether they are parts."""
         arguments, call, is_part = self._described(arrays, named, backend)
         way, refused = self._way_of(call)
         if way is None:
             raise ValueError(f"{self.owner}: {refused}")
-        way.check(call, arguments, is_part=is_part)
+        if way == TOKENS:  # In the layout `heads` the mechanism checks all tokens.
+            tokens.check(call, arguments, is_part=is_part)
         return arguments, call, way, is_part
 
     def _described(

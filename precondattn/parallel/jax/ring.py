@@ -23,10 +23,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.arrays import Tree, upcast
-from precondattn.parallel.jax.piece import DeviceLine, DividedPiece
+from precondattn.parallel.jax.line import DeviceLine
 from precondattn.parallel.masks import DividedMasks
 from precondattn.parallel.rectangles import Rectangle, seen
 from precondattn.parallel.ring_reads import LaserOfParts, MeanOfParts, WholeRows, read_of
+from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.array_functions import finite_or_zero
 from precondattn.spec.softmax import Softmax
 
@@ -38,7 +39,7 @@ def output(piece: DividedPiece) -> Array:
     """The output of a device's tokens."""
     leaf, inputs = piece.leaf, piece.inputs
     assert isinstance(leaf, Softmax)  # `way_of` has checked it.
-    ring = RingCall(leaf, piece.line, piece.backend)
+    ring = RingCall(leaf, piece.call.line, piece.call.backend)
     out: Array = _around(ring, piece.masks, inputs["q"], inputs["k"], inputs["v"])
     return out
 

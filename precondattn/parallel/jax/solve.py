@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.arrays import Tree, upcast
-from precondattn.parallel.jax.piece import DividedPiece
 from precondattn.parallel.jax.solve_blocks import SolveBlocks
 from precondattn.parallel.masks import DividedMasks
 from precondattn.parallel.partial_attention import with_lse, with_lse_vjp
 from precondattn.parallel.solve import BLOCK, attention_of
+from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.rms_norm import rms_norm_vjp
 
@@ -33,7 +33,7 @@ def output(piece: DividedPiece) -> Array:
     """The solved values y of a device's tokens."""
     x, leaf = piece.inputs, piece.leaf
     assert isinstance(leaf, LucidSolve)  # `way_of` has checked it.
-    blocks = SolveBlocks(leaf, piece.line, piece.backend, x["k"].shape[1], BLOCK)
+    blocks = SolveBlocks(leaf, piece.call.line, piece.call.backend, x["k"].shape[1], BLOCK)
     out: Array = _solved(blocks, piece.masks, x["k"], x["v"], x.get("lucid_beta"))
     return out
 

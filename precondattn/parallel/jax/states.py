@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.parallel.jax.piece import DeviceLine, DividedPiece
+from precondattn.parallel.jax.line import DeviceLine
 from precondattn.parallel.states import (
     SegmentBorders,
     StateMap,
@@ -32,6 +32,7 @@ from precondattn.parallel.states import (
     steps_of_tokens,
     with_states,
 )
+from precondattn.parallel.ways import DividedPiece
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
@@ -41,9 +42,9 @@ if TYPE_CHECKING:
 
 def output(piece: DividedPiece) -> Array:
     """The output of a device's tokens."""
-    segments, masks = piece.masks.segment, piece.masks.of_extension(piece.line.rank)
+    segments, masks = piece.masks.segment, piece.masks.of_extension(piece.call.line.rank)
     borders = None if segments is None else SegmentBorders.of_segments(segments)
-    scan = _Scan(piece.leaf, piece.line, piece.backend)
+    scan = _Scan(piece.leaf, piece.call.line, piece.call.backend)
     out: Array = _scanned(scan, masks, borders, piece.inputs)
     return out
 

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from precondattn.parallel.torch.piece import DividedPiece
 from precondattn.parallel.torch.step import DividedStep, Shape
+from precondattn.parallel.ways import DividedPiece
 
 
 def output(piece: DividedPiece) -> Tensor:
     """The output of this process's tokens."""
-    out: Tensor = piece.processes.together(
-        lambda: piece.leaf(**piece.inputs, backend=piece.backend)
-    )
+    call = piece.call
+    out: Tensor = call.processes.together(lambda: piece.leaf(**piece.inputs, backend=call.backend))
     return out
 
 

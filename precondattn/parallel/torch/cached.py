@@ -35,11 +35,10 @@ from precondattn.parallel.torch.divided_cache import (
     rows_needed,
     tokens_stored,
 )
+from precondattn.parallel.torch.masks import masks_of, positions_of
 from precondattn.parallel.torch.new_tokens import NewTokens
-from precondattn.parallel.torch.piece import DividedPiece, masks_of, positions_of
 from precondattn.parallel.torch.step import DividedStep, PartExchanges, Shape
-from precondattn.parallel.torch.tokens import computed, like_output
-from precondattn.parallel.ways import Way, way_of
+from precondattn.parallel.ways import DividedPiece, Way, way_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,12 +71,12 @@ def prefill(
         begins = None
         if begin is not None:
             begins = {slot: begin.store[key] for slot, key in keys[number].items()}
-        out: Tensor
-        out, of_slots = CACHED[way].prefilled(piece, begins)
+        of_leaf: Tensor
+        of_leaf, of_slots = CACHED[way].prefilled(piece, begins)
         _keep(kept, keys[number], of_slots)
-        return out
+        return of_leaf
 
-    out = computed(call, masks, output_of)
+    out: Tensor = ways.computed(call, call.bound.inputs, masks, output_of, processes.together)
     if masks.valid is not None and KEY_MASK in cache.token_buffers:
         kept[KEY_MASK] = masks.valid[rank]
     positions = positions_of(call.parts, rank, processes.device)
@@ -98,7 +97,7 @@ def extend(
         of_all = None if shape is None else parts.of_all(shape, lambda: way.part(step))  # noqa: B023
         result, error = tried(lambda: way.stepped(step, of_all))  # noqa: B023
         if error is not None:
-            values[leaf_call.out] = like_output(step.leaf, step.inputs)
+            values[leaf_call.out] = DividedCall.like_output(step.leaf, step.inputs)
             exchanges = _shapes(past, new, values, number + 1)
             parts.failed(next((of for _, of in exchanges if of is not None), None), error)
         assert result is not None  # `failed` has raised an error otherwise.
@@ -237,7 +236,7 @@ def _shapes(
     for number in range(start, len(calls)):
         step = past.step(number, new, like)
         yield calls[number].out, cached_way(step.leaf).part_shape(step)
-        like[calls[number].out] = like_output(step.leaf, step.inputs)
+        like[calls[number].out] = DividedCall.like_output(step.leaf, step.inputs)
 
 
 def refusal(mechanism: Mechanism) -> str | None:

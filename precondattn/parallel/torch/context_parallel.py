@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from precondattn.cache import Cache
-from precondattn.parallel.divided_mechanism import DividedMechanism, Plan, advice
+from precondattn.parallel.divided_mechanism import HEADS, TOKENS, DividedMechanism, Plan, advice
 from precondattn.parallel.heads import HeadAxes
 from precondattn.parallel.torch import cached, heads, tokens
 from precondattn.parallel.torch.arguments import Bound, bind
@@ -83,7 +83,7 @@ def context_parallel(
 class ContextParallel(DividedMechanism):
     """A mechanism whose tokens are divided among processes; made by `context_parallel`."""
 
-    _heads, _tokens = heads, tokens
+    outputs = {HEADS: heads.output, TOKENS: tokens.output}  # noqa: RUF012
 
     def __init__(self, mechanism: Mechanism | str, mesh: DeviceMesh, layout: str | None) -> None:
         super().__init__(mechanism, layout)
@@ -96,7 +96,7 @@ class ContextParallel(DividedMechanism):
     def __call__(self, *arrays: Array, backend: BackendNames = None, **named: Array) -> Tensor:
         """The output of this process's tokens."""
         call, way = self._agreed(arrays, named, backend)
-        return self._as_given(call, way.output(call))
+        return self._as_given(call, self.outputs[way](call))
 
     def prefill(
         self,
@@ -231,21 +231,17 @@ class ContextParallel(DividedMechanism):
                 f"{self.owner}: verb must be 'forward' or 'prefill' (for extend, pass "
                 f"the cache); found {verb!r}"
             )
-        rank = self.processes.rank
+        rank, of = self.processes.rank, f"this process of {self.processes.devices}"
         if cache is not None:
             new = self._new_tokens(cache, arrays, named)
             sent = cached.bytes_of_extension(new, self.processes, cache)
             during = f"{cache.rows_of(rank)} cached tokens and all new ones, of all heads"
-            return self._plan(cache.layout, new.sizes["t"], during, sent)
-        is_prefill = verb == "prefill"
-        start = CacheStart(self.mechanism, 1, None) if is_prefill else None
+            return Plan(str(self.mechanism), cache.layout, of, new.sizes["t"], during, sent)
+        start = CacheStart(self.mechanism, 1, None) if verb == "prefill" else None
         call, way = self._agreed(arrays, named, None, start)
-        sent = way.bytes_sent(call) | (cached.bytes_of_states(call) if is_prefill else {})
-        return self._plan(self._name_of(way), call.tokens["t"][rank], way.during(call), sent)
-
-    def _plan(self, layout: str, tokens: int, during: str, sent: Mapping[str, int]) -> Plan:
-        of = f"this process of {self.processes.devices}"
-        return Plan(str(self.mechanism), layout, of, tokens, during, sent)
+        plan = self._plan_of(call, way, of)
+        of_states = {} if start is None else cached.bytes_of_states(call)
+        return replace(plan, bytes_sent={**plan.bytes_sent, **of_states})
 
     def _new_tokens(
         self,
@@ -272,19 +268,19 @@ class ContextParallel(DividedMechanism):
         named: Mapping[str, Array],
         backend: BackendNames,
         start: CacheStart | None = None,
-    ) -> tuple[DividedCall, ModuleType]:
-        """The call, and the module that divides it, after a check that the layout can."""
+    ) -> tuple[DividedCall, str]:
+        """The call and how it is divided, after a check that the layout can."""
         call = self._bound(arrays, named, backend, start)
         way, refused = self._way_of(call) if start is None else self._way_of_prefill(call)
         if way is None:
             raise ValueError(f"{self.owner}: {refused}")
         return call, way
 
-    def _way_of_prefill(self, call: DividedCall) -> tuple[ModuleType | None, str]:
+    def _way_of_prefill(self, call: DividedCall) -> tuple[str | None, str]:
         of_cache = cached.refusal(self.mechanism)
-        refused = self._refusal_by(tokens, call)
+        refused = self._refusal_by(TOKENS, call)
         if refused is None:
-            return (tokens, "") if of_cache is None else (None, of_cache)
+            return (TOKENS, "") if of_cache is None else (None, of_cache)
         advised = advice({"contiguous": self._refusal_in_order(call) or of_cache})
         return None, refused + advised
 

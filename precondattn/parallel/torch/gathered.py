@@ -18,8 +18,7 @@ from torch import Tensor
 from precondattn.parallel.heads import HeadAxes
 from precondattn.parallel.layouts import TokenPart
 from precondattn.parallel.torch.exchange import Exchange
-from precondattn.parallel.torch.piece import DividedPiece
-from precondattn.parallel.ways import gathered_inputs
+from precondattn.parallel.ways import DividedPiece, gathered_inputs
 
 if TYPE_CHECKING:
     from precondattn.arrays import Tree
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
 
 def output(piece: DividedPiece) -> Tensor:
     """The output of this process's tokens."""
-    names, counts = gathered_inputs(piece.leaf), piece.counts
+    call, names, counts = piece.call, gathered_inputs(piece.leaf), piece.call.counts
     number = len(names)  # Every process gets the whole arrays, as arrays of one head.
     exchange = Exchange(
-        piece.processes, (HeadAxes(1, None),) * number, (counts,) * number, (1,) * number
+        call.processes, (HeadAxes(1, None),) * number, (counts,) * number, (1,) * number
     )
     arrays = exchange.to_heads([piece.inputs[name] for name in names])
     whole = {
@@ -38,10 +37,10 @@ def output(piece: DividedPiece) -> Tensor:
     }
 
     def attended() -> Tensor:
-        parts = piece.own_parts(piece.processes.rank)
+        parts = call.parts_of(call.rank)
         return torch.cat([_of_part(piece, part, whole) for part in parts], 1)
 
-    out: Tensor = piece.processes.together(attended)
+    out: Tensor = call.processes.together(attended)
     return out
 
 
@@ -57,10 +56,10 @@ def _of_part(piece: DividedPiece, part: TokenPart, whole: dict[str, Tensor]) -> 
             inputs[name] = x[:, part.rows] if has_tokens else x
     masks = {"key_mask": piece.masks.valid, "segment_ids": piece.masks.segment}
     until = {n: _in_order(piece, of)[:, :end] for n, of in masks.items() if of is not None}
-    out: Tensor = piece.leaf(**inputs, **until, backend=piece.backend)
+    out: Tensor = piece.leaf(**inputs, **until, backend=piece.call.backend)
     return out
 
 
 def _in_order(piece: DividedPiece, of_processes: Tree) -> Tensor:
     """Tokens (b, s, …) in the order of the sequence, from the tokens of every process."""
-    return torch.cat([of_processes[part.device][:, part.rows] for part in piece.parts], 1)
+    return torch.cat([of_processes[part.device][:, part.rows] for part in piece.call.parts], 1)

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from precondattn.parallel import heads
 from precondattn.parallel.heads import HeadAxes, share
 from precondattn.parallel.torch.arguments import WHOLE, Bound
 from precondattn.parallel.torch.call import DividedCall, MeshProcesses
 from precondattn.parallel.torch.exchange import Exchange, gathered
-
-
-def refusal(call: DividedCall) -> str | None:
-    """The reason why this layout can not divide a call; None if it can."""
-    return heads.refusal(call.mechanism, call.sizes, call.processes.devices)
 
 
 def output(call: DividedCall) -> Tensor:
@@ -28,20 +22,6 @@ def output(call: DividedCall) -> Tensor:
     out = processes.together(lambda: call.mechanism(**inputs, **masks, backend=call.backend))
     (part,) = _exchange_of_output(call).to_tokens([out])
     return part
-
-
-def during(call: DividedCall) -> str:
-    """What a process has in memory during the call, in words."""
-    return heads.during(call.mechanism, call.sizes, call.processes.devices)
-
-
-def bytes_sent(call: DividedCall) -> dict[str, int]:
-    """The bytes that this process sends in the forward pass: of each input, and of `out`."""
-    processes, of_out = call.processes, call.mechanism.program.output
-    parts = {name: call.bound.inputs[name] for name in call.bound.with_tokens}
-    of_process = {letter: counts[processes.rank] for letter, counts in call.tokens.items()}
-    shapes = of_out.shape(call.sizes | of_process), of_out.shape(call.sizes)
-    return heads.bytes_sent(call.mechanism.inputs, parts, *shapes, processes.devices)
 
 
 def _exchange(call: DividedCall) -> Exchange:

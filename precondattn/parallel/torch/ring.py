@@ -32,7 +32,8 @@ from precondattn.arrays import upcast
 from precondattn.parallel.ring_reads import LaserOfParts, MeanOfParts, WholeRows, read_of
 from precondattn.parallel.torch.call import tried
 from precondattn.parallel.torch.exchange import passed
-from precondattn.parallel.torch.piece import DividedPiece, crossing
+from precondattn.parallel.torch.masks import crossing
+from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.softmax import Softmax
 
 if TYPE_CHECKING:
@@ -67,11 +68,11 @@ class RingCall:
         With a causal mask there is no pair with later keys. All earlier parts of keys form one
         pair, and so do all later ones. Pairs of which no key is visible are left out.
         """
-        leaf, masks, rank = self.piece.leaf, self.piece.masks, self.piece.processes.rank
+        leaf, masks, rank = self.piece.leaf, self.piece.masks, self.piece.call.rank
         assert isinstance(leaf, Softmax)
         everywhere = replace(leaf, causal=False)
-        keys = self.piece.own_parts(source)
-        for part in self.piece.own_parts(rank):
+        keys = self.piece.call.parts_of(source)
+        for part in self.piece.call.parts_of(rank):
             before = [other for other in keys if other.first < part.first]
             after = [other for other in keys if other.first > part.first]
             if source == rank:
@@ -91,12 +92,11 @@ class RingCall:
                 yield RingPair(self._read(everywhere, of_keys), part.rows, rows, seen_by)
 
     def _read(self, softmax: Softmax, masks: dict[str, Tensor]) -> MeanOfParts | LaserOfParts:
-        return read_of(softmax, {**masks, "backend": self.piece.backend})
+        return read_of(softmax, {**masks, "backend": self.piece.call.backend})
 
     def rounds(self, *arrays: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """For each round, a process and its arrays (b, keys, …); this process comes first."""
-        processes = self.piece.processes
-        rank, devices = processes.rank, processes.devices
+        rank, devices = self.piece.call.rank, self.piece.call.devices
         current = [x.contiguous() for x in arrays]
         for distance in range(devices):
             source = (rank - distance) % devices
@@ -106,13 +106,12 @@ class RingCall:
 
     def passed_on(self, arrays: list[Tensor], source: int) -> list[Tensor]:
         """The arrays of the process before this one: keys of process `source`, and the like."""
-        processes = self.piece.processes
-        rank, devices = processes.rank, processes.devices
-        if devices == 1:
+        call = self.piece.call
+        if call.devices == 1:
             return arrays
-        shapes = [(x.shape[0], self.piece.count(source), *x.shape[2:]) for x in arrays]
-        around = (rank + 1) % devices, (rank - 1) % devices
-        return passed(processes.group, arrays, *around, shapes) or []
+        shapes = [(x.shape[0], call.counts[source], *x.shape[2:]) for x in arrays]
+        around = (call.rank + 1) % call.devices, (call.rank - 1) % call.devices
+        return passed(call.processes.group, arrays, *around, shapes) or []
 
 
 class _Around(torch.autograd.Function):  # type: ignore[misc]
@@ -128,7 +127,7 @@ class _Around(torch.autograd.Function):  # type: ignore[misc]
         for source, keys_values in ring.rounds(k, v):
             if error is None:
                 _, error = tried(partial(_attend, ring, done, source, q, *keys_values))
-        ring.piece.processes.agree(error)
+        ring.piece.call.processes.agree(error)
         out, lse = (torch.cat(x, 1) for x in zip(*(done[i] for i in sorted(done)), strict=True))
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, lse)
@@ -146,8 +145,8 @@ class _Around(torch.autograd.Function):  # type: ignore[misc]
             if error is None:
                 _, error = tried(partial(_pull, ring, source, of_queries, of_keys, d_q))
         # The gradients of the next process's keys are complete, and go to that process.
-        home = ring.passed_on(of_keys[2:], ring.piece.processes.rank)
-        ring.piece.processes.agree(error)
+        home = ring.passed_on(of_keys[2:], ring.piece.call.processes.rank)
+        ring.piece.call.processes.agree(error)
         return (None, d_q.to(q.dtype), *(d.to(x.dtype) for d, x in zip(home, (k, v), strict=True)))
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from precondattn.arrays import upcast
 from precondattn.parallel.ring_reads import read_of
 from precondattn.parallel.torch import ring
-from precondattn.parallel.torch.piece import DividedPiece
 from precondattn.parallel.torch.step import DividedStep, Shape
+from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.softmax import Softmax
 
 

@@ -43,8 +43,8 @@ from precondattn.arrays import upcast
 from precondattn.parallel.layouts import TokenPart
 from precondattn.parallel.partial_attention import part_vjp, with_lse
 from precondattn.parallel.solve import attention_of
-from precondattn.parallel.torch.piece import DividedPiece
 from precondattn.parallel.torch.solve_blocks import Failed, SolveBlocks, added, in_order
+from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.rms_norm import rms_norm_vjp
 
 
@@ -75,14 +75,14 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
             if not visible:
                 return
             tokens = (unit[:, rows], blocks.unit(keys), values)
-            out, lse = with_lse(softmax, *tokens, **masks, backend=blocks.piece.backend)
+            out, lse = with_lse(softmax, *tokens, **masks, backend=blocks.piece.call.backend)
             product = torch.exp(lse - shift)[..., None] * out
             if seen_by is not None:
                 product = product.masked_fill(~seen_by[..., None, None], 0)
             u[:, rows] -= product
 
         in_order(blocks, blocks.all, (k, y), blocks.later, solve, subtract, failed)
-        blocks.piece.processes.agree(failed.error)
+        blocks.processes.agree(failed.error)
         ctx.blocks = blocks
         ctx.save_for_backward(k, v, u, y, *(() if beta is None else (beta,)))
         return y.to(v.dtype)
@@ -118,7 +118,7 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
             if seen_by is not None:
                 shifts = shifts.masked_fill(~seen_by[..., None], math.inf)
             at = (torch.zeros_like(of_block), shifts, -of_block)
-            gradients = part_vjp(softmax, tokens, *at, **masks, backend=blocks.piece.backend)
+            gradients = part_vjp(softmax, tokens, *at, **masks, backend=blocks.piece.call.backend)
             d_unit[:, rows] += gradients["k"]
             r[:, rows] += gradients["v"]
             parts[block.first] = parts.get(block.first, 0) + gradients["q"]
@@ -133,7 +133,7 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
 
         order = blocks.all[::-1]
         in_order(blocks, order, (k, g), blocks.earlier, solve, subtract, failed, collect)
-        blocks.piece.processes.agree(failed.error)
+        blocks.processes.agree(failed.error)
         if blocks.leaf.normalize == "keys":
             d_k += rms_norm_vjp(upcast(k), blocks.leaf.eps, d_unit)
         else:

@@ -18,8 +18,8 @@ from precondattn.arrays import upcast
 from precondattn.parallel.partial_attention import with_lse
 from precondattn.parallel.solve import attention_of
 from precondattn.parallel.torch import solve
-from precondattn.parallel.torch.piece import DividedPiece
 from precondattn.parallel.torch.step import DividedStep, Shape
+from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.rms_norm import rms, rms_norm
 

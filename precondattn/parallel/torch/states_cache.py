@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from precondattn.parallel.states import with_states
-from precondattn.parallel.torch.piece import DividedPiece
 from precondattn.parallel.torch.states import scanned
 from precondattn.parallel.torch.step import DividedStep, Shape
+from precondattn.parallel.ways import DividedPiece
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
