@@ -12,6 +12,7 @@ from precondattn.cache.conversion import ordinary
 from precondattn.cache.kept import without_kept
 from precondattn.cache.kinds import empty_if_donated
 from precondattn.execution.keeping import Places
+from precondattn.layers.checks import LayerCall, LayerOutput
 from precondattn.layers.functions import causal_convolution, linear, rotation
 from precondattn.layers.histories import Histories, joined, split
 from precondattn.layers.padding import packing
@@ -36,26 +37,21 @@ class DividedLayerCall(Protocol):
 def apply(
     plan: LayerPlan,
     weights: Weights,
-    x: Array,
+    call: LayerCall,
     *,
     depth: int,
-    mask: Array | None = None,
-    positions: Array | None = None,
-    cache: Cache | None = None,
     segments: CallSegments | None = None,
-    pair_masks: Arrays | None = None,
-    donate: bool = False,
     keeping: Keeping | None = None,
     divided: DividedLayerCall | None = None,
     mechanism: Callable[..., Array] | None = None,
     summed: Callable[[Array], Array] | None = None,
-) -> tuple[Array, Cache | None]:
-    """The output y (b, t, width), and the cache after these tokens.
+) -> LayerOutput:
+    """The output y (b, t, width), and the extended cache if a cache is given.
 
-    `pair_masks` has `attn_mask` and `prefix`. If tokens are `divided`, there are no mask, segments
-    and cache, and `mechanism` is called in place of the plan's. If heads are divided among devices,
-    `summed` computes the sum over devices.
+    If tokens are `divided`, there are no mask, segments and cache, and `mechanism` is called in
+    place of the plan's. If heads are divided among devices, `summed` computes the sum over devices.
     """
+    x, mask, positions, cache = call.x, call.mask, call.positions, call.cache
     if divided is not None and positions is None:
         positions = divided.positions
     tokens = None if mask is None else packing(mask)
@@ -92,14 +88,14 @@ def apply(
     masks: Arrays = {} if count is None else {"lengths": count}
     if segments is not None:
         masks = segments.masks
-    of_pairs = {name: each for name, each in (pair_masks or {}).items() if each is not None}
+    of_pairs = {"attn_mask": call.attn_mask, "prefix": call.prefix}
+    of_pairs = {name: each for name, each in of_pairs.items() if each is not None}
     if tokens is not None and "attn_mask" in of_pairs:
         of_pairs["attn_mask"] = tokens.packed_pairs(of_pairs["attn_mask"])
     masks = {**masks, **of_pairs}
     after = None
     if inner is None:
-        call = plan.mechanism if mechanism is None else mechanism
-        values[OUT] = call(**inputs, **masks)
+        values[OUT] = (mechanism or plan.mechanism)(**inputs, **masks)
     else:
         options: dict[str, Any] = {} if keeping is None else keeping.options
         places = None
@@ -107,7 +103,7 @@ def apply(
             places = Places(inner.length, x.shape[1], count, keeping)
         try:
             values[OUT], longer = plan.mechanism.extend(
-                inner, **inputs, **masks, donate=donate, **options
+                inner, **inputs, **masks, donate=call.donate, **options
             )
         finally:
             empty_if_donated(callers, inner)  # type: ignore[arg-type]
@@ -123,7 +119,8 @@ def apply(
         y = y if bias is None else y + bias
     if valid is not None:
         y = zero_where_not(valid, y)
-    return (y if tokens is None else tokens.unpacked(y)), after
+    y = y if tokens is None else tokens.unpacked(y)
+    return y if after is None else (y, after)
 
 
 def _positions(x: Array, cache: Cache | None, segments: CallSegments | None) -> Array:

@@ -13,13 +13,13 @@ from abc import abstractmethod
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.kinds import TOKENS
 from precondattn.cache.windows import FIRST
 from precondattn.given import Given
-from precondattn.integrations.transformers.interface import CacheLayerMixin
 
 ANY = 2**30
 """A capacity above every window, so that a mechanism with a window has the cache of a window."""

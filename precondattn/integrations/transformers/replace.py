@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from precondattn.algebra.given_mechanism import not_a_mechanism
 from precondattn.algebra.mechanism import Mechanism, parse
+from precondattn.given import Given
 from precondattn.integrations.transformers import learned
 from precondattn.integrations.transformers.attention import (
     NAME,
@@ -16,12 +20,6 @@ from precondattn.integrations.transformers.attention import (
     Replacement,
     attention,
     pass_cache_layer,
-)
-from precondattn.integrations.transformers.interface import (
-    ALL_ATTENTION_FUNCTIONS,
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    HFConfig,
-    PreTrainedModel,
 )
 from precondattn.integrations.transformers.masks import check_masks, mask_of_encoder, mask_of_tokens
 from precondattn.integrations.transformers.options import AttentionOptions, options_of, with_options
@@ -110,13 +108,13 @@ def restore_attention(model: nn.Module) -> nn.Module:
     return model
 
 
-def _attention_of(model: nn.Module) -> tuple[HFConfig, list[nn.Module]]:
+def _attention_of(model: nn.Module) -> tuple[Given, list[nn.Module]]:
     """The config of a decoder or encoder, and its attention modules in order."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model: a PreTrainedModel of Transformers expected; found {type(model).__name__}"
         )
-    config: HFConfig = model.config
+    config: Given = model.config
     if config.is_encoder_decoder:
         raise TypeError(
             f"model: a causal decoder or an encoder expected; {type(model).__name__} has both, and "
@@ -192,7 +190,7 @@ def _set_implementation(model: nn.Module, name: str) -> None:
 
 def _replace(
     module: nn.Module,
-    config: HFConfig,
+    config: Given,
     mechanism: Mechanism,
     options: AttentionOptions,
     inputs: tuple[learned.Input, ...],

@@ -54,13 +54,8 @@ class Block(ChecksKeywords, nnx.Module):
 
     Parameters
     ----------
-    width : int
-        The width of x.
-    hidden : int, optional
-        The inner width of the MLP; by default 8/3 of the width, or 4 times the width in a plain
-        MLP.
-    mlp : {"gated", "plain"}
-        The MLP: W₃ (SiLU(W₁ y) ∘ W₂ y), or W₂ GELU(W₁ y).
+    width, hidden, mlp
+        As in `precondattn.layers.torch.Block`.
     dtype, rngs
         As in `Attention`.
     **attention

@@ -35,21 +35,8 @@ class Decoder(ChecksKeywords, nnx.Module):
 
     Parameters
     ----------
-    vocabulary : int
-        The number of different tokens.
-    width : int
-        The width of the hidden states.
-    heads : int
-        The number of query heads of every block.
-    layers : list or int
-        The mechanism of each block, or the arguments of its `Attention` as a dict:
-        `["gated_delta"] * 3 + [{"mechanism": "lucid", "kv_heads": 2}]`. Or the number of blocks.
-    mechanism : str, Mechanism or dict, optional
-        The mechanism of every block, if `layers` is a number.
-    hidden : int, optional
-        The inner width of the MLPs.
-    mlp : {"gated", "plain"}
-        The kind of MLP, as in `Block`.
+    vocabulary, width, heads, layers, mechanism, hidden, mlp
+        As in `precondattn.layers.torch.Decoder`.
     dtype, rngs
         As in `Attention`.
 
@@ -107,17 +94,8 @@ class Decoder(ChecksKeywords, nnx.Module):
         ----------
         tokens : integer array (b, t)
             Tokens from 0 to vocabulary − 1. The output of any other token is NaN.
-        mask : boolean array (b, t), optional
-            False for padding, which may be anywhere.
-        caches : tuple of Cache, optional
-            Caches from `init_caches` or an earlier call.
-        segment_ids, cu_seqlens
-            The ids or the borders of packed sequences, as in `Attention`; only without caches.
-        attn_mask, prefix
-            The masks of pairs of tokens for every block, as in `Attention`.
-        keep, states_every : int, optional
-            Which states at earlier lengths the extended caches keep for `crop`, as in
-            `Mechanism.extend`. They need caches.
+        mask, caches, segment_ids, cu_seqlens, attn_mask, prefix, keep, states_every
+            As in `precondattn.layers.torch.Decoder.forward`.
         """
         check_tokens(tokens, "jax", mask, caches, blocks=len(self.blocks))
         masks = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
@@ -159,24 +137,10 @@ class Decoder(ChecksKeywords, nnx.Module):
         ----------
         tokens : integer array (b, t)
             The prompts.
-        count : int
-            The number of new tokens.
-        mask : boolean array (b, t), optional
-            False for padding of prompts with different lengths, which may be anywhere. Every prompt
-            needs a valid token.
-        prefix : integer array (b,), optional
-            The number of first tokens of each prompt that all tokens see, as in `Attention`.
-        temperature : float
-            0 selects the most probable token. Otherwise logits are divided by it, and tokens are
-            drawn.
-        top_p : float
-            Tokens are drawn from the smallest set whose probabilities sum to at least this.
-        stop : int, optional
-            A token after which a sequence ends: it repeats this token.
+        count, mask, prefix, temperature, top_p, stop, progress
+            As in `precondattn.layers.torch.Decoder.generate`.
         key : PRNG key, optional
             The key for drawing tokens; required unless the temperature is 0.
-        progress : bool
-            Whether to show a progress bar on the standard error.
         """
         check_tokens(tokens, "jax", mask, are_prompts=True)
         count, stop = check_generation(

@@ -15,18 +15,13 @@ from precondattn.cache import Cache
 from precondattn.frameworks.torch.autocast import target
 from precondattn.given import Given, at_least
 from precondattn.layers.apply import apply
-from precondattn.layers.checks import (
-    LayerOutput,
-    check_attn_mask,
-    check_call,
-    keeping_of,
-)
-from precondattn.layers.histories import with_rows
+from precondattn.layers.checks import LayerCall, LayerOutput, checked
+from precondattn.layers.histories import empty_cache
 from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.plan import OUT, PROJECTION, LayerPlan, plan_for
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.recipes.outputs import AFTER_PROJECTION
-from precondattn.layers.segments import segments_of
+from precondattn.layers.sizes import LayerSizes
 from precondattn.layers.torch.module import Declared, ModuleMap, parameters_of, register
 
 if TYPE_CHECKING:
@@ -107,17 +102,8 @@ class Attention(ChecksKeywords, Declared):
     ) -> None:
         super().__init__()
         self.depth = at_least(0, "depth", depth)
-        self.plan = plan_for(
-            width,
-            heads,
-            mechanism,
-            kv_heads=kv_heads,
-            value_heads=value_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            slots=slots,
-            recipes=recipes,
-        )
+        sizes = LayerSizes(width, heads, kv_heads, value_heads, head_dim, value_dim, slots)
+        self.plan = plan_for(mechanism, sizes, recipes)
         self.inputs = nn.ModuleDict()
         """The weights other than linear maps, by input; `out` has those of the output."""
         self.declared = {}
@@ -225,27 +211,17 @@ class Attention(ChecksKeywords, Declared):
             Which states at earlier lengths the extended cache keeps for `crop`, as in
             `Mechanism.extend`. They need a cache.
         """
-        plan, divided_weights, like = self._own_plan, self.divided_weights, self._like
-        check_call(
-            plan,
-            like,
-            x,
-            mask,
-            positions,
-            cache,
-            # The input dtype of a quantized map is unknown.
-            is_autocast if like.numel() else is_any,
-            is_packed=segment_ids is not None or cu_seqlens is not None,
+        call = LayerCall(
+            *(x, mask, positions, cache, segment_ids, cu_seqlens, attn_mask, prefix),
+            *(donate, keep, states_every),
         )
-        check_attn_mask(plan, x, attn_mask, mask, cache)
+        plan, of_weights, like = self._own_plan, self.divided_weights, self._like
+        # The input dtype of a quantized map is unknown.
+        segments, keeping = checked(plan, like, call, is_autocast if like.numel() else is_any)
+        divided = mechanism = summed = None
         if self.divided is not None:
-            refused = {"mask": mask, "cache": cache}
-            refused |= {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-            refused |= {"attn_mask": attn_mask, "prefix": prefix}
-            self.divided.refuse([name for name, value in refused.items() if value is not None])
-        segments = segments_of(str(self.mechanism), segment_ids, cu_seqlens, x)
-        summed = None
-        if divided_weights is None:
+            mechanism, divided = self.divided.mechanism, self.divided.tokens_of_process(call)
+        if of_weights is None:
             weights = self._weights()
         else:
             if attn_mask is not None and attn_mask.shape[1] != 1:
@@ -253,25 +229,19 @@ class Attention(ChecksKeywords, Declared):
                     f"{self.mechanism}: heads are divided among processes, and so attn_mask is one "
                     f"for all of them, (b or 1, 1, t, s); found {tuple(attn_mask.shape)}"
                 )
-            x, weights = divided_weights.entering(x), self._parts(divided_weights)
-            summed = divided_weights.total
-        y, after = apply(
+            call, weights = call._replace(x=of_weights.entering(x)), self._parts(of_weights)
+            summed = of_weights.total
+        return apply(
             plan,
             weights,
-            x,
+            call,
             depth=self.depth,
-            mask=mask,
-            positions=positions,
-            cache=cache,
             segments=segments,
-            pair_masks={"attn_mask": attn_mask, "prefix": prefix},
-            donate=donate,
-            keeping=keeping_of(cache, keep, states_every),
-            divided=None if self.divided is None else self.divided.tokens_of_process(x),
-            mechanism=None if self.divided is None else self.divided.mechanism,
+            keeping=keeping,
+            divided=divided,
+            mechanism=mechanism,
             summed=summed,
         )
-        return y if cache is None else (y, after)
 
     def _weights(self) -> dict[str, dict[str, Tensor]]:
         """The weights of each entry: linear maps, and parameters."""
@@ -305,14 +275,9 @@ class Attention(ChecksKeywords, Declared):
         It has the device and the dtype of the weights, or autocast's dtype under autocast. A
         mechanism whose cache consists of states needs no capacity.
         """
-        batch = at_least(0, "batch", batch)
-        weight, plan = self._like, self._own_plan
-        like = {
-            name: torch.empty(shape, dtype=weight.dtype, device=weight.device)
-            for name, shape in plan.input_shapes(batch).items()
-        }
-        cache = self.mechanism.init_cache(**like, capacity=capacity)
-        return with_rows(cache, plan, target(weight) or weight.dtype)
+        weight = self._like
+        like = torch.empty(0, dtype=weight.dtype, device=weight.device)
+        return empty_cache(self._own_plan, like, batch, capacity, target(weight) or weight.dtype)
 
     def __repr__(self) -> str:
         return self.plan.table("Attention")

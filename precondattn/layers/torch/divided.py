@@ -8,13 +8,13 @@ exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from precondattn.layers.checks import LayerCall
 from precondattn.layers.functions import causal_convolution
 from precondattn.layers.torch.attention import Attention
 from precondattn.layers.torch.divided_weights import check_apart
@@ -86,18 +86,12 @@ class DividedTokens:
     def __deepcopy__(self, memo: dict[int, object]) -> DividedTokens:
         return self  # A copy has the same processes.
 
-    def refuse(self, names: Sequence[str]) -> None:
-        """Raise an error for arguments of a call that are not supported."""
-        if names:
-            raise ValueError(
-                f"{self.mechanism.processes.owner}: a layer whose tokens are divided supports no "
-                f"{' and '.join(names)}"
-            )
-
-    def tokens_of_process(self, x: Tensor) -> TokensOfProcess:
+    def tokens_of_process(self, call: LayerCall) -> TokensOfProcess:
         """The places of this process's rows x (b, t, width) in their sequences."""
-        rows = self.mechanism.processes.agree(None, "a layer", (x.shape[1],))
-        return TokensOfProcess(self, self.order.parts([row[0] for row in rows]), x.device)
+        refused = "mask", "cache", "segment_ids", "cu_seqlens", "attn_mask", "prefix"
+        call.refuse(self.mechanism.owner, *refused)
+        rows = self.mechanism.processes.agree(None, "a layer", (call.x.shape[1],))
+        return TokensOfProcess(self, self.order.parts([row[0] for row in rows]), call.x.device)
 
 
 @dataclass(frozen=True)
@@ -129,7 +123,7 @@ class TokensOfProcess:
         shortest = min(part.tokens for part in self.parts[:-1]) if len(self.parts) > 1 else number
         if shortest < number:
             raise ValueError(
-                f"{self.divided.mechanism.processes.owner}: a convolution of size {number + 1} "
+                f"{self.divided.mechanism.owner}: a convolution of size {number + 1} "
                 f"needs parts of at least {number} tokens; found {shortest}"
             )
         before = _RowsBefore.apply(self, number, rows)

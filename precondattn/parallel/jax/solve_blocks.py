@@ -4,9 +4,9 @@ All blocks have equally many rows, at most BLOCK. Where a part of the layout is 
 that, its last block ends with masked rows. A device stacks its blocks in one array (blocks, b,
 rows, …).
 
-Each step of the loop starts with a block that every device has received (`solve.py`). The device
-that has the next block subtracts from that block first, solves it and broadcasts it. Then all
-subtract from their other rows. A broadcast is a sum over devices, to which the others add 0.
+In each step of the loop, the device that has a block solves it and broadcasts it, and all devices
+subtract from their later rows (`solve.py`). A broadcast is a sum over devices, to which the others
+add 0.
 """
 
 from __future__ import annotations

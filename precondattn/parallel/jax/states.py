@@ -25,7 +25,6 @@ from precondattn.parallel.states import (
     SegmentBorders,
     StateMap,
     extended,
-    extended_vjp,
     is_scaled,
     kept,
     states_before,
@@ -100,7 +99,7 @@ def _forward(
     before = scan.states_before(list(steps.values()), borders, is_reversed=False)
     states = {key: kept(state, continues) for key, state in zip(steps, before, strict=True)}
     cache = with_states(leaf.init_cache(**inputs), states)
-    out, _ = extended(leaf, cache, inputs, scan.backend, masks)
+    out, _ = extended("extend", leaf, cache, inputs, scan.backend, masks)
     transitions = {key: step.transition for key, step in steps.items()}
     return out, (masks, borders, inputs, states, transitions)
 
@@ -109,7 +108,7 @@ def _backward(scan: _Scan, saved: Tree, cotangent: Array) -> Tree:
     masks, borders, inputs, states, transitions = saved
     leaf, (continues, is_open) = scan.leaf, _of_device(scan.line, borders)
     cache = with_states(leaf.init_cache(**inputs), states)
-    _, _, pull = extended_vjp(leaf, cache, inputs, scan.backend, masks)
+    _, _, pull = extended("extend_vjp", leaf, cache, inputs, scan.backend, masks)
     _, d_past = pull(cotangent)
     steps = [
         StateMap(transitions[key], state, is_scaled(leaf), is_open).adjoint(

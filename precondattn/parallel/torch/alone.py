@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from precondattn.parallel.torch.step import DividedStep, Shape
+from precondattn.parallel.torch.step import DividedStep
 from precondattn.parallel.ways import DividedPiece
 
 
@@ -22,11 +22,6 @@ def prefilled(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The output of this process's tokens, and no rows."""
     return output(piece), {}
-
-
-def part_shape(step: DividedStep) -> Shape | None:
-    """None: nothing is exchanged."""
-    return None
 
 
 def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:

@@ -29,7 +29,6 @@ from precondattn.parallel.torch import alone, ring_cache, solve_cache, states_ca
 from precondattn.parallel.torch.call import DividedCall, MeshProcesses, tried
 from precondattn.parallel.torch.divided_cache import (
     DividedCache,
-    Kept,
     extended,
     filled,
     rows_needed,
@@ -73,14 +72,15 @@ def prefill(
             begins = {slot: begin.store[key] for slot, key in keys[number].items()}
         of_leaf: Tensor
         of_leaf, of_slots = CACHED[way].prefilled(piece, begins)
-        _keep(kept, keys[number], of_slots)
+        for slot, tensor in of_slots.items():  # Leaves that share a buffer store the same in it.
+            kept.setdefault(keys[number][slot], tensor)
         return of_leaf
 
     out: Tensor = ways.computed(call, call.bound.inputs, masks, output_of, processes.together)
     if masks.valid is not None and KEY_MASK in cache.token_buffers:
         kept[KEY_MASK] = masks.valid[rank]
     positions = positions_of(call.parts, rank, processes.device)
-    return out, processes.together(lambda: filled(cache, _kept(cache, kept), positions, rank))
+    return out, processes.together(lambda: filled(cache, kept, positions, rank))
 
 
 def extend(
@@ -93,7 +93,7 @@ def extend(
     kept: dict[str, Tensor] = {}
     for number, leaf_call in enumerate(mechanism.program.calls):
         step, way = past.step(number, new, values), cached_way(leaf_call.leaf)
-        shape = way.part_shape(step)
+        shape = _part_shape(step)
         of_all = None if shape is None else parts.of_all(shape, lambda: way.part(step))  # noqa: B023
         result, error = tried(lambda: way.stepped(step, of_all))  # noqa: B023
         if error is not None:
@@ -102,14 +102,13 @@ def extend(
             parts.failed(next((of for _, of in exchanges if of is not None), None), error)
         assert result is not None  # `failed` has raised an error otherwise.
         values[leaf_call.out], of_slots = result
-        _keep(kept, mechanism.program.slot_keys[number], of_slots)
+        for slot, tensor in of_slots.items():
+            kept.setdefault(mechanism.program.slot_keys[number][slot], tensor)
     if KEY_MASK in cache.token_buffers:
         shape = new.sizes["b"], new.sizes["t"]
         everything = torch.ones(shape, dtype=torch.bool, device=processes.device)
         kept[KEY_MASK] = everything if new.valid is None else new.valid
-    after = processes.together(
-        lambda: extended(cache, _kept(cache, kept), new.counts, rank, donate=donate)
-    )
+    after = processes.together(lambda: extended(cache, kept, new.counts, rank, donate=donate))
     name = mechanism.program.out
     of_out = Inputs(**{name: mechanism.program.output})
     return zero_padding({name: values[name]}, of_out, new.within, new.valid)[name], after
@@ -177,17 +176,6 @@ def _empty(
     )
 
 
-def _keep(kept: dict[str, Tensor], keys: Mapping[str, str], of_slots: Mapping[str, Tensor]) -> None:
-    """Add what a leaf keeps to `kept`; leaves that share a buffer store the same in it."""
-    for slot, tensor in of_slots.items():
-        kept.setdefault(keys[slot], tensor)
-
-
-def _kept(cache: DividedCache, kept: Mapping[str, Tensor]) -> Kept:
-    rows = {name: kept[name] for name in cache.token_buffers}
-    return Kept(rows, {name: x for name, x in kept.items() if name not in rows})
-
-
 def _parts(new: NewTokens, processes: MeshProcesses) -> PartExchanges:
     is_double = any(x.dtype == torch.float64 for x in new.inputs.values())
     return PartExchanges(processes, torch.float64 if is_double else torch.float32)
@@ -235,8 +223,14 @@ def _shapes(
     calls = past.mechanism.program.calls
     for number in range(start, len(calls)):
         step = past.step(number, new, like)
-        yield calls[number].out, cached_way(step.leaf).part_shape(step)
+        yield calls[number].out, _part_shape(step)
         like[calls[number].out] = DividedCall.like_output(step.leaf, step.inputs)
+
+
+def _part_shape(step: DividedStep) -> Shape | None:
+    """The shape of what processes exchange for a leaf; None for nothing."""
+    way = cached_way(step.leaf)
+    return way.part_shape(step) if hasattr(way, "part_shape") else None
 
 
 def refusal(mechanism: Mechanism) -> str | None:

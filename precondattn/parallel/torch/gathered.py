@@ -26,14 +26,12 @@ if TYPE_CHECKING:
 
 def output(piece: DividedPiece) -> Tensor:
     """The output of this process's tokens."""
-    call, names, counts = piece.call, gathered_inputs(piece.leaf), piece.call.counts
-    number = len(names)  # Every process gets the whole arrays, as arrays of one head.
-    exchange = Exchange(
-        call.processes, (HeadAxes(1, None),) * number, (counts,) * number, (1,) * number
-    )
-    arrays = exchange.to_heads([piece.inputs[name] for name in names])
+    call = piece.call
+    # Every process gets the whole arrays, as arrays of one head.
+    exchange = Exchange(call.processes, HeadAxes(1, None), call.counts, 1)
     whole = {
-        name: _in_order(piece, x.split(counts, 1)) for name, x in zip(names, arrays, strict=True)
+        name: _in_order(piece, exchange.to_heads(piece.inputs[name]).split(call.counts, 1))
+        for name in gathered_inputs(piece.leaf)
     }
 
     def attended() -> Tensor:

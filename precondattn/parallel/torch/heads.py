@@ -13,27 +13,21 @@ from precondattn.parallel.torch.exchange import Exchange, gathered
 def output(call: DividedCall) -> Tensor:
     """The output of this process's tokens."""
     bound, names, processes = call.bound, call.bound.with_tokens, call.processes
-    moved = _exchange(call).to_heads([bound.inputs[name] for name in names])
-    inputs = {**_weights(bound, processes), **dict(zip(names, moved, strict=True))}
+    moved = {name: _exchange(call, name).to_heads(bound.inputs[name]) for name in names}
+    inputs = {**_weights(bound, processes), **moved}
     masks = {
         name: mask if name in WHOLE else gathered(processes.group, mask, call.tokens["s"])
         for name, mask in bound.masks.items()
     }
     out = processes.together(lambda: call.mechanism(**inputs, **masks, backend=call.backend))
-    (part,) = _exchange_of_output(call).to_tokens([out])
-    return part
+    return _exchange_of_output(call).to_tokens(out)
 
 
-def _exchange(call: DividedCall) -> Exchange:
-    """The exchange of all inputs with tokens."""
-    bound, names = call.bound, call.bound.with_tokens
-    axes = tuple(bound.axes[name] for name in names)
-    times = tuple(bound.times(name, call.tokens) for name in names)
-    counts = tuple(
-        1 if axis.heads is None else bound.inputs[name].shape[axis.heads]
-        for name, axis in zip(names, axes, strict=True)
-    )
-    return Exchange(call.processes, axes, times, counts)
+def _exchange(call: DividedCall, name: str) -> Exchange:
+    """The exchange of an input with tokens."""
+    axes = call.axes[name]
+    count = 1 if axes.heads is None else call.bound.inputs[name].shape[axes.heads]
+    return Exchange(call.processes, axes, call.bound.times(name, call.tokens), count)
 
 
 def _exchange_of_output(call: DividedCall) -> Exchange:
@@ -43,7 +37,7 @@ def _exchange_of_output(call: DividedCall) -> Exchange:
     assert axes.time is not None  # Every output has tokens.
     times = call.tokens[pattern.letters[axes.time]]
     count = 1 if axes.heads is None else whole[axes.heads]
-    return Exchange(call.processes, (axes,), (times,), (count,))
+    return Exchange(call.processes, axes, times, count)
 
 
 def _weights(bound: Bound, processes: MeshProcesses) -> dict[str, Tensor]:

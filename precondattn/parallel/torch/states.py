@@ -25,7 +25,7 @@ from precondattn.arrays import Tree
 from precondattn.parallel.states import (
     SegmentBorders,
     StateMap,
-    extended_vjp,
+    extended,
     kept,
     states_before,
     steps_of_tokens,
@@ -157,7 +157,7 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
             states = map(scan.of_segment, before)
             cache = with_states(cache, dict(zip(steps, states, strict=True)))
         out, after, ctx.pull = scan.processes.together(
-            lambda: extended_vjp(leaf, cache, inputs, backend, scan.masks)
+            lambda: extended("extend_vjp", leaf, cache, inputs, backend, scan.masks)
         )
         ctx.scan = scan
         end = scan.given_to_all([after.store[key] for key in steps]) if scan.with_end else []

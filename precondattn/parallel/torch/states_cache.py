@@ -9,7 +9,7 @@ from torch import Tensor
 
 from precondattn.parallel.states import with_states
 from precondattn.parallel.torch.states import scanned
-from precondattn.parallel.torch.step import DividedStep, Shape
+from precondattn.parallel.torch.step import DividedStep
 from precondattn.parallel.ways import DividedPiece
 
 if TYPE_CHECKING:
@@ -27,11 +27,6 @@ def prefilled(
     begins = None if begin is None else {keys[slot]: state for slot, state in begin.items()}
     out, end = scanned(piece, begins, with_end=True)
     return out, {slot: end[key] for slot, key in keys.items()}
-
-
-def part_shape(step: DividedStep) -> Shape | None:
-    """None: nothing is exchanged."""
-    return None
 
 
 def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:

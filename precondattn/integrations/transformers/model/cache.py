@@ -11,13 +11,13 @@ from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache as HFCache
+from transformers.cache_utils import CacheLayerMixin
 
 from precondattn.cache import Cache
 from precondattn.cache.kept import without_kept, without_way_back
 from precondattn.given import Given, at_least
 from precondattn.integrations.transformers.drafts import DraftRecording, Extend
-from precondattn.integrations.transformers.interface import Cache as HFCache
-from precondattn.integrations.transformers.interface import CacheLayerMixin, HFConfig
 from precondattn.integrations.transformers.rollback import undone_if_failed
 from precondattn.layers.torch import Attention
 
@@ -166,7 +166,7 @@ class PrecondattnCache(HFCache):
     (3, False)
     """
 
-    def __init__(self, config: HFConfig, capacity: int | None = None) -> None:
+    def __init__(self, config: Given, capacity: int | None = None) -> None:
         capacity = None if capacity is None else at_least(1, "capacity", capacity)
         super().__init__(layers=[LayerCache(capacity) for _ in range(config.num_hidden_layers)])
         self.valid: Tensor | None = None

@@ -9,19 +9,15 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
 
 from precondattn.arrays import Tree
 from precondattn.cache import Cache
 from precondattn.given import Given, at_least
-from precondattn.integrations.transformers.interface import (
-    BaseModelOutputWithPast,
-    CausalLMOutputWithPast,
-    GenerationMixin,
-    GradientCheckpointingLayer,
-    PreTrainedModel,
-    can_return_tuple,
-    capture_outputs,
-)
 from precondattn.integrations.transformers.model.cache import PrecondattnCache
 from precondattn.integrations.transformers.model.configuration import PrecondattnConfig
 from precondattn.integrations.transformers.model.inputs import (
