@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from precondattn.algebra.call import Keeping
 from precondattn.arrays import Array, Arrays, arange_like, cast, namespace, zero_where_not
@@ -22,16 +22,8 @@ from precondattn.layers.recipe import RecipeTokens
 from precondattn.layers.recipes.outputs import AFTER_PROJECTION
 from precondattn.layers.segments import CallSegments
 
-
-class DividedLayerCall(Protocol):
-    """What a call whose tokens are divided among devices needs from other devices."""
-
-    @property
-    def positions(self) -> Array:
-        """The positions (1, t) of this device's tokens in their sequences."""
-
-    def convolved(self, rows: Array, weight: Array, bias: Array | None) -> Array:
-        """`causal_convolution` of this device's rows (b, t, …), after the rows before them."""
+if TYPE_CHECKING:
+    from precondattn.layers.torch.divided import TokensOfProcess
 
 
 def apply(
@@ -42,7 +34,7 @@ def apply(
     depth: int,
     segments: CallSegments | None = None,
     keeping: Keeping | None = None,
-    divided: DividedLayerCall | None = None,
+    divided: TokensOfProcess | None = None,
     mechanism: Callable[..., Array] | None = None,
     summed: Callable[[Array], Array] | None = None,
 ) -> LayerOutput:
@@ -106,7 +98,7 @@ def apply(
                 inner, **inputs, **masks, donate=call.donate, **options
             )
         finally:
-            empty_if_donated(callers, inner)  # type: ignore[arg-type]
+            empty_if_donated(callers, inner)
         after = joined(longer, histories.kept, cache.kinds)  # type: ignore[union-attr]
         if places is not None:
             after = places.kept_in(after, histories.between(places))
@@ -139,7 +131,7 @@ def _made(
     values: dict[str, Array],
     histories: Histories,
     depth: int,
-    divided: DividedLayerCall | None,
+    divided: TokensOfProcess | None,
 ) -> Array:
     def convolved(rows: Array, weight: Array, bias: Array | None) -> Array:
         if divided is not None:

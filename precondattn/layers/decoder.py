@@ -63,6 +63,15 @@ def mlp_output(y: Array, *maps: LinearMap) -> Array:
     return down(silu(gate(y)) * up(y))
 
 
+def block_output(block: Any, x: Array, **options: Given) -> Any:
+    """The x after a pre-norm block, and the extended cache if one is given."""
+    y = block.attention(block.attention_norm(x), **options)
+    y, after = (y, None) if options.get("cache") is None else y
+    x = x + y
+    x = x + block.mlp(block.mlp_norm(x))
+    return x if after is None else (x, after)
+
+
 def states_after(
     blocks: Iterable[Callable[..., Any]],
     x: Array,

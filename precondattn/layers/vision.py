@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from precondattn.algebra.given_mechanism import not_a_mechanism
 from precondattn.algebra.mechanism import Mechanism, Preconditioner, parse, with_base
-from precondattn.arrays import Array
+from precondattn.arrays import Array, cast, namespace
 from precondattn.execution.array_checks import check_stored
 from precondattn.given import Arguments, Given
 from precondattn.layers.maps import Weight
@@ -149,6 +150,20 @@ def check_image(x: Array, sizes: VisionSizes) -> None:
         raise ValueError(
             f"x must have shape (b, {expected[0]}, {expected[1]}, {expected[2]}); found {found}"
         )
+
+
+def logits(model: Any, x: Array) -> Array:
+    """The logits (b, classes) of images x, by the modules and weights of a vision transformer."""
+    xp, positions, is_token = namespace(x), model.pos_embed[...], model.sizes.pool == "token"
+    tokens = model.patch_embed["proj"](x)
+    if is_token:
+        of_class = cast(model.cls_token[...], tokens.dtype)
+        of_class = xp.broadcast_to(of_class, (len(tokens), *of_class.shape[1:]))
+        tokens = xp.concat([of_class, tokens], axis=1)
+    tokens = tokens + positions
+    for block in model.blocks:
+        tokens = block(tokens)
+    return model.head(model.norm(tokens[:, 0] if is_token else xp.mean(tokens, axis=1)))
 
 
 def affine_weights(

@@ -175,12 +175,6 @@ def states_before(
     return None if received is None else [state for _, state in received]
 
 
-def tensors_sent(place: int, devices: int) -> tuple[int, int]:
-    """The numbers of transitions T and of states F that the device at a place of the line sends."""
-    rounds = [place + 2**i < devices for i in range((devices - 1).bit_length())]
-    return sum(rounds[:-1]), sum(rounds) + (place + 1 < devices)
-
-
 def kept(x: Array, mask: Array | None) -> Array:
     """A state, set to 0 in sequences where the mask (b,) is False; unchanged without a mask."""
     if mask is None:
@@ -261,14 +255,15 @@ def with_states(cache: Cache, states: Mapping[str, Array]) -> Cache:
     )
 
 
-def bytes_of_steps(leaf: Leaf, states: Mapping[str, Array]) -> tuple[int, int]:
-    """The bytes of all F, and of all T, from the shapes and dtypes of a leaf's states."""
-    of_states = of_transitions = 0
+def bytes_sent(leaf: Leaf, states: Mapping[str, Array], place: int, devices: int) -> dict[str, int]:
+    """The bytes of states F and of transitions T that the device at a place of the line sends."""
+    rounds = [place + 2**i < devices for i in range((devices - 1).bit_length())]
+    sent = {"states": 0, "transitions": 0}
     for state in states.values():
         width, size = state.dtype.itemsize, prod(state.shape)
-        of_states += size * width
+        sent["states"] += (sum(rounds) + (place + 1 < devices)) * size * width
         if not is_scaled(leaf):
             d, e = state.shape[-2:]
             size = size // e * columns_of_transition(leaf, d)
-        of_transitions += size * width
-    return of_states, of_transitions
+        sent["transitions"] += sum(rounds[:-1]) * size * width
+    return sent

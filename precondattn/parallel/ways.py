@@ -111,9 +111,7 @@ def _bytes_of_blocks(piece: DividedPiece) -> dict[str, int]:
 
 def _bytes_of_scan(piece: DividedPiece) -> dict[str, int]:
     of_leaf = piece.call.states_of(piece.leaf, piece.inputs)
-    of_states, of_transitions = states.bytes_of_steps(piece.leaf, of_leaf)
-    transitions, count = states.tensors_sent(piece.call.place, piece.call.devices)
-    return {"states": count * of_states, "transitions": transitions * of_transitions}
+    return states.bytes_sent(piece.leaf, of_leaf, piece.call.place, piece.call.devices)
 
 
 def _bytes(x: Array) -> int:

@@ -26,21 +26,12 @@ class LayerCall(NamedTuple):
     extend: Extend
 
 
-class DraftRecording:
+class DraftRecording(list[LayerCall]):
     """The recorded calls since the last `crop`."""
-
-    def __init__(self) -> None:
-        self.calls: list[LayerCall] = []
-
-    def add(self, before: Cache, seen: int, extend: Extend) -> None:
-        self.calls.append(LayerCall(before, seen, extend))
-
-    def clear(self) -> None:
-        self.calls.clear()
 
     def before(self, left: int) -> Cache | None:
         """The cache of the first `left` columns; None if they were not recorded."""
-        call = next((call for call in reversed(self.calls) if call.seen <= left), None)
+        call = next((call for call in reversed(self) if call.seen <= left), None)
         if call is None:
             return None
         count = left - call.seen

@@ -16,7 +16,7 @@ from precondattn.integrations.transformers.cache import (
     new_columns,
     with_key_mask,
 )
-from precondattn.integrations.transformers.drafts import DraftRecording
+from precondattn.integrations.transformers.drafts import DraftRecording, LayerCall
 from precondattn.integrations.transformers.rollback import undone_if_failed
 
 FEWEST = 64
@@ -55,7 +55,8 @@ class DynamicCacheLayer(CacheLayer):
         inputs = {**arrays, "key_mask": key_mask, "attn_mask": attn_mask}
         out, self.cache = mechanism.extend(cache, **inputs, donate=donate)
         if self.recording is not None and is_recorded:
-            self.recording.add(cache, self.tokens, partial(_extended, mechanism, arrays, key_mask))
+            extend = partial(_extended, mechanism, arrays, key_mask)
+            self.recording.append(LayerCall(cache, self.tokens, extend))
         self.tokens += new
         self.is_initialized = True
         return out
@@ -76,7 +77,7 @@ class DynamicCacheLayer(CacheLayer):
         """Remove the last tokens: −3 for the last three, as in Transformers."""
         self.check_removal(tokens_to_remove)
         left, recorded = self.tokens + tokens_to_remove, self.recording
-        with undone_if_failed(self, *(() if recorded is None else (recorded,))):
+        with undone_if_failed(self):
             if tokens_to_remove and self.cache is not None:
                 if self.cache.can_crop:
                     self.cache = self.cache.crop(left, donate=not torch.is_grad_enabled())
@@ -96,12 +97,10 @@ class DynamicCacheLayer(CacheLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        if self.recording is not None:
-            self.recording.clear()
+        self.recording = self.recording and DraftRecording()
 
     def reset(self) -> None:
-        if self.recording is not None:
-            self.recording.clear()
+        self.recording = self.recording and DraftRecording()
         self.cache, self.tokens = None, 0
         self.is_initialized = False
 

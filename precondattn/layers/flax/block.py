@@ -11,6 +11,7 @@ from precondattn.given import Given
 from precondattn.layers.checks import LayerOutput
 from precondattn.layers.decoder import (
     EPS,
+    block_output,
     check_mlp,
     gain_weight,
     hidden_width,
@@ -31,8 +32,7 @@ class Norm(nnx.Module):
         self.gain = parameter(gain_weight(width), dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y: jax.Array = rms_norm(x, EPS, self.gain[...])
-        return y
+        return rms_norm(x, EPS, self.gain[...])
 
 
 class BlockMLP(nnx.Module):
@@ -45,8 +45,7 @@ class BlockMLP(nnx.Module):
 
     def __call__(self, y: jax.Array) -> jax.Array:
         maps = [ModuleMap(of_map, getattr(self, of_map.name)) for of_map in self.maps]
-        out: jax.Array = mlp_output(y, *maps)
-        return out
+        return mlp_output(y, *maps)
 
 
 class Block(ChecksKeywords, nnx.Module):
@@ -90,8 +89,4 @@ class Block(ChecksKeywords, nnx.Module):
 
     def __call__(self, x: jax.Array, **options: Given) -> LayerOutput:
         """The new x, and the extended cache if one is given; options as in `Attention`."""
-        y = self.attention(self.attention_norm(x), **options)
-        y, after = (y, None) if options.get("cache") is None else y
-        x = x + y
-        x = x + self.mlp(self.mlp_norm(x))
-        return x if options.get("cache") is None else (x, after)
+        return block_output(self, x, **options)

@@ -111,8 +111,7 @@ class Decoder(ChecksKeywords, nnx.Module):
         return states_after(self.blocks, embedded(self.embedding[...], tokens), caches, **options)
 
     def _logits(self, x: jax.Array) -> jax.Array:
-        logits: jax.Array = linear(self.norm(x), self.embedding[...].T)
-        return logits
+        return linear(self.norm(x), self.embedding[...].T)
 
     def init_caches(self, batch: int, capacity: int | None = None) -> Caches:
         """A tuple with an empty cache for each block, as in `Attention.init_cache`."""

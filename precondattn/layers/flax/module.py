@@ -47,8 +47,7 @@ def linear_of(
 
 
 def _first(weight: Weight, dtype: DType, rngs: nnx.Rngs) -> jax.Array:
-    values: jax.Array = weight.start(_Draw(weight.shape, dtype, rngs), weight.shape)
-    return values
+    return weight.start(_Draw(weight.shape, dtype, rngs), weight.shape)
 
 
 def _metadata(weight: Weight) -> dict[str, object]:
@@ -90,12 +89,10 @@ class ModuleMap(LinearMap):
         of_x = jax.typeof(x).sharding
         of_weight = of_x if kernel is None else jax.typeof(kernel).sharding
         if kernel is None or not (of_x.mesh.explicit_axes or of_weight.mesh.explicit_axes):
-            y: jax.Array = self.map.split(self.module(x))
-            return y
+            return self.map.split(self.module(x))
         # JAX's explicit mode requires the sharding of a sum over shards.
         spec = jax.sharding.PartitionSpec(*of_x.spec[:-1], *of_weight.spec[1:])
-        split: jax.Array = self.map.split(self.module(x, out_sharding=spec))
-        return split
+        return self.map.split(self.module(x, out_sharding=spec))
 
 
 class _Draw:

@@ -26,6 +26,7 @@ from precondattn.layers.vision import (
     affine_weights,
     attention_arguments,
     check_image,
+    logits,
     mlp_weights,
     norm_weights,
     patch_weights,
@@ -43,8 +44,7 @@ class Affine(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         matrix = self.weight[...]
-        y: jax.Array = x @ matrix.reshape(len(matrix), -1).T + self.bias[...]
-        return y
+        return x @ matrix.reshape(len(matrix), -1).T + self.bias[...]
 
 
 class Patches(Affine):
@@ -213,12 +213,4 @@ class VisionTransformer(ChecksKeywords, nnx.Module):
         positions = self.pos_embed[...]
         if x.dtype != positions.dtype:
             raise TypeError(f"x must be {positions.dtype}, as the weights; found {x.dtype}")
-        tokens = self.patch_embed["proj"](x)
-        if self.sizes.pool == "token":
-            of_class = jnp.broadcast_to(self.cls_token[...], (len(tokens), 1, tokens.shape[2]))
-            tokens = jnp.concatenate([of_class, tokens], axis=1)
-        tokens = tokens + positions
-        for block in self.blocks:
-            tokens = block(tokens)
-        pooled = tokens[:, 0] if self.sizes.pool == "token" else jnp.mean(tokens, axis=1)
-        return self.head(self.norm(pooled))
+        return logits(self, x)

@@ -10,6 +10,7 @@ from precondattn.given import Given
 from precondattn.layers.checks import LayerOutput
 from precondattn.layers.decoder import (
     EPS,
+    block_output,
     check_mlp,
     gain_weight,
     hidden_width,
@@ -35,8 +36,7 @@ class Norm(Declared):
         divided, gain = self.divided_weights, self.gain
         if divided is not None:  # All processes compute the whole norm.
             gain = divided.part("gain", gain, is_term=False)
-        y: Tensor = rms_norm(x, EPS, gain)
-        return y
+        return rms_norm(x, EPS, gain)
 
 
 class BlockMLP(Declared):
@@ -53,8 +53,7 @@ class BlockMLP(Declared):
         divided, modules = self.divided_weights, self._modules
         if divided is None:
             maps = [ModuleMap(of_map, modules[of_map.name]) for of_map in self.maps]
-            out: Tensor = mlp_output(y, *maps)
-            return out
+            return mlp_output(y, *maps)
         parts = [divided.part_of_map(of_map, modules[of_map.name]) for of_map in self.maps]
         return divided.total(mlp_output(divided.entering(y), *parts))
 
@@ -110,8 +109,4 @@ class Block(ChecksKeywords, nn.Module):
 
     def forward(self, x: Tensor, **options: Given) -> LayerOutput:
         """The new x, and the extended cache if one is given; options as in `Attention`."""
-        y = self.attention(self.attention_norm(x), **options)
-        y, after = (y, None) if options.get("cache") is None else y
-        x = x + y
-        x = x + self.mlp(self.mlp_norm(x))
-        return x if options.get("cache") is None else (x, after)
+        return block_output(self, x, **options)

@@ -72,8 +72,7 @@ def divide_weights(model: Module, mesh: DeviceMesh) -> None:
     >>> divide_tokens(model, mesh["cp"], layout="contiguous")  # doctest: +SKIP
     >>> model = fully_shard(model, mesh=mesh["dp", "cp"])  # doctest: +SKIP
     """
-    from precondattn.parallel.torch.agreement import agreed
-    from precondattn.parallel.torch.call import check_mesh, device_of
+    from precondattn.parallel.torch.processes import check_mesh, processes_of
 
     check_mesh(OWNER, mesh, "mesh['tp']")
     modules = {
@@ -90,7 +89,7 @@ def divide_weights(model: Module, mesh: DeviceMesh) -> None:
     except (TypeError, ValueError) as raised:
         error = raised
     shapes = [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters()]
-    agreed(OWNER, mesh.get_group(), device_of(mesh), "; ".join(shapes), error=error)
+    processes_of(OWNER, mesh).agree(error, "; ".join(shapes))
     for name, module in modules.items():
         _distribute(module, divided[name])
 
@@ -183,11 +182,10 @@ class DividedWeights:
 
     def check_same(self, arrays: Mapping[str, Tensor], error: Exception | None) -> None:
         """Raise an error on all processes if one has an error, or if their arrays differ."""
-        from precondattn.parallel.torch.agreement import agreed
-        from precondattn.parallel.torch.call import device_of
+        from precondattn.parallel.torch.processes import processes_of
 
         said = ", ".join(f"{name} {_digest(array)}" for name, array in arrays.items())
-        agreed(OWNER, self.mesh.get_group(), device_of(self.mesh), said, error=error)
+        processes_of(OWNER, self.mesh).agree(error, said)
 
     def of_first(self, x: Tensor) -> Tensor:
         """The x of the first process."""
@@ -228,18 +226,15 @@ class DividedWeights:
 
     def entering(self, x: Tensor) -> Tensor:
         """x, which is the same on all processes; its gradient is summed over processes."""
-        same: Tensor = _Entering.apply(self.mesh.get_group(), x)
-        return same
+        return _Entering.apply(self.mesh.get_group(), x)
 
     def total(self, y: Tensor) -> Tensor:
         """The sum of y over all processes."""
-        summed: Tensor = _Total.apply(self.mesh.get_group(), y)
-        return summed
+        return _Total.apply(self.mesh.get_group(), y)
 
     def gathered(self, y: Tensor) -> Tensor:
         """The y of all processes, concatenated along the last axis."""
-        joined: Tensor = _GatheredWeight.apply(self.mesh, y)
-        return joined
+        return _GatheredWeight.apply(self.mesh, y)
 
 
 class _Entering(torch.autograd.Function):

@@ -58,8 +58,7 @@ class ModuleMap(LinearMap):
         self.map, self.module = of_map, module
 
     def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = self.map.split(self.module(self.map.joined(x)))
-        return y
+        return self.map.split(self.module(self.map.joined(x)))
 
 
 class PartOfMap(LinearMap):
@@ -70,8 +69,7 @@ class PartOfMap(LinearMap):
 
     def __call__(self, x: Tensor) -> Tensor:
         y = nn.functional.linear(self.map.joined(x), self.weight, self.bias)
-        split: Tensor = self.map.split(y)
-        return split
+        return self.map.split(y)
 
 
 def register(module: nn.Module, name: str, weight: Weight, device: Device, dtype: DType) -> None:

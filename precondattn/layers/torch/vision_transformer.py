@@ -24,6 +24,7 @@ from precondattn.layers.vision import (
     affine_weights,
     attention_arguments,
     check_image,
+    logits,
     mlp_weights,
     norm_weights,
     patch_weights,
@@ -79,8 +80,7 @@ class MLP(nn.Module):
             fill_all(self.get_submodule(name), weights)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.fc2(nn.functional.gelu(self.fc1(x)))
-        return y
+        return self.fc2(nn.functional.gelu(self.fc1(x)))
 
 
 class VisionAttention(Attention):
@@ -155,8 +155,7 @@ class VisionBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
-        y: Tensor = x + self.mlp(self.norm2(x))
-        return y
+        return x + self.mlp(self.norm2(x))
 
 
 class VisionTransformer(ChecksKeywords, nn.Module):
@@ -264,13 +263,4 @@ class VisionTransformer(ChecksKeywords, nn.Module):
         check_image(x, self.sizes)
         if x.dtype != self.pos_embed.dtype and not is_autocast(x):
             raise TypeError(f"x must be {self.pos_embed.dtype}, as the weights; found {x.dtype}")
-        tokens = self.patch_embed["proj"](x)
-        if self.sizes.pool == "token":
-            of_class = self.cls_token.to(tokens.dtype).expand(len(tokens), -1, -1)
-            tokens = torch.cat([of_class, tokens], 1)
-        tokens = tokens + self.pos_embed
-        for block in self.blocks:
-            tokens = block(tokens)
-        pooled = tokens[:, 0] if self.sizes.pool == "token" else tokens.mean(1)
-        logits: Tensor = self.head(self.norm(pooled))
-        return logits
+        return logits(self, x)

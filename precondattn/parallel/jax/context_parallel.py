@@ -115,7 +115,9 @@ class ContextParallel(DividedMechanism):
             {name: self._spec(MASKS[name]) for name in arguments.masks},
         )
         if self.axis in self.mesh.explicit_axes:
-            arguments = jax.tree.map(self._resharded, arguments, specs)
+            # A `shard_map` of explicit shardings expects its arguments sharded.
+            places = jax.tree.map(partial(NamedSharding, self.mesh), specs)
+            arguments = jax.tree.map(reshard, arguments, places)
         return jax.shard_map(
             function,
             mesh=self.mesh,
@@ -154,53 +156,28 @@ class ContextParallel(DividedMechanism):
         """The arguments, the call, and whether the arguments are one device's parts."""
         arguments = arguments_of(self.mechanism, self.owner, arrays, named)
         is_part = self.axis in jax.sharding.get_abstract_mesh().manual_axes
-        return arguments, self._call(arguments, backend, is_part=is_part), is_part
-
-    def _call(
-        self, arguments: DividedArguments, backend: BackendNames, *, is_part: bool
-    ) -> DividedCall:
-        """The call with its sizes and the parts of its inputs."""
-        declared, inputs, shapes, parts = self.mechanism.inputs, arguments.inputs, {}, {}
-        axes = {name: HeadAxes.of_pattern(declared[name], x.shape) for name, x in inputs.items()}
-        divisor = 1 if self.order is None else self.order.divisor
-        for name, x in inputs.items():
+        declared, shapes, parts, axes = self.mechanism.inputs, {}, {}, {}
+        where = "of this device" if is_part else f"on {self.devices} devices"
+        for name, x in arguments.inputs.items():
+            axes[name] = HeadAxes.of_pattern(declared[name], x.shape)
             time, part, whole = axes[name].time, list(x.shape), list(x.shape)
             if time is not None:
-                multiple = divisor * declared[name].axes[time].multiple
-                multiple *= 1 if is_part else self.devices
+                multiple = declared[name].axes[time].multiple * (1 if is_part else self.devices)
+                multiple *= 1 if self.order is None else self.order.divisor
                 if x.shape[time] == 0 or x.shape[time] % multiple:
-                    raise ValueError(self._not_a_multiple(name, x.shape[time], multiple, is_part))
-                if is_part:
-                    whole[time] *= self.devices
-                else:
-                    part[time] //= self.devices
+                    raise ValueError(
+                        f"{self.owner}: {name} has {x.shape[time]} tokens; layout "
+                        f"{str(self.order or HEADS)!r} expects a multiple of {multiple} {where} "
+                        f"(pad them, and give lengths)"
+                    )
+                whole[time] *= self.devices if is_part else 1
+                part[time] = whole[time] // self.devices
             shapes[name] = tuple(whole)
             parts[name] = jax.ShapeDtypeStruct(tuple(part), x.dtype)
-        sizes = declared.sizes(self.owner, shapes)
-        return DividedCall(
-            self.owner,
-            self.mechanism,
-            self.axis,
-            self.devices,
-            self.order,
-            backend,
-            axes,
-            parts,
-            sizes,
-            tuple(arguments.masks),
-        )
-
-    def _not_a_multiple(self, name: str, tokens: int, multiple: int, is_part: bool) -> str:
-        where = "of this device" if is_part else f"on {self.devices} devices"
-        layout = str(self.order or "heads")
-        return (
-            f"{self.owner}: {name} has {tokens} tokens; layout {layout!r} expects a multiple "
-            f"of {multiple} {where} (pad them, and give lengths)"
-        )
-
-    def _resharded(self, x: Array, spec: P) -> Array:
-        """x with its tokens sharded, as a `shard_map` of explicit shardings expects."""
-        return reshard(x, NamedSharding(self.mesh, spec))
+        sizes, masks = declared.sizes(self.owner, shapes), tuple(arguments.masks)
+        of_mesh = self.axis, self.devices, self.order, backend
+        call = DividedCall(self.owner, self.mechanism, *of_mesh, axes, parts, sizes, masks)
+        return arguments, call, is_part
 
     def _spec(self, time: int | None) -> P:
         return P() if time is None else P(*(None,) * time, self.axis)

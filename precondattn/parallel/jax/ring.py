@@ -40,8 +40,7 @@ def output(piece: DividedPiece) -> Array:
     leaf, inputs = piece.leaf, piece.inputs
     assert isinstance(leaf, Softmax)  # `way_of` has checked it.
     ring = RingCall(leaf, piece.call.line, piece.call.backend)
-    out: Array = _around(ring, piece.masks, inputs["q"], inputs["k"], inputs["v"])
-    return out
+    return _around(ring, piece.masks, inputs["q"], inputs["k"], inputs["v"])
 
 
 class RingPair(NamedTuple):

@@ -34,8 +34,7 @@ def output(piece: DividedPiece) -> Array:
     x, leaf = piece.inputs, piece.leaf
     assert isinstance(leaf, LucidSolve)  # `way_of` has checked it.
     blocks = SolveBlocks(leaf, piece.call.line, piece.call.backend, x["k"].shape[1], BLOCK)
-    out: Array = _solved(blocks, piece.masks, x["k"], x["v"], x.get("lucid_beta"))
-    return out
+    return _solved(blocks, piece.masks, x["k"], x["v"], x.get("lucid_beta"))
 
 
 class _Stacks:

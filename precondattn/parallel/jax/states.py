@@ -44,8 +44,7 @@ def output(piece: DividedPiece) -> Array:
     segments, masks = piece.masks.segment, piece.masks.of_extension(piece.call.line.rank)
     borders = None if segments is None else SegmentBorders.of_segments(segments)
     scan = _Scan(piece.leaf, piece.call.line, piece.call.backend)
-    out: Array = _scanned(scan, masks, borders, piece.inputs)
-    return out
+    return _scanned(scan, masks, borders, piece.inputs)
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ from precondattn.parallel.ways import DividedPiece, Way
 
 def _alone(piece: DividedPiece) -> Array:
     """The output of a device's tokens, each of which is computed alone."""
-    out: Array = piece.leaf(**piece.inputs, backend=piece.call.backend)
-    return out
+    return piece.leaf(**piece.inputs, backend=piece.call.backend)
 
 
 OUTPUTS: Mapping[Way, Callable[[DividedPiece], Array]] = {

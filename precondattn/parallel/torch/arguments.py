@@ -116,8 +116,7 @@ def local_part(name: str, x: Tensor, time: int | None, mesh: DeviceMesh) -> Tens
             f"{name} must be {expected} on {mesh}; found {tuple(x.placements)} on {x.device_mesh}"
         )
     # Each process has one term of the gradient of an array that all have.
-    part: Tensor = x.to_local(grad_placements=[Partial() if time is None else expected])
-    return part
+    return x.to_local(grad_placements=[Partial() if time is None else expected])
 
 
 def _tokens(bound: Bound) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 The leaves are divided as in `ways.py`. What each process keeps depends on the leaf:
 
-    local   nothing                                                      (`alone.py`)
+    local   nothing                                                      (`tokens.py`)
     ring    the keys and values of its tokens                            (`ring_cache.py`)
     solve   the keys and solved values of its tokens                     (`solve_cache.py`)
     states  the states after all tokens                                  (`states_cache.py`)
@@ -25,8 +25,8 @@ from precondattn.execution.cache_checks import keeps_tokens
 from precondattn.execution.masks import zero_padding
 from precondattn.given import at_least
 from precondattn.parallel import ways
-from precondattn.parallel.torch import alone, ring_cache, solve_cache, states_cache
-from precondattn.parallel.torch.call import DividedCall, MeshProcesses, tried
+from precondattn.parallel.torch import ring_cache, solve_cache, states_cache
+from precondattn.parallel.torch.call import DividedCall
 from precondattn.parallel.torch.divided_cache import (
     DividedCache,
     extended,
@@ -36,17 +36,17 @@ from precondattn.parallel.torch.divided_cache import (
 )
 from precondattn.parallel.torch.masks import masks_of, positions_of
 from precondattn.parallel.torch.new_tokens import NewTokens
+from precondattn.parallel.torch.processes import MeshProcesses, tried
 from precondattn.parallel.torch.step import DividedStep, PartExchanges, Shape
+from precondattn.parallel.torch.tokens import alone
 from precondattn.parallel.ways import DividedPiece, Way, way_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from precondattn.algebra.leaf_protocol import LeafProtocol
     from precondattn.algebra.mechanism import Mechanism
 
 CACHED: Mapping[Way, ModuleType] = {
-    ways.LOCAL: alone,
     ways.RING: ring_cache,
     ways.SOLVE: solve_cache,
     ways.STATES: states_cache,
@@ -68,6 +68,8 @@ def prefill(
 
     def output_of(number: int, way: Way, piece: DividedPiece) -> Tensor:
         begins = None
+        if way is ways.LOCAL:
+            return alone(piece)
         if begin is not None:
             begins = {slot: begin.store[key] for slot, key in keys[number].items()}
         of_leaf: Tensor
@@ -92,10 +94,12 @@ def extend(
     parts, past = _parts(new, processes), _Past.of_cache(cache, rank)
     kept: dict[str, Tensor] = {}
     for number, leaf_call in enumerate(mechanism.program.calls):
-        step, way = past.step(number, new, values), cached_way(leaf_call.leaf)
+        step = past.step(number, new, values)
         shape = _part_shape(step)
-        of_all = None if shape is None else parts.of_all(shape, lambda: way.part(step))  # noqa: B023
-        result, error = tried(lambda: way.stepped(step, of_all))  # noqa: B023
+        of_all = (
+            None if shape is None else parts.of_all(shape, lambda: CACHED[_way(step)].part(step))
+        )
+        result, error = tried(lambda: _stepped(step, of_all))  # noqa: B023
         if error is not None:
             values[leaf_call.out] = DividedCall.like_output(step.leaf, step.inputs)
             exchanges = _shapes(past, new, values, number + 1)
@@ -229,21 +233,27 @@ def _shapes(
 
 def _part_shape(step: DividedStep) -> Shape | None:
     """The shape of what processes exchange for a leaf; None for nothing."""
-    way = cached_way(step.leaf)
-    return way.part_shape(step) if hasattr(way, "part_shape") else None
+    exchanged = CACHED.get(_way(step))
+    return exchanged.part_shape(step) if hasattr(exchanged, "part_shape") else None
+
+
+def _stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output of the new tokens, and what the leaf keeps of them by slot name."""
+    if _way(step) is ways.LOCAL:
+        return step.leaf(**step.inputs, backend=step.new.backend), {}
+    return CACHED[_way(step)].stepped(step, parts)
 
 
 def refusal(mechanism: Mechanism) -> str | None:
     """The reason why a divided call can not fill a cache; None if it can."""
     for leaf in mechanism.program.leaves:
         way = way_of(leaf)
-        if way is not None and way not in CACHED:
+        if way is not None and way not in (ways.LOCAL, *CACHED):
             return f"keeps no cache of {leaf}, whose keys are gathered"
     return None
 
 
-def cached_way(leaf: LeafProtocol) -> ModuleType:
-    """The module that keeps the tokens of a leaf."""
-    way = way_of(leaf)
+def _way(step: DividedStep) -> Way:
+    way = way_of(step.leaf)
     assert way is not None  # It has been checked.
-    return CACHED[way]
+    return way

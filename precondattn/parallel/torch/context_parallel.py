@@ -15,9 +15,10 @@ from precondattn.parallel.divided_mechanism import HEADS, TOKENS, DividedMechani
 from precondattn.parallel.heads import HeadAxes
 from precondattn.parallel.torch import cached, heads, tokens
 from precondattn.parallel.torch.arguments import Bound, bind
-from precondattn.parallel.torch.call import DividedCall, check_mesh, processes_of
+from precondattn.parallel.torch.call import DividedCall
 from precondattn.parallel.torch.divided_cache import DividedCache
 from precondattn.parallel.torch.new_tokens import NewTokens, bind_new
+from precondattn.parallel.torch.processes import check_mesh, processes_of
 from precondattn.parallel.torch.start import CacheStart
 
 if TYPE_CHECKING:

@@ -135,8 +135,7 @@ def filled(cache: DividedCache, kept: Kept, positions: Tensor, rank: int) -> Div
 
     def with_rows(buffer: Tensor, new: Tensor) -> Tensor:
         before = 0 if is_full else None
-        result: Tensor = append(buffer, new, nothing, count, donate=True, held=before)
-        return result
+        return append(buffer, new, nothing, count, donate=True, held=before)
 
     store = dict(cache.part.store)
     for name, new in kept.items():
@@ -170,8 +169,7 @@ def extended(
         before = cache.held[rank][0] if is_same else None
 
         def with_rows(buffer: Tensor, new: Tensor) -> Tensor:
-            result: Tensor = append(buffer, new, old.length, count, donate=donate_rows, held=before)
-            return result
+            return append(buffer, new, old.length, count, donate=donate_rows, held=before)
 
         position = with_rows(position, cache.length[:, None] + chosen)
         for name in cache.token_buffers:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
     from torch.distributed import ProcessGroup
 
-    from precondattn.parallel.torch.call import MeshProcesses
+    from precondattn.parallel.torch.processes import MeshProcesses
 
 
 class Exchange(NamedTuple):
@@ -37,13 +37,11 @@ class Exchange(NamedTuple):
 
     def to_heads(self, x: Tensor) -> Tensor:
         """All tokens of this device's heads, from its tokens of all heads."""
-        moved: Tensor = _Exchanged.apply(self, True, x)
-        return moved
+        return _Exchanged.apply(self, True, x)
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """This device's tokens of all heads, from all tokens of its heads."""
-        moved: Tensor = _Exchanged.apply(self, False, x)
-        return moved
+        return _Exchanged.apply(self, False, x)
 
     def run(self, x: Tensor, *, to_heads: bool) -> Tensor:
         cut, devices = self._heads_of if to_heads else self._tokens_of, range(len(self.times))

@@ -38,8 +38,7 @@ def output(piece: DividedPiece) -> Tensor:
         parts = call.parts_of(call.rank)
         return torch.cat([_of_part(piece, part, whole) for part in parts], 1)
 
-    out: Tensor = call.processes.together(attended)
-    return out
+    return call.processes.together(attended)
 
 
 def _of_part(piece: DividedPiece, part: TokenPart, whole: dict[str, Tensor]) -> Tensor:
@@ -54,8 +53,7 @@ def _of_part(piece: DividedPiece, part: TokenPart, whole: dict[str, Tensor]) -> 
             inputs[name] = x[:, part.rows] if has_tokens else x
     masks = {"key_mask": piece.masks.valid, "segment_ids": piece.masks.segment}
     until = {n: _in_order(piece, of)[:, :end] for n, of in masks.items() if of is not None}
-    out: Tensor = piece.leaf(**inputs, **until, backend=piece.call.backend)
-    return out
+    return piece.leaf(**inputs, **until, backend=piece.call.backend)
 
 
 def _in_order(piece: DividedPiece, of_processes: Tree) -> Tensor:

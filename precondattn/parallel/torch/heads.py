@@ -6,8 +6,9 @@ from torch import Tensor
 
 from precondattn.parallel.heads import HeadAxes, share
 from precondattn.parallel.torch.arguments import WHOLE, Bound
-from precondattn.parallel.torch.call import DividedCall, MeshProcesses
+from precondattn.parallel.torch.call import DividedCall
 from precondattn.parallel.torch.exchange import Exchange, gathered
+from precondattn.parallel.torch.processes import MeshProcesses
 
 
 def output(call: DividedCall) -> Tensor:

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from precondattn.arrays import upcast
 from precondattn.parallel.ring_reads import LaserOfParts, MeanOfParts, WholeRows, read_of
-from precondattn.parallel.torch.call import tried
 from precondattn.parallel.torch.exchange import passed
 from precondattn.parallel.torch.masks import crossing
+from precondattn.parallel.torch.processes import tried
 from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.softmax import Softmax
 
@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
 def output(piece: DividedPiece) -> Tensor:
     """The output of this process's tokens."""
-    out: Tensor = _Around.apply(RingCall(piece), *(piece.inputs[name] for name in "qkv"))
-    return out
+    return _Around.apply(RingCall(piece), *(piece.inputs[name] for name in "qkv"))
 
 
 class RingPair(NamedTuple):

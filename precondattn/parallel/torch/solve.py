@@ -51,8 +51,7 @@ from precondattn.spec.rms_norm import rms_norm_vjp
 def output(piece: DividedPiece) -> Tensor:
     """The solved values y of this process's tokens."""
     x = piece.inputs
-    out: Tensor = _Solved.apply(SolveBlocks(piece), x["k"], x["v"], x.get("lucid_beta"))
-    return out
+    return _Solved.apply(SolveBlocks(piece), x["k"], x["v"], x.get("lucid_beta"))
 
 
 class _Solved(torch.autograd.Function):  # type: ignore[misc]

@@ -17,8 +17,8 @@ from torch import Tensor
 from precondattn.arrays import Arrays, Tree, upcast
 from precondattn.parallel.layouts import TokenPart
 from precondattn.parallel.solve import BLOCK, keys_of_scores
-from precondattn.parallel.torch.call import MeshProcesses, tried
 from precondattn.parallel.torch.masks import crossing
+from precondattn.parallel.torch.processes import MeshProcesses, tried
 from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.lucid import LucidSolve
 
@@ -44,7 +44,8 @@ class SolveBlocks:
 
     @property
     def processes(self) -> MeshProcesses:
-        return self.piece.call.processes
+        processes: MeshProcesses = self.piece.call.processes
+        return processes
 
     @property
     def rank(self) -> int:

@@ -49,8 +49,7 @@ def part(step: DividedStep) -> Tensor:
         k, keys = rms_norm(k, leaf.eps), keys / torch.where(r > 0, r, 1.0)
     softmax, shift = attention_of(leaf, k.shape[-1])
     out, lse = with_lse(softmax, k, keys, y, **step.of_past())
-    product: Tensor = torch.exp(lse - shift)[..., None] * out
-    return product
+    return torch.exp(lse - shift)[..., None] * out
 
 
 def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:

@@ -31,8 +31,8 @@ from precondattn.parallel.states import (
     steps_of_tokens,
     with_states,
 )
-from precondattn.parallel.torch.call import MeshProcesses
 from precondattn.parallel.torch.exchange import passed
+from precondattn.parallel.torch.processes import MeshProcesses
 from precondattn.parallel.ways import DividedPiece
 
 
@@ -80,7 +80,8 @@ class _Scan:
 
     @property
     def processes(self) -> MeshProcesses:
-        return self.piece.call.processes
+        processes: MeshProcesses = self.piece.call.processes
+        return processes
 
     @property
     def is_first(self) -> bool:

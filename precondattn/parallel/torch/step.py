@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from precondattn.parallel.torch.call import MeshProcesses, tried
+from precondattn.parallel.torch.processes import MeshProcesses, tried
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
