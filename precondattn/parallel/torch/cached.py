@@ -11,6 +11,7 @@ The leaves are divided as in `ways.py`. What each process keeps depends on the l
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -96,10 +97,10 @@ def extend(
     for number, leaf_call in enumerate(mechanism.program.calls):
         step = past.step(number, new, values)
         shape = _part_shape(step)
-        of_all = (
-            None if shape is None else parts.of_all(shape, lambda: CACHED[_way(step)].part(step))
-        )
-        result, error = tried(lambda: _stepped(step, of_all))  # noqa: B023
+        of_all = None
+        if shape is not None:
+            of_all = parts.of_all(shape, partial(CACHED[_way(step)].part, step))
+        result, error = tried(partial(_stepped, step, of_all))
         if error is not None:
             values[leaf_call.out] = DividedCall.like_output(step.leaf, step.inputs)
             exchanges = _shapes(past, new, values, number + 1)
