@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from typing import TYPE_CHECKING, Any
 
 from precondattn.arrays import (
     Array,
@@ -21,13 +22,24 @@ from precondattn.arrays import (
     zero_where_not,
 )
 from precondattn.frameworks import of
+from precondattn.spec.scaled_dims import softplus as softplus_of_arrays
+
+if TYPE_CHECKING:
+    from precondattn.layers.maps import Map
 
 
 class LinearMap:
-    """The interface of a linear map with a bias that a module computes; `linear` calls it."""
+    """A linear map with a bias that a module computes; `linear` calls it.
+
+    The module is that of the framework, or one that a tool has put in its place: quantized, or with
+    adapters.
+    """
+
+    def __init__(self, of_map: Map, module: Any) -> None:
+        self.map, self.module = of_map, module
 
     def __call__(self, x: Array) -> Array:
-        raise NotImplementedError
+        return self.map.split(self.module(self.map.joined(x)))
 
 
 def linear(x: Array, weight: Array | LinearMap, axes: int = 1, bias: Array | None = None) -> Array:
@@ -89,10 +101,8 @@ def gelu(x: Array) -> Array:
 
 def softplus(x: Array) -> Array:
     """The function log(1 + eˣ)."""
-    native, xp = _native(x), namespace(x)
-    if native is not None:
-        return native.softplus(x)
-    return xp.maximum(x, 0 * x) + xp.log1p(xp.exp(-xp.abs(x)))
+    native = _native(x)
+    return softplus_of_arrays(x) if native is None else native.softplus(x)
 
 
 def log_sigmoid(x: Array) -> Array:

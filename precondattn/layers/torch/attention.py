@@ -16,13 +16,14 @@ from precondattn.frameworks.torch.autocast import target
 from precondattn.given import Given, at_least
 from precondattn.layers.apply import apply
 from precondattn.layers.checks import LayerCall, LayerOutput, checked
+from precondattn.layers.functions import LinearMap
 from precondattn.layers.histories import empty_cache
 from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.plan import OUT, PROJECTION, LayerPlan, plan_for
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.recipes.outputs import AFTER_PROJECTION
 from precondattn.layers.sizes import LayerSizes
-from precondattn.layers.torch.module import Declared, ModuleMap, parameters_of, register
+from precondattn.layers.torch.module import Declared, parameters_of, register
 
 if TYPE_CHECKING:
     from precondattn.layers.torch.divided import DividedTokens
@@ -250,7 +251,7 @@ class Attention(ChecksKeywords, Declared):
             weights[name] = parameters_of(module, self._names[name])
         modules = self._modules  # Attributes of modules are slow to read.
         for of_map in self.plan.maps:
-            weights[of_map.entry][of_map.weight] = ModuleMap(of_map, modules[of_map.name])
+            weights[of_map.entry][of_map.weight] = LinearMap(of_map, modules[of_map.name])
         return weights
 
     def _parts(self, divided: DividedWeights) -> dict[str, dict[str, Module]]:

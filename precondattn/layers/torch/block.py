@@ -17,11 +17,11 @@ from precondattn.layers.decoder import (
     mlp_maps,
     mlp_output,
 )
-from precondattn.layers.functions import rms_norm
+from precondattn.layers.functions import LinearMap, rms_norm
 from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.parameters import FanIn
 from precondattn.layers.torch.attention import Attention
-from precondattn.layers.torch.module import Declared, ModuleMap, register
+from precondattn.layers.torch.module import Declared, register
 
 
 class Norm(Declared):
@@ -52,7 +52,7 @@ class BlockMLP(Declared):
     def forward(self, y: Tensor) -> Tensor:
         divided, modules = self.divided_weights, self._modules
         if divided is None:
-            maps = [ModuleMap(of_map, modules[of_map.name]) for of_map in self.maps]
+            maps = [LinearMap(of_map, modules[of_map.name]) for of_map in self.maps]
             return mlp_output(y, *maps)
         parts = [divided.part_of_map(of_map, modules[of_map.name]) for of_map in self.maps]
         return divided.total(mlp_output(divided.entering(y), *parts))

@@ -20,7 +20,7 @@ from precondattn.arrays import Tree, upcast
 from precondattn.parallel.jax.solve_blocks import SolveBlocks
 from precondattn.parallel.masks import DividedMasks
 from precondattn.parallel.partial_attention import with_lse, with_lse_vjp
-from precondattn.parallel.solve import BLOCK, attention_of
+from precondattn.parallel.solve import BLOCK, attention_of, keys_of_scores
 from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.rms_norm import rms_norm_vjp
@@ -45,7 +45,7 @@ class _Stacks:
     ) -> None:
         self.blocks, self.masks = blocks, masks
         self.k = blocks.stacked(k)
-        self.unit = blocks.unit(self.k)
+        self.unit = keys_of_scores(blocks.leaf, self.k)
         self.beta = None if beta is None else blocks.stacked(upcast(beta))
         self.valid = blocks.valid(masks, k.shape[0])
         self.segment = blocks.segment(masks, blocks.line.rank)
@@ -89,7 +89,7 @@ def _forward(
     def subtracted(number: Array, received: Tree, u: Array, start: Array, stop: int) -> Array:
         """u minus Φ y of a broadcast block, for the device's blocks `start` … `stop` − 1."""
         keys, values = received
-        keys = blocks.unit(keys)
+        keys = keys_of_scores(blocks.leaf, keys)
 
         def from_block(i: Array, u: Array) -> Array:
             seen, seen_by = stacks.seen(number, i, -1)
@@ -124,7 +124,7 @@ def _backward(blocks: SolveBlocks, saved: Tree, d_y: Array) -> Tree:
     def subtracted(number: Array, received: Tree, sums: Tree, start: Array, stop: Array) -> Tree:
         """r minus Φᵀ g of a broadcast block, and the key gradients, in earlier blocks."""
         keys, of_block = received
-        keys = blocks.unit(keys)
+        keys = keys_of_scores(blocks.leaf, keys)
 
         def from_block(i: Array, sums: Tree) -> Tree:
             r, d_unit, d_keys = sums

@@ -22,7 +22,6 @@ from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Arrays, Tree, upcast
 from precondattn.parallel.jax.line import DeviceLine
 from precondattn.parallel.masks import DividedMasks
-from precondattn.parallel.solve import keys_of_scores
 from precondattn.spec.lucid import LucidSolve
 
 
@@ -138,7 +137,3 @@ class SolveBlocks:
     def _varying(self, arrays: Tree) -> Tree:
         """Replicated arrays, marked as varying, which the checks of `shard_map` require."""
         return lax.pcast(arrays, self.line.axis, to="varying")
-
-    def unit(self, k: Array) -> Array:
-        """The keys from which the scores are computed."""
-        return keys_of_scores(self.leaf, k)

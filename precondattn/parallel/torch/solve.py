@@ -42,7 +42,7 @@ from torch.autograd.function import FunctionCtx
 from precondattn.arrays import upcast
 from precondattn.parallel.layouts import TokenPart
 from precondattn.parallel.partial_attention import part_vjp, with_lse
-from precondattn.parallel.solve import attention_of
+from precondattn.parallel.solve import attention_of, keys_of_scores
 from precondattn.parallel.torch.solve_blocks import Failed, SolveBlocks, added, in_order
 from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.rms_norm import rms_norm_vjp
@@ -62,7 +62,7 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
         ctx: FunctionCtx, blocks: SolveBlocks, k: Tensor, v: Tensor, beta: Tensor | None
     ) -> Tensor:
         u = upcast(v).clone()
-        y, unit = torch.zeros_like(u), blocks.unit(k)
+        y, unit = torch.zeros_like(u), keys_of_scores(blocks.leaf, k)
         softmax, shift = attention_of(blocks.leaf, k.shape[-1])
         failed = Failed()
 
@@ -73,7 +73,7 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
             visible, seen_by, masks = blocks.visible(block, rows, is_later=True)
             if not visible:
                 return
-            tokens = (unit[:, rows], blocks.unit(keys), values)
+            tokens = (unit[:, rows], keys_of_scores(blocks.leaf, keys), values)
             out, lse = with_lse(softmax, *tokens, **masks, backend=blocks.piece.call.backend)
             product = torch.exp(lse - shift)[..., None] * out
             if seen_by is not None:
@@ -92,7 +92,7 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
         blocks: SolveBlocks = ctx.blocks
         k, v, u, y, *more = ctx.saved_tensors
         beta = more[0] if more else None
-        unit = blocks.unit(k)
+        unit = keys_of_scores(blocks.leaf, k)
         r, g = d_y.to(u.dtype).clone(), torch.zeros_like(u)
         d_unit, d_k = torch.zeros_like(unit), torch.zeros_like(unit)
         d_beta = None if beta is None else torch.zeros_like(upcast(beta))
@@ -112,7 +112,7 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
             visible, seen_by, masks = blocks.visible(block, rows, is_later=False)
             if not visible:
                 return
-            tokens = {"q": blocks.unit(keys), "k": unit[:, rows], "v": y[:, rows]}
+            tokens = {"q": keys_of_scores(blocks.leaf, keys), "k": unit[:, rows], "v": y[:, rows]}
             shifts = torch.full_like(of_block[..., 0], shift)
             if seen_by is not None:
                 shifts = shifts.masked_fill(~seen_by[..., None], math.inf)
@@ -125,7 +125,7 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
         def collect(block: TokenPart, keys: Tensor) -> None:
             total = parts.pop(block.first, None)
             if total is None:
-                total = torch.zeros_like(blocks.unit(keys))
+                total = torch.zeros_like(keys_of_scores(blocks.leaf, keys))
             total = added(blocks, block, total.contiguous())
             if block.device == blocks.rank:
                 d_unit[:, block.rows] += total

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from precondattn.arrays import Arrays, Tree, upcast
 from precondattn.parallel.layouts import TokenPart
-from precondattn.parallel.solve import BLOCK, keys_of_scores
+from precondattn.parallel.solve import BLOCK
 from precondattn.parallel.torch.masks import crossing
 from precondattn.parallel.torch.processes import MeshProcesses, tried
 from precondattn.parallel.ways import DividedPiece
@@ -72,10 +72,6 @@ class SolveBlocks:
         """This process's rows before a block."""
         stops = (mine.rows.stop for mine in reversed(self.of_process) if mine.first < block.first)
         return slice(0, next(stops, 0))
-
-    def unit(self, k: Tensor) -> Tensor:
-        """The keys from which the scores are computed."""
-        return keys_of_scores(self.leaf, k)
 
     def of_block(self, block: TokenPart, k: Tensor, u: Tensor, beta: Tensor | None) -> Arrays:
         """The arguments of the solve of one block, with the right-hand sides u."""
