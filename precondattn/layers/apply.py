@@ -72,10 +72,20 @@ def apply(
         return angles[width, theta]
 
     values: dict[str, Array] = {}
+
+    def made(entry: PlanEntry) -> Array:
+        def convolved(rows: Array, weight: Array, bias: Array | None) -> Array:
+            if divided is not None:
+                return divided.convolved(rows, weight, bias)
+            before = histories.preceded(entry.name, rows, weight.shape[0] - 1)
+            return causal_convolution(before, weight, bias, histories.place)
+
+        reads = {name: values[value] for name, value in entry.reads}
+        tokens = RecipeTokens(x, rotation_of, reads, convolved, depth)
+        return entry.recipe.make(tokens, weights[entry.name])
+
     for entry in plan.entries[:-1]:
-        values[entry.name] = _made(
-            entry, weights, x, rotation_of, values, histories, depth, divided
-        )
+        values[entry.name] = made(entry)
     inputs = {name: values[name] for name in plan.inputs}
     masks: Arrays = {} if count is None else {"lengths": count}
     if segments is not None:
@@ -102,7 +112,7 @@ def apply(
         after = joined(longer, histories.kept, cache.kinds)  # type: ignore[union-attr]
         if places is not None:
             after = places.kept_in(after, histories.between(places))
-    out = _made(plan.entries[-1], weights, x, rotation_of, values, histories, depth, divided)
+    out = made(plan.entries[-1])
     last, bias = weights[OUT][PROJECTION], weights[OUT].get(AFTER_PROJECTION)
     if summed is None:
         y = linear(cast(out, x.dtype), last, axes=2, bias=bias)
@@ -121,24 +131,3 @@ def _positions(x: Array, cache: Cache | None, segments: CallSegments | None) -> 
         return segments.place
     positions = arange_like(x.shape[1], x)[None, :]
     return positions if cache is None else positions + cache.length[:, None]
-
-
-def _made(
-    entry: PlanEntry,
-    weights: Weights,
-    x: Array,
-    rotation_of: Callable[[int, float], tuple[Array, Array]],
-    values: dict[str, Array],
-    histories: Histories,
-    depth: int,
-    divided: TokensOfProcess | None,
-) -> Array:
-    def convolved(rows: Array, weight: Array, bias: Array | None) -> Array:
-        if divided is not None:
-            return divided.convolved(rows, weight, bias)
-        before = histories.preceded(entry.name, rows, weight.shape[0] - 1)
-        return causal_convolution(before, weight, bias, histories.place)
-
-    reads = {name: values[value] for name, value in entry.reads}
-    tokens = RecipeTokens(x, rotation_of, reads, convolved, depth)
-    return entry.recipe.make(tokens, weights[entry.name])

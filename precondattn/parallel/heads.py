@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from precondattn.algebra.declaration import HEADS, Pattern
+from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Shape
 from precondattn.execution.array_checks import values_of
-
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
 
 DividedCall = Any
 """A call whose tokens or heads are divided, of PyTorch or of JAX."""

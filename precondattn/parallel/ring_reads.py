@@ -14,18 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.arrays import Array, namespace
+from precondattn.given import Arguments
 from precondattn.parallel.partial_attention import merge, part_vjp, with_lse, with_lse_vjp
 from precondattn.spec.array_functions import finite_or_zero
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 from precondattn.spec.softmax import Softmax
-
-if TYPE_CHECKING:
-    from precondattn.algebra.leaf_protocol import LeafProtocol
-    from precondattn.given import Arguments
 
 READS = (MEAN, LOG_MEAN_EXP)
 

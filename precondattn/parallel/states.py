@@ -31,9 +31,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from precondattn.algebra.call import Call
+from precondattn.algebra.mechanism import Leaf
+from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Array, Device, Tree, arange_like, cast, namespace, zero_where_not
 from precondattn.cache import Cache
 from precondattn.execution import run
@@ -45,11 +47,6 @@ from precondattn.spec.linear import Linear
 from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.mesa_query import MesaQuery
 from precondattn.spec.preconditioned_key import PreconditionedKey
-
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf
-    from precondattn.algebra.piece import BackendNames
-
 
 SUMS = (ConditionedQuery, MesaQuery, GSA, PreconditionedKey)
 """Leaves whose states are sums, besides the leaves of the linear family"""

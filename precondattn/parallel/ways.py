@@ -22,11 +22,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from precondattn.algebra.declaration import Pattern
+from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 from precondattn.algebra.mechanism import Leaf, TokenWise, leaf_of
-from precondattn.arrays import HALF, Array, cast, dtype_name, upcast_all
+from precondattn.arrays import HALF, Array, Shape, cast, dtype_name, upcast_all
 from precondattn.dispatch.discovery import discover
 from precondattn.execution.array_checks import values_of
 from precondattn.execution.input_names import shapes_of
@@ -39,10 +40,6 @@ from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.path import Path
 from precondattn.spec.softmax import Softmax
-
-if TYPE_CHECKING:
-    from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
-    from precondattn.arrays import Shape
 
 
 class DividedPiece(NamedTuple):

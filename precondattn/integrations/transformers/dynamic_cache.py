@@ -17,6 +17,7 @@ from precondattn.integrations.transformers.cache import (
     with_key_mask,
 )
 from precondattn.integrations.transformers.drafts import DraftRecording, LayerCall
+from precondattn.integrations.transformers.masks import ModelMasks
 from precondattn.integrations.transformers.rollback import undone_if_failed
 
 FEWEST = 64
@@ -33,13 +34,8 @@ class DynamicCacheLayer(CacheLayer):
         self.recording = DraftRecording() if record_past else None
         """The calls since the last `crop`; None if they are not recorded."""
 
-    def extend(
-        self,
-        mechanism: Mechanism,
-        arrays: dict[str, Tensor],
-        key_mask: Tensor | None,
-        attn_mask: Tensor | None = None,
-    ) -> Tensor:
+    def extend(self, mechanism: Mechanism, arrays: dict[str, Tensor], masks: ModelMasks) -> Tensor:
+        key_mask = masks.key_mask
         new = arrays["q"].shape[1]
         cache = self._with_room(mechanism, arrays, new)
         if not torch.compiler.is_compiling():
@@ -52,7 +48,7 @@ class DynamicCacheLayer(CacheLayer):
         if self.cache is not None:
             self.cache = cache  # It is refused if this call fails after it was donated.
         donate = not torch.is_grad_enabled() and not is_recorded
-        inputs = {**arrays, "key_mask": key_mask, "attn_mask": attn_mask}
+        inputs = {**arrays, "key_mask": key_mask, "attn_mask": masks.attn_mask}
         out, self.cache = mechanism.extend(cache, **inputs, donate=donate)
         if self.recording is not None and is_recorded:
             extend = partial(_extended, mechanism, arrays, key_mask)

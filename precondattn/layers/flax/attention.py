@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from precondattn.algebra.mechanism import Mechanism
+from precondattn.arrays import Arrays, DType
 from precondattn.cache import Cache
+from precondattn.given import Given
 from precondattn.layers.apply import apply
 from precondattn.layers.checks import LayerCall, LayerOutput, checked
 from precondattn.layers.flax.module import (
@@ -28,8 +30,6 @@ from precondattn.layers.recipe import Recipe
 from precondattn.layers.sizes import LayerSizes
 
 if TYPE_CHECKING:
-    from precondattn.arrays import Arrays, DType
-    from precondattn.given import Given
     from precondattn.parallel.jax import ContextParallel
 
 

@@ -13,6 +13,8 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.nn import Module
 
 from precondattn.arrays import is_distributed
 from precondattn.layers.plan import LayerPlan
@@ -20,10 +22,8 @@ from precondattn.layers.shares import Share, plan_of_device, share_of
 from precondattn.layers.torch.module import Declared, PartOfMap
 
 if TYPE_CHECKING:
-    from torch.autograd.function import FunctionCtx
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.nn import Module
 
     from precondattn.layers.maps import Map
 
@@ -104,7 +104,11 @@ def _divided(name: str, module: Declared, mesh: DeviceMesh) -> DividedWeights:
         if f"{child_name}.weight" in module.declared:
             path = f"{name}.{child_name}" if name else child_name
             check_plain(path, child)
-            check_ordinary(f"{path}.weight", child.weight)
+            if type(child.weight) not in (Tensor, nn.Parameter):
+                raise TypeError(
+                    f"{path}.weight must be an ordinary tensor, of which each process takes a "
+                    f"part; found {type(child.weight).__name__}"
+                )
     devices, device = mesh.size(), mesh.get_local_rank()
     plan = getattr(module, "plan", None)
     try:
@@ -144,23 +148,15 @@ def check_apart(owner: str, mesh: DeviceMesh, other: DeviceMesh) -> None:
 
 def check_plain(name: str, module: Module) -> None:
     """Raise an error for a linear map whose module can not be called in parts."""
-    kind = type(module)
-    if kind is nn.Linear and not (module._forward_pre_hooks or module._forward_hooks):
+    kind, found = type(module), "hooks"
+    if kind is not nn.Linear:
+        found = f"{kind.__module__}.{kind.__qualname__}"
+    elif not (module._forward_pre_hooks or module._forward_hooks):
         return
-    found = "hooks" if kind is nn.Linear else f"{kind.__module__}.{kind.__qualname__}"
     raise TypeError(
         f"{name} must be an nn.Linear without hooks or adapters, since each process computes a "
         f"part of it; found {found}"
     )
-
-
-def check_ordinary(name: str, weight: Tensor) -> None:
-    """Raise an error for a weight that is not stored as floating-point numbers."""
-    if type(weight) not in (Tensor, nn.Parameter):
-        raise TypeError(
-            f"{name} must be an ordinary tensor, of which each process takes a part; "
-            f"found {type(weight).__name__}"
-        )
 
 
 class DividedWeights:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.algebra.declaration import Pattern
+from precondattn.algebra.leaf_protocol import LeafProtocol
+from precondattn.algebra.mechanism import Leaf, Mechanism
+from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Arrays, library_of
 from precondattn.execution.array_checks import values_of
 from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
@@ -19,11 +22,6 @@ from precondattn.parallel.heads import HeadAxes
 from precondattn.parallel.jax.line import DeviceLine
 from precondattn.parallel.layouts import TokenOrder
 from precondattn.parallel.ways import RING, output_shape, way_of
-
-if TYPE_CHECKING:
-    from precondattn.algebra.leaf_protocol import LeafProtocol
-    from precondattn.algebra.mechanism import Leaf, Mechanism
-    from precondattn.algebra.piece import BackendNames
 
 MASKS = {"lengths": None, "key_mask": 1, "segment_ids": 1}
 """The axis of a mask's tokens."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.algebra.piece import BackendNames
+from precondattn.arrays import Arrays
 from precondattn.parallel.divided_mechanism import HEADS, TOKENS, DividedMechanism, Plan
 from precondattn.parallel.heads import HeadAxes
 from precondattn.parallel.jax import heads, tokens
@@ -20,11 +22,6 @@ from precondattn.parallel.jax.call import (
     arguments_of,
     output_axes,
 )
-
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
-    from precondattn.algebra.piece import BackendNames
-    from precondattn.arrays import Arrays
 
 
 def context_parallel(

@@ -16,12 +16,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Tree, upcast
 from precondattn.parallel.jax.line import DeviceLine
 from precondattn.parallel.masks import DividedMasks
@@ -30,9 +31,6 @@ from precondattn.parallel.ring_reads import LaserOfParts, MeanOfParts, WholeRows
 from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.array_functions import finite_or_zero
 from precondattn.spec.softmax import Softmax
-
-if TYPE_CHECKING:
-    from precondattn.algebra.piece import BackendNames
 
 
 def output(piece: DividedPiece) -> Array:

@@ -10,13 +10,13 @@ pass), whose number differs between devices.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.arrays import Tree, upcast
+from precondattn.given import Arguments
 from precondattn.parallel.jax.solve_blocks import SolveBlocks
 from precondattn.parallel.masks import DividedMasks
 from precondattn.parallel.partial_attention import with_lse, with_lse_vjp
@@ -24,9 +24,6 @@ from precondattn.parallel.solve import BLOCK, attention_of, keys_of_scores
 from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.rms_norm import rms_norm_vjp
-
-if TYPE_CHECKING:
-    from precondattn.given import Arguments
 
 
 def output(piece: DividedPiece) -> Array:

@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from precondattn.algebra.mechanism import Leaf
+from precondattn.algebra.piece import BackendNames
+from precondattn.arrays import Tree
 from precondattn.parallel.jax.line import DeviceLine
 from precondattn.parallel.states import (
     SegmentBorders,
@@ -33,18 +35,13 @@ from precondattn.parallel.states import (
 )
 from precondattn.parallel.ways import DividedPiece
 
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf
-    from precondattn.algebra.piece import BackendNames
-    from precondattn.arrays import Tree
-
 
 def output(piece: DividedPiece) -> Array:
     """The output of a device's tokens."""
     segments, masks = piece.masks.segment, piece.masks.of_extension(piece.call.line.rank)
     borders = None if segments is None else SegmentBorders.of_segments(segments)
     scan = _Scan(piece.leaf, piece.call.line, piece.call.backend)
-    return _scanned(scan, masks, borders, piece.inputs)
+    return _scanned(scan, (masks, borders), piece.inputs)
 
 
 @dataclass(frozen=True)
@@ -74,22 +71,13 @@ class _Scan:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scanned(
-    scan: _Scan,
-    masks: Mapping[str, Array],
-    borders: SegmentBorders | None,
-    inputs: Mapping[str, Array],
-) -> Array:
-    return _forward(scan, masks, borders, inputs)[0]
+def _scanned(scan: _Scan, of_tokens: Tree, inputs: Mapping[str, Array]) -> Array:
+    """The output of a device's tokens; `of_tokens` has their masks and the borders of segments."""
+    return _forward(scan, of_tokens, inputs)[0]
 
 
-def _forward(
-    scan: _Scan,
-    masks: Mapping[str, Array],
-    borders: SegmentBorders | None,
-    inputs: Mapping[str, Array],
-) -> tuple[Array, Tree]:
-    """The output of a device's tokens, and the residuals of the backward pass."""
+def _forward(scan: _Scan, of_tokens: Tree, inputs: Mapping[str, Array]) -> tuple[Array, Tree]:
+    masks, borders = of_tokens
     leaf, (continues, is_open) = scan.leaf, _of_device(scan.line, borders)
     steps = {
         key: step._replace(is_open=is_open)
@@ -100,11 +88,11 @@ def _forward(
     cache = with_states(leaf.init_cache(**inputs), states)
     out, _ = extended("extend", leaf, cache, inputs, scan.backend, masks)
     transitions = {key: step.transition for key, step in steps.items()}
-    return out, (masks, borders, inputs, states, transitions)
+    return out, (of_tokens, inputs, states, transitions)
 
 
 def _backward(scan: _Scan, saved: Tree, cotangent: Array) -> Tree:
-    masks, borders, inputs, states, transitions = saved
+    (masks, borders), inputs, states, transitions = saved
     leaf, (continues, is_open) = scan.leaf, _of_device(scan.line, borders)
     cache = with_states(leaf.init_cache(**inputs), states)
     _, _, pull = extended("extend_vjp", leaf, cache, inputs, scan.backend, masks)
@@ -117,7 +105,7 @@ def _backward(scan: _Scan, saved: Tree, cotangent: Array) -> Tree:
     ]
     of_end = scan.states_before(steps, borders, is_reversed=True)
     gradients, _ = pull(cotangent, dict(zip(states, of_end, strict=True)))
-    return None, None, {name: gradients[name].astype(x.dtype) for name, x in inputs.items()}
+    return None, {name: gradients[name].astype(x.dtype) for name, x in inputs.items()}
 
 
 def _of_device(

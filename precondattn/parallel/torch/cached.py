@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.mechanism import leaf_of
+from precondattn.algebra.mechanism import Mechanism, leaf_of
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.kinds import holding
 from precondattn.execution.cache_checks import keeps_tokens
@@ -41,11 +42,6 @@ from precondattn.parallel.torch.processes import MeshProcesses, tried
 from precondattn.parallel.torch.step import DividedStep, PartExchanges, Shape
 from precondattn.parallel.torch.tokens import alone
 from precondattn.parallel.ways import DividedPiece, Way, way_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from precondattn.algebra.mechanism import Mechanism
 
 CACHED: Mapping[Way, ModuleType] = {
     ways.RING: ring_cache,

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from precondattn.algebra.leaf_protocol import LeafProtocol
+from precondattn.algebra.mechanism import Leaf, Mechanism
+from precondattn.algebra.piece import BackendNames
 from precondattn.execution.array_checks import values_of
 from precondattn.parallel.heads import HeadAxes
 from precondattn.parallel.layouts import TokenOrder, TokenPart
 from precondattn.parallel.torch.arguments import Bound
 from precondattn.parallel.torch.processes import MeshProcesses
 from precondattn.parallel.ways import output_shape
-
-if TYPE_CHECKING:
-    from precondattn.algebra.leaf_protocol import LeafProtocol
-    from precondattn.algebra.mechanism import Leaf, Mechanism
-    from precondattn.algebra.piece import BackendNames
 
 
 @dataclass(frozen=True)

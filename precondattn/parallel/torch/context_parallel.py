@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.algebra.piece import BackendNames
+from precondattn.arrays import Array
 from precondattn.cache import Cache
 from precondattn.parallel.divided_mechanism import HEADS, TOKENS, DividedMechanism, Plan, advice
 from precondattn.parallel.heads import HeadAxes
@@ -20,13 +23,6 @@ from precondattn.parallel.torch.divided_cache import DividedCache
 from precondattn.parallel.torch.new_tokens import NewTokens, bind_new
 from precondattn.parallel.torch.processes import check_mesh, processes_of
 from precondattn.parallel.torch.start import CacheStart
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from precondattn.algebra.mechanism import Mechanism
-    from precondattn.algebra.piece import BackendNames
-    from precondattn.arrays import Array
 
 
 def context_parallel(
@@ -96,8 +92,8 @@ class ContextParallel(DividedMechanism):
 
     def __call__(self, *arrays: Array, backend: BackendNames = None, **named: Array) -> Tensor:
         """The output of this process's tokens."""
-        call, way = self._agreed(arrays, named, backend)
-        return self._as_given(call, self.outputs[way](call))
+        call = self._bound(arrays, named, backend)
+        return self._as_given(call, self.outputs[self._way(call)](call))
 
     def prefill(
         self,
@@ -143,7 +139,8 @@ class ContextParallel(DividedMechanism):
         and 0 on the others.
         """
         start = CacheStart(self.mechanism, capacity, cache)
-        call, _ = self._agreed(arrays, named, backend, start)
+        call = self._bound(arrays, named, backend, start)
+        self._way(call, start)
         out, divided = cached.prefill(call, self.mesh, capacity, cache)
         return self._as_given(call, out), divided
 
@@ -239,8 +236,8 @@ class ContextParallel(DividedMechanism):
             during = f"{cache.rows_of(rank)} cached tokens and all new ones, of all heads"
             return Plan(str(self.mechanism), cache.layout, of, new.sizes["t"], during, sent)
         start = CacheStart(self.mechanism, 1, None) if verb == "prefill" else None
-        call, way = self._agreed(arrays, named, None, start)
-        plan = self._plan_of(call, way, of)
+        call = self._bound(arrays, named, None, start)
+        plan = self._plan_of(call, self._way(call, start), of)
         of_states = {} if start is None else cached.bytes_of_states(call)
         return replace(plan, bytes_sent={**plan.bytes_sent, **of_states})
 
@@ -263,19 +260,12 @@ class ContextParallel(DividedMechanism):
         new, _ = self.processes.agree_on(bound, lambda new: f"{new} after {cache}{on}")
         return new
 
-    def _agreed(
-        self,
-        arrays: tuple[Array, ...],
-        named: Mapping[str, Array],
-        backend: BackendNames,
-        start: CacheStart | None = None,
-    ) -> tuple[DividedCall, str]:
-        """The call and how it is divided, after a check that the layout can."""
-        call = self._bound(arrays, named, backend, start)
+    def _way(self, call: DividedCall, start: CacheStart | None = None) -> str:
+        """How a call is divided, after a check that the layout can."""
         way, refused = self._way_of(call) if start is None else self._way_of_prefill(call)
         if way is None:
             raise ValueError(f"{self.owner}: {refused}")
-        return call, way
+        return way
 
     def _way_of_prefill(self, call: DividedCall) -> tuple[str | None, str]:
         of_cache = cached.refusal(self.mechanism)

@@ -15,20 +15,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import take_tokens
 from precondattn.cache import Cache, append
 from precondattn.cache.conversion import ordinary
 from precondattn.cache.kinds import holding, kinds_of
 from precondattn.parallel.layouts import TokenPart
-
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
 
 Counts = tuple[tuple[int, ...], ...]
 """A number of tokens for each process and each sequence."""

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.distributed import ProcessGroup
 
 from precondattn.arrays import Shape
 from precondattn.parallel.heads import HeadAxes, first_with, share
 
 if TYPE_CHECKING:
-    from torch.autograd.function import FunctionCtx
-    from torch.distributed import ProcessGroup
-
     from precondattn.parallel.torch.processes import MeshProcesses
 
 

@@ -10,18 +10,14 @@ The gradient of a key is the sum over all processes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from precondattn.arrays import Tree
 from precondattn.parallel.heads import HeadAxes
 from precondattn.parallel.layouts import TokenPart
 from precondattn.parallel.torch.exchange import Exchange
 from precondattn.parallel.ways import DividedPiece, gathered_inputs
-
-if TYPE_CHECKING:
-    from precondattn.arrays import Tree
 
 
 def output(piece: DividedPiece) -> Tensor:

@@ -10,18 +10,16 @@ import atexit
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from precondattn.backend import UnsupportedError
 from precondattn.parallel.torch.exit import wait_for_gloo
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 Result = TypeVar("Result")
 

@@ -23,10 +23,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from precondattn.arrays import upcast
 from precondattn.parallel.ring_reads import LaserOfParts, MeanOfParts, WholeRows, read_of
@@ -35,9 +36,6 @@ from precondattn.parallel.torch.masks import crossing
 from precondattn.parallel.torch.processes import tried
 from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.softmax import Softmax
-
-if TYPE_CHECKING:
-    from torch.autograd.function import FunctionCtx
 
 
 def output(piece: DividedPiece) -> Tensor:

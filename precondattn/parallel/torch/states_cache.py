@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from precondattn.algebra.mechanism import Leaf
 from precondattn.parallel.states import with_states
 from precondattn.parallel.torch.states import scanned
 from precondattn.parallel.torch.step import DividedStep
 from precondattn.parallel.ways import DividedPiece
-
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf
 
 
 def prefilled(

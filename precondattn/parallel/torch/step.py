@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from precondattn.algebra.mechanism import Leaf
+from precondattn.arrays import Arrays
 from precondattn.parallel.torch.processes import MeshProcesses, tried
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf
-    from precondattn.arrays import Arrays
     from precondattn.parallel.torch.new_tokens import NewTokens
 
 Shape = tuple[int, ...]
