@@ -182,10 +182,10 @@ def check_generation(
     top_p: object,
     stop: Given,
     vocabulary: int,
-    largest: int,
-    least: int,
+    tokens: Array,
+    mask: Array | None,
 ) -> tuple[int, int | None]:
-    """`count` and `stop`, after a check of the options, and of the tokens in the prompts."""
+    """`count` and `stop`, after a check of the options, and of the prompts."""
     count = at_least(1, "count", count)
     if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be 0 or above; found {temperature!r}")
@@ -194,10 +194,13 @@ def check_generation(
     token = whole_number(stop)
     if stop is not None and (token is None or not 0 <= token < vocabulary):
         raise ValueError(f"stop must be a token, 0 to {vocabulary - 1}; found {stop!r}")
+    least, largest = int(tokens.min()), int(tokens.max())
     if least < 0 or largest >= vocabulary:
         raise ValueError(
             f"tokens must be between 0 and {vocabulary - 1}; found {least} to {largest}"
         )
+    if mask is not None and not bool(mask.any(1).all()):
+        raise ValueError("mask: every prompt needs a valid token; found one without any")
     return count, token
 
 

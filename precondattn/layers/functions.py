@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from precondattn.arrays import (
@@ -76,6 +77,15 @@ def upcast(x: Array) -> Array:
     """A half-precision array in float32; any other array unchanged."""
     # The item size decides, because PyTorch's compiler can not follow a table of names.
     return cast(x, namespace(x).float32) if x.dtype.itemsize < 4 else x
+
+
+def scores(x: Array, p: Mapping[str, Array]) -> Array:
+    """W x + b, or B A x + b of a map of low rank, in float32."""
+    if "down" in p:
+        x, weight = linear(x, p["down"]), p["up"]
+    else:
+        weight = p["weight"]
+    return upcast(linear(x, weight, bias=p.get("bias")))
 
 
 def sigmoid(x: Array) -> Array:

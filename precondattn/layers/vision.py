@@ -15,12 +15,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from precondattn.algebra.given_mechanism import not_a_mechanism
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, parse, with_base
+from precondattn.algebra.mechanism import Mechanism, parse
 from precondattn.arrays import Array, cast, namespace
 from precondattn.execution.array_checks import check_stored
 from precondattn.given import Arguments, Given
 from precondattn.layers.maps import Weight
-from precondattn.layers.meaning import meanings, output_call
+from precondattn.layers.meaning import changed_inside, meanings, output_call
 from precondattn.layers.parameters import Constant, Normal
 from precondattn.layers.plan import OUT
 from precondattn.layers.recipe import Recipe
@@ -123,7 +123,7 @@ def vision_sizes(
     for each in mechanism:
         parsed = parse(each) if isinstance(each, str) else each
         if pool == "token" and isinstance(parsed, Mechanism) and parsed.offers.causal:
-            advised = _without_causality(parsed) or "another mechanism"
+            advised = changed_inside(parsed, _not_causal) or "another mechanism"
             raise ValueError(
                 f"mechanism: {parsed} is causal, so that the class token, which is the first, "
                 f"would see no patch; use {advised}, or pool='mean'"
@@ -131,14 +131,9 @@ def vision_sizes(
     return VisionSizes(sides, patches, width, classes, channels, pool, hidden, tuple(mechanism))
 
 
-def _without_causality(mechanism: Mechanism) -> Mechanism | None:
-    """The mechanism with `causal=false` at its base; None if the base is always causal."""
-    if "causal" in {field.name for field in fields(mechanism)}:
-        return replace(mechanism, causal=False)
-    if not isinstance(mechanism, Preconditioner):
-        return None
-    base = _without_causality(mechanism.base)
-    return None if base is None else with_base(mechanism, base)
+def _not_causal(mechanism: Mechanism) -> Mechanism | None:
+    has_option = "causal" in {field.name for field in fields(mechanism)}
+    return replace(mechanism, causal=False) if has_option else None
 
 
 def check_image(x: Array, sizes: VisionSizes) -> None:

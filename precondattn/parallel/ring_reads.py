@@ -56,12 +56,10 @@ class MeanOfParts:
     options: Arguments
 
     def attend(self, *tokens: Array) -> Attended:
-        out, lse = with_lse(self.softmax, *tokens, **self.options)
-        return out, lse
+        return with_lse(self.softmax, *tokens, **self.options)
 
     def merged(self, one: Attended, other: Attended) -> Attended:
-        out, lse = merge(*zip(one, other, strict=True))
-        return out, lse
+        return merge(*zip(one, other, strict=True))
 
     def pulled(self, tokens: Sequence[Array], whole: WholeRows) -> dict[str, Array]:
         """The gradients of q, k and v of a part."""

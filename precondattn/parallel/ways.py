@@ -41,11 +41,14 @@ from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.path import Path
 from precondattn.spec.softmax import Softmax
 
+LeafOfWay = Any
+"""A leaf of the kind that `WAYS` has for the way that divides it."""
+
 
 class DividedPiece(NamedTuple):
     """A leaf call whose tokens are divided."""
 
-    leaf: Leaf
+    leaf: LeafOfWay
     inputs: dict[str, Array]
     """Arrays by the leaf's input names; in a plan, their shapes and dtypes"""
     masks: DividedMasks

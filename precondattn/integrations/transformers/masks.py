@@ -80,12 +80,8 @@ def mask_of_tokens(
 
 
 def mask_of_encoder(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Tensor | int = 0,
-    kv_offset: Tensor | int = 0,
-    mask_function: Pattern = causal_mask_function,
+    *,
+    mask_function: Pattern,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     **others: Given,

@@ -11,17 +11,8 @@ from flax import nnx
 from precondattn.arrays import DType, Tree
 from precondattn.cache import Cache
 from precondattn.given import Given, at_least
+from precondattn.layers import decoder
 from precondattn.layers.checks import LayerOutput
-from precondattn.layers.decoder import (
-    Layer,
-    Layers,
-    arguments_of,
-    check_generation,
-    check_tokens,
-    counted,
-    embedding_weight,
-    states_after,
-)
 from precondattn.layers.flax.block import Block, Norm
 from precondattn.layers.flax.module import parameter
 from precondattn.layers.functions import linear
@@ -57,8 +48,8 @@ class Decoder(ChecksKeywords, nnx.Module):
         width: int,
         *,
         heads: int,
-        layers: Layers | None = None,
-        mechanism: Layer | None = None,
+        layers: decoder.Layers | None = None,
+        mechanism: decoder.Layer | None = None,
         hidden: int | None = None,
         mlp: str = "gated",
         dtype: DType = jnp.float32,
@@ -68,12 +59,12 @@ class Decoder(ChecksKeywords, nnx.Module):
         self.blocks = nnx.List(
             [
                 Block(width, hidden=hidden, mlp=mlp, dtype=dtype, rngs=rngs, **arguments)
-                for arguments in arguments_of(layers, heads, mechanism)
+                for arguments in decoder.arguments_of(layers, heads, mechanism)
             ]
         )
         width = self.blocks[0].attention.plan.width
         self.norm = Norm(width, dtype, rngs)
-        self.embedding = parameter(embedding_weight(vocabulary, width), dtype, rngs)
+        self.embedding = parameter(decoder.embedding_weight(vocabulary, width), dtype, rngs)
 
     def __call__(
         self,
@@ -97,7 +88,7 @@ class Decoder(ChecksKeywords, nnx.Module):
         mask, caches, segment_ids, cu_seqlens, attn_mask, prefix, keep, states_every
             As in `precondattn.layers.torch.Decoder.forward`.
         """
-        check_tokens(tokens, "jax", mask, caches, blocks=len(self.blocks))
+        decoder.check_tokens(tokens, "jax", mask, caches, blocks=len(self.blocks))
         masks = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         masks |= {"mask": mask, "attn_mask": attn_mask, "prefix": prefix}
         options = {**masks, "keep": keep, "states_every": states_every}
@@ -108,7 +99,9 @@ class Decoder(ChecksKeywords, nnx.Module):
         self, tokens: jax.Array, caches: Caches | None, **options: Given
     ) -> tuple[jax.Array, Caches | None]:
         """The hidden states after the last block, and the extended caches."""
-        return states_after(self.blocks, embedded(self.embedding[...], tokens), caches, **options)
+        return decoder.states_after(
+            self.blocks, embedded(self.embedding[...], tokens), caches, **options
+        )
 
     def _logits(self, x: jax.Array) -> jax.Array:
         return linear(self.norm(x), self.embedding[...].T)
@@ -141,14 +134,12 @@ class Decoder(ChecksKeywords, nnx.Module):
         key : PRNG key, optional
             The key for drawing tokens; required unless the temperature is 0.
         """
-        check_tokens(tokens, "jax", mask, are_prompts=True)
-        count, stop = check_generation(
-            count, temperature, top_p, stop, self.vocabulary, int(tokens.max()), int(tokens.min())
+        decoder.check_tokens(tokens, "jax", mask, are_prompts=True)
+        count, stop = decoder.check_generation(
+            count, temperature, top_p, stop, self.vocabulary, tokens, mask
         )
         if key is None and temperature:
             raise TypeError("key: a PRNG key is needed to draw tokens; found None")
-        if mask is not None and not bool(mask.any(axis=1).all()):
-            raise ValueError("mask: every prompt needs a valid token; found one without any")
         b, t = tokens.shape
         graph, state = nnx.split(self)
         after = _next_token(graph)
@@ -158,7 +149,7 @@ class Decoder(ChecksKeywords, nnx.Module):
         caches: tuple[Cache, ...] = self.init_caches(b, t + count)
         new = tokens
         drawn: list[jax.Array] = []
-        for i in counted(count, shown=progress):
+        for i in decoder.counted(count, shown=progress):
             if i:
                 mask, prefix, last = None, None, jnp.zeros((b,), last.dtype)
             new, caches = after(state, caches, new, mask, prefix, last, keys[i], temperature, top_p)

@@ -35,9 +35,8 @@ from precondattn.spec.softmax import Softmax
 
 def output(piece: DividedPiece) -> Array:
     """The output of a device's tokens."""
-    leaf, inputs = piece.leaf, piece.inputs
-    assert isinstance(leaf, Softmax)  # `way_of` has checked it.
-    ring = RingCall(leaf, piece.call.line, piece.call.backend)
+    inputs = piece.inputs
+    ring = RingCall(piece.leaf, piece.call.line, piece.call.backend)
     return _around(ring, piece.masks, inputs["q"], inputs["k"], inputs["v"])
 
 

@@ -22,14 +22,12 @@ from precondattn.parallel.masks import DividedMasks
 from precondattn.parallel.partial_attention import with_lse, with_lse_vjp
 from precondattn.parallel.solve import BLOCK, attention_of, keys_of_scores
 from precondattn.parallel.ways import DividedPiece
-from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.rms_norm import rms_norm_vjp
 
 
 def output(piece: DividedPiece) -> Array:
     """The solved values y of a device's tokens."""
     x, leaf = piece.inputs, piece.leaf
-    assert isinstance(leaf, LucidSolve)  # `way_of` has checked it.
     blocks = SolveBlocks(leaf, piece.call.line, piece.call.backend, x["k"].shape[1], BLOCK)
     return _solved(blocks, piece.masks, x["k"], x["v"], x.get("lucid_beta"))
 

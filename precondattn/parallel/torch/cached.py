@@ -10,10 +10,9 @@ The leaves are divided as in `ways.py`. What each process keeps depends on the l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +41,8 @@ from precondattn.parallel.torch.processes import MeshProcesses, tried
 from precondattn.parallel.torch.step import DividedStep, PartExchanges, Shape
 from precondattn.parallel.torch.tokens import alone
 from precondattn.parallel.ways import DividedPiece, Way, way_of
+
+Steps = Callable[[int, Mapping[str, Tensor]], DividedStep]
 
 CACHED: Mapping[Way, ModuleType] = {
     ways.RING: ring_cache,
@@ -88,10 +89,10 @@ def extend(
     """The output of the new tokens, and the cache with them."""
     mechanism, rank = cache.mechanism, processes.rank
     values = zero_padding(new.inputs, mechanism.inputs, new.within, new.valid)
-    parts, past = _parts(new, processes), _Past.of_cache(cache, rank)
+    parts, steps = _parts(new, processes), _steps(cache, new, rank)
     kept: dict[str, Tensor] = {}
     for number, leaf_call in enumerate(mechanism.program.calls):
-        step = past.step(number, new, values)
+        step = steps(number, values)
         shape = _part_shape(step)
         of_all = None
         if shape is not None:
@@ -99,7 +100,7 @@ def extend(
         result, error = tried(partial(_stepped, step, of_all))
         if error is not None:
             values[leaf_call.out] = DividedCall.like_output(step.leaf, step.inputs)
-            exchanges = _shapes(past, new, values, number + 1)
+            exchanges = _shapes(mechanism, steps, values, number + 1)
             parts.failed(next((of for _, of in exchanges if of is not None), None), error)
         assert result is not None  # `failed` has raised an error otherwise.
         values[leaf_call.out], of_slots = result
@@ -119,8 +120,8 @@ def bytes_of_extension(
     new: NewTokens, processes: MeshProcesses, cache: DividedCache
 ) -> dict[str, int]:
     """The bytes that this process sends in `extend`, by array and value of the program."""
-    parts, past = _parts(new, processes), _Past.of_cache(cache, processes.rank)
-    shapes = _shapes(past, new, new.inputs)
+    parts, steps = _parts(new, processes), _steps(cache, new, processes.rank)
+    shapes = _shapes(cache.mechanism, steps, new.inputs)
     return {f"parts for {out}": parts.bytes_sent(shape) for out, shape in shapes if shape}
 
 
@@ -182,50 +183,36 @@ def _parts(new: NewTokens, processes: MeshProcesses) -> PartExchanges:
     return PartExchanges(processes, torch.float64 if is_double else torch.float32)
 
 
-class _Past(NamedTuple):
-    """The cached tokens of one process."""
+def _steps(cache: DividedCache, new: NewTokens, rank: int) -> Steps:
+    """The leaf calls of the program on new tokens, by number, with the values before them."""
+    rows, buffers, program = cache.rows_of(rank), cache.part.store, cache.mechanism.program
+    # Without rows that are unused in all sequences.
+    store = {n: x[:, :rows] if n in cache.token_buffers else x for n, x in buffers.items()}
+    seen = store.pop(KEY_MASK, None)
+    if cache.held and set(cache.held[rank]) != {rows}:
+        length = cache.part.length
+        within = torch.arange(rows, device=length.device) < length[:, None]
+        seen = within if seen is None else seen & within
 
-    mechanism: Mechanism
-    store: Mapping[str, Tensor]
-    """The buffers, without rows that are unused in all sequences"""
-    rows: int
-    seen: Tensor | None
+    def step(number: int, values: Mapping[str, Tensor]) -> DividedStep:
+        call = program.calls[number]
+        past = {slot: store[key] for slot, key in program.slot_keys[number].items()}
+        inputs = {name: values[value] for name, value in call.arguments}
+        return DividedStep(leaf_of(call), inputs, past, rows, seen, new)
 
-    @classmethod
-    def of_cache(cls, cache: DividedCache, rank: int) -> _Past:
-        rows, buffers, names = cache.rows_of(rank), cache.part.store, cache.token_buffers
-        store = {n: buffer[:, :rows] if n in names else buffer for n, buffer in buffers.items()}
-        seen = store.pop(KEY_MASK, None)
-        if cache.held and set(cache.held[rank]) != {rows}:
-            length = cache.part.length
-            within = torch.arange(rows, device=length.device) < length[:, None]
-            seen = within if seen is None else seen & within
-        return cls(cache.mechanism, store, rows, seen)
-
-    def step(self, number: int, new: NewTokens, values: Mapping[str, Tensor]) -> DividedStep:
-        """Leaf call `number` of the program on the new tokens; `values` has the earlier values."""
-        program = self.mechanism.program
-        call, keys = program.calls[number], program.slot_keys[number]
-        return DividedStep(
-            leaf_of(call),
-            {name: values[value] for name, value in call.arguments},
-            {slot: self.store[key] for slot, key in keys.items()},
-            self.rows,
-            self.seen,
-            new,
-        )
+    return step
 
 
 def _shapes(
-    past: _Past, new: NewTokens, values: Mapping[str, Tensor], start: int = 0
+    mechanism: Mechanism, steps: Steps, values: Mapping[str, Tensor], start: int = 0
 ) -> Iterator[tuple[str, Shape | None]]:
     """The shapes that the leaf calls from number `start` on exchange, by output value."""
     like = {name: x.to("meta") for name, x in values.items()}
-    calls = past.mechanism.program.calls
-    for number in range(start, len(calls)):
-        step = past.step(number, new, like)
-        yield calls[number].out, _part_shape(step)
-        like[calls[number].out] = DividedCall.like_output(step.leaf, step.inputs)
+    for number, leaf_call in enumerate(mechanism.program.calls):
+        if number >= start:
+            step = steps(number, like)
+            yield leaf_call.out, _part_shape(step)
+            like[leaf_call.out] = DividedCall.like_output(step.leaf, step.inputs)
 
 
 def _part_shape(step: DividedStep) -> Shape | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from precondattn.algebra.declaration import Pattern
+from precondattn.arrays import Shape
 from precondattn.parallel.heads import HeadAxes, share
 from precondattn.parallel.torch.arguments import WHOLE, Bound
 from precondattn.parallel.torch.call import DividedCall
@@ -14,30 +16,27 @@ from precondattn.parallel.torch.processes import MeshProcesses
 def output(call: DividedCall) -> Tensor:
     """The output of this process's tokens."""
     bound, names, processes = call.bound, call.bound.with_tokens, call.processes
-    moved = {name: _exchange(call, name).to_heads(bound.inputs[name]) for name in names}
+    moved = {
+        name: _exchange(call, bound.patterns[name], tuple(x.shape)).to_heads(x)
+        for name, x in bound.inputs.items()
+        if name in names
+    }
     inputs = {**_weights(bound, processes), **moved}
     masks = {
         name: mask if name in WHOLE else gathered(processes.group, mask, call.tokens["s"])
         for name, mask in bound.masks.items()
     }
     out = processes.together(lambda: call.mechanism(**inputs, **masks, backend=call.backend))
-    return _exchange_of_output(call).to_tokens(out)
-
-
-def _exchange(call: DividedCall, name: str) -> Exchange:
-    """The exchange of an input with tokens."""
-    axes = call.axes[name]
-    count = 1 if axes.heads is None else call.bound.inputs[name].shape[axes.heads]
-    return Exchange(call.processes, axes, call.bound.times(name, call.tokens), count)
-
-
-def _exchange_of_output(call: DividedCall) -> Exchange:
     pattern = call.mechanism.program.output
-    whole = pattern.shape(call.sizes)
-    axes = HeadAxes.of_pattern(pattern, whole)
-    assert axes.time is not None  # Every output has tokens.
-    times = call.tokens[pattern.letters[axes.time]]
-    count = 1 if axes.heads is None else whole[axes.heads]
+    return _exchange(call, pattern, pattern.shape(call.sizes)).to_tokens(out)
+
+
+def _exchange(call: DividedCall, pattern: Pattern, shape: Shape) -> Exchange:
+    """The exchange of an array with tokens, of this process's or of the whole shape."""
+    axes = HeadAxes.of_pattern(pattern, shape)
+    assert axes.time is not None  # It has tokens.
+    axis, count = pattern.axes[axes.time], 1 if axes.heads is None else shape[axes.heads]
+    times = tuple(axis.multiple * n for n in call.tokens[axis.letter])
     return Exchange(call.processes, axes, times, count)
 
 

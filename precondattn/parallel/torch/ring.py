@@ -66,7 +66,6 @@ class RingCall:
         pair, and so do all later ones. Pairs of which no key is visible are left out.
         """
         leaf, masks, rank = self.piece.leaf, self.piece.masks, self.piece.call.rank
-        assert isinstance(leaf, Softmax)
         everywhere = replace(leaf, causal=False)
         keys = self.piece.call.parts_of(source)
         for part in self.piece.call.parts_of(rank):

@@ -53,8 +53,7 @@ class SolveBlocks:
 
     @property
     def leaf(self) -> LucidSolve:
-        leaf = self.piece.leaf
-        assert isinstance(leaf, LucidSolve)
+        leaf: LucidSolve = self.piece.leaf
         return leaf
 
     @cached_property

@@ -29,7 +29,6 @@ def prefilled(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """y of this process's tokens, and their rows by slot name."""
     y = solve.output(piece)
-    assert isinstance(piece.leaf, LucidSolve)
     return y, _rows(piece.leaf, piece.inputs["k"], y)
 
 
@@ -40,7 +39,7 @@ def part_shape(step: DividedStep) -> Shape:
 
 def part(step: DividedStep) -> Tensor:
     """The sum of Φ y over this process's rows."""
-    leaf, k = _leaf(step), upcast(step.inputs["k"])
+    leaf, k = step.leaf, upcast(step.inputs["k"])
     if not step.rows:
         return torch.zeros(part_shape(step), dtype=k.dtype, device=k.device)
     keys, y = upcast(step.past["key"]), upcast(step.past["solved"])
@@ -58,7 +57,7 @@ def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, 
     inputs = {name: upcast(x) for name, x in step.inputs.items()}
     inputs["v"] = inputs["v"] - parts.sum(0)
     y = step.leaf(**inputs, **step.of_new()).to(step.inputs["v"].dtype)
-    return y, _rows(_leaf(step), step.inputs["k"], y)
+    return y, _rows(step.leaf, step.inputs["k"], y)
 
 
 def _rows(leaf: LucidSolve, k: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -66,8 +65,3 @@ def _rows(leaf: LucidSolve, k: Tensor, y: Tensor) -> dict[str, Tensor]:
     if leaf.normalize == "keys":
         rows["rms"] = rms(upcast(k), leaf.eps)[..., 0]
     return rows
-
-
-def _leaf(step: DividedStep) -> LucidSolve:
-    assert isinstance(step.leaf, LucidSolve)
-    return step.leaf
