@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from precondattn.algebra.call import Keeping
 from precondattn.arrays import Array, Arrays, arange_like, cast, namespace, zero_where_not
@@ -12,6 +12,7 @@ from precondattn.cache.conversion import ordinary
 from precondattn.cache.kept import without_kept
 from precondattn.cache.kinds import empty_if_donated
 from precondattn.execution.keeping import Places
+from precondattn.given import Given
 from precondattn.layers.checks import LayerCall, LayerOutput
 from precondattn.layers.functions import causal_convolution, linear, rotation
 from precondattn.layers.histories import Histories, joined, split
@@ -22,9 +23,6 @@ from precondattn.layers.recipe import RecipeTokens
 from precondattn.layers.recipes.outputs import AFTER_PROJECTION
 from precondattn.layers.segments import CallSegments
 
-if TYPE_CHECKING:
-    from precondattn.layers.torch.divided import TokensOfProcess
-
 
 def apply(
     plan: LayerPlan,
@@ -34,14 +32,15 @@ def apply(
     depth: int,
     segments: CallSegments | None = None,
     keeping: Keeping | None = None,
-    divided: TokensOfProcess | None = None,
+    divided: Given = None,
     mechanism: Callable[..., Array] | None = None,
     summed: Callable[[Array], Array] | None = None,
 ) -> LayerOutput:
     """The output y (b, t, width), and the extended cache if a cache is given.
 
-    If tokens are `divided`, there are no mask, segments and cache, and `mechanism` is called in
-    place of the plan's. If heads are divided among devices, `summed` computes the sum over devices.
+    If tokens are `divided` (`torch/divided.py`), there are no mask, segments and cache, and
+    `mechanism` is called in place of the plan's. If heads are divided among devices, `summed`
+    computes the sum over devices.
     """
     x, mask, positions, cache = call.x, call.mask, call.positions, call.cache
     if divided is not None and positions is None:

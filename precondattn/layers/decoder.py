@@ -20,6 +20,7 @@ from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Array, dtype_name, is_compiling, library_of
 from precondattn.cache import Cache
 from precondattn.given import Arguments, Given, at_least, whole_number
+from precondattn.layers.checks import LayerOutput
 from precondattn.layers.functions import LinearMap, gelu, linear, silu
 from precondattn.layers.maps import Map, Weight
 from precondattn.layers.parameters import Constant, FanIn, Normal
@@ -63,7 +64,7 @@ def mlp_output(y: Array, *maps: LinearMap) -> Array:
     return down(silu(gate(y)) * up(y))
 
 
-def block_output(block: Any, x: Array, **options: Given) -> Any:
+def block_output(block: Given, x: Array, **options: Given) -> LayerOutput:
     """The x after a pre-norm block, and the extended cache if one is given."""
     y = block.attention(block.attention_norm(x), **options)
     y, after = (y, None) if options.get("cache") is None else y

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from precondattn.arrays import (
     Array,
@@ -23,6 +23,7 @@ from precondattn.arrays import (
     zero_where_not,
 )
 from precondattn.frameworks import of
+from precondattn.given import Given
 from precondattn.spec.scaled_dims import softplus as softplus_of_arrays
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class LinearMap:
     adapters.
     """
 
-    def __init__(self, of_map: Map, module: Any) -> None:
+    def __init__(self, of_map: Map, module: Given) -> None:
         self.map, self.module = of_map, module
 
     def __call__(self, x: Array) -> Array:
@@ -47,18 +48,15 @@ def linear(x: Array, weight: Array | LinearMap, axes: int = 1, bias: Array | Non
     """The product Σ x w + b, summed over the last `axes` axes of x, the first ones of w."""
     if isinstance(weight, LinearMap):
         return weight(x)
-    y = _product(x, weight, axes)
-    return y if bias is None else y + bias
-
-
-def _product(x: Array, weight: Array, axes: int) -> Array:
     # Not tensordot: under autocast it refuses different dtypes, which a matrix product casts.
     if library_of(x) == "jax" and sys.modules["jax"].typeof(x).sharding.mesh.explicit_axes:
-        return _linear_of_shards(x, weight, axes)
-    xp = namespace(x)
-    terms = math.prod(weight.shape[:axes])
-    y = xp.reshape(x, (*x.shape[:-axes], terms)) @ xp.reshape(weight, (terms, -1))
-    return y if weight.ndim == axes + 1 else xp.reshape(y, (*y.shape[:-1], *weight.shape[axes:]))
+        y = _linear_of_shards(x, weight, axes)
+    else:
+        xp, terms = namespace(x), math.prod(weight.shape[:axes])
+        y = xp.reshape(x, (*x.shape[:-axes], terms)) @ xp.reshape(weight, (terms, -1))
+        if weight.ndim != axes + 1:
+            y = xp.reshape(y, (*y.shape[:-1], *weight.shape[axes:]))
+    return y if bias is None else y + bias
 
 
 def _linear_of_shards(x: Array, weight: Array, axes: int) -> Array:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from precondattn.algebra.given_mechanism import not_a_mechanism
 from precondattn.algebra.mechanism import Mechanism, parse
@@ -147,7 +146,7 @@ def check_image(x: Array, sizes: VisionSizes) -> None:
         )
 
 
-def logits(model: Any, x: Array) -> Array:
+def logits(model: Given, x: Array) -> Array:
     """The logits (b, classes) of images x, by the modules and weights of a vision transformer."""
     xp, positions, is_token = namespace(x), model.pos_embed[...], model.sizes.pool == "token"
     tokens = model.patch_embed["proj"](x)

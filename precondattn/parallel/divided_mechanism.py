@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from precondattn.algebra.mechanism import Mechanism, parse
+from precondattn.arrays import Array
 from precondattn.parallel import heads, ways
 from precondattn.parallel.heads import DividedCall
 from precondattn.parallel.layouts import TokenOrder
@@ -17,7 +17,7 @@ HEADS, TOKENS = "heads", "tokens"
 class DividedMechanism:
     """A mechanism whose calls are divided among devices, by heads or by tokens."""
 
-    outputs: Mapping[str, Callable[..., Any]]
+    outputs: Mapping[str, Callable[..., Array]]
     """The functions that compute the output of a call divided by `HEADS` or by `TOKENS`"""
 
     def __init__(self, mechanism: Mechanism | str, layout: str | None) -> None:

@@ -51,11 +51,6 @@ def share(count: int, devices: int, device: int) -> slice:
     return slice(device * each, (device + 1) * each)
 
 
-def first_with(count: int, devices: int, head: int) -> int:
-    """The first device that computes a head."""
-    return head * devices // count if count < devices else head // (count // devices)
-
-
 def refusal(mechanism: Mechanism, sizes: Mapping[str, int], devices: int) -> str | None:
     """The reason why this layout can not divide these numbers of heads; None if it can."""
     if mechanism.numbers_heads:

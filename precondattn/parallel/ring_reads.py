@@ -67,12 +67,8 @@ class MeanOfParts:
         return part_vjp(self.softmax, inputs, *whole, **self.options)
 
 
-@dataclass(frozen=True)
-class LaserOfParts:
+class LaserOfParts(MeanOfParts):
     """Parts of LASER, o = log(A eᵛ)."""
-
-    softmax: Softmax
-    options: Arguments
 
     @property
     def _mean(self) -> Softmax:
@@ -107,7 +103,7 @@ class LaserOfParts:
         }
 
 
-def read_of(softmax: Softmax, options: Arguments) -> MeanOfParts | LaserOfParts:
+def read_of(softmax: Softmax, options: Arguments) -> MeanOfParts:
     """The class that merges parts for the `read` of a leaf, which is one of `READS`."""
     return (MeanOfParts if softmax.read == MEAN else LaserOfParts)(softmax, options)
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from precondattn.algebra.call import Call
 from precondattn.algebra.mechanism import Leaf
@@ -186,7 +186,7 @@ def extended(
     inputs: Mapping[str, Array],
     backend: BackendNames,
     masks: Mapping[str, Array],
-) -> Any:
+) -> Tree:
     """`leaf.extend` or `leaf.extend_vjp`, with `segment_ids` among the masks if tokens are packed.
 
     The states in the cache belong to the segment of the first token.

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 from precondattn.algebra.mechanism import Leaf, TokenWise, leaf_of
-from precondattn.arrays import HALF, Array, Shape, cast, dtype_name, upcast_all
+from precondattn.arrays import HALF, Array, Shape, Tree, cast, dtype_name, upcast_all
 from precondattn.dispatch.discovery import discover
 from precondattn.execution.array_checks import values_of
 from precondattn.execution.input_names import shapes_of
@@ -174,7 +174,7 @@ def computed(
     inputs: Mapping[str, Array],
     masks: DividedMasks,
     output_of: Callable[[int, Way, DividedPiece], Array],
-    together: Callable[[Callable[[], Any]], Any] = lambda function: function(),
+    together: Callable[[Callable[[], Tree]], Tree] = lambda function: function(),
 ) -> Array:
     """The output of a device's tokens; `output_of` computes the output of each leaf call.
 

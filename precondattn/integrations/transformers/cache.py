@@ -110,8 +110,6 @@ def new_columns(key_mask: Tensor, cached: Tensor | int, new: int) -> Tensor:
     """The columns (b, t) of the new tokens in a mask of all slots, or of the new ones alone."""
     if key_mask.shape[1] == new:
         return key_mask
-    if isinstance(cached, int):
-        return key_mask[:, cached : cached + new]
     return key_mask.index_select(1, torch.arange(new, device=key_mask.device) + cached)
 
 

@@ -17,7 +17,7 @@ Extend = Callable[[Cache, int], Cache]
 """A function that extends a cache by the given number of a call's first tokens."""
 
 
-class LayerCall(NamedTuple):
+class RecordedCall(NamedTuple):
     """A recorded call of a layer."""
 
     before: Cache
@@ -26,7 +26,7 @@ class LayerCall(NamedTuple):
     extend: Extend
 
 
-class DraftRecording(list[LayerCall]):
+class DraftRecording(list[RecordedCall]):
     """The recorded calls since the last `crop`."""
 
     def before(self, left: int) -> Cache | None:

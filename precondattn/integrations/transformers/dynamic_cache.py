@@ -16,7 +16,7 @@ from precondattn.integrations.transformers.cache import (
     new_columns,
     with_key_mask,
 )
-from precondattn.integrations.transformers.drafts import DraftRecording, LayerCall
+from precondattn.integrations.transformers.drafts import DraftRecording, RecordedCall
 from precondattn.integrations.transformers.masks import ModelMasks
 from precondattn.integrations.transformers.rollback import undone_if_failed
 
@@ -52,7 +52,7 @@ class DynamicCacheLayer(CacheLayer):
         out, self.cache = mechanism.extend(cache, **inputs, donate=donate)
         if self.recording is not None and is_recorded:
             extend = partial(_extended, mechanism, arrays, key_mask)
-            self.recording.append(LayerCall(cache, self.tokens, extend))
+            self.recording.append(RecordedCall(cache, self.tokens, extend))
         self.tokens += new
         self.is_initialized = True
         return out

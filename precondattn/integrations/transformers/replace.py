@@ -22,7 +22,7 @@ from precondattn.integrations.transformers.attention import (
     pass_cache_layer,
 )
 from precondattn.integrations.transformers.masks import check_masks, mask_of_encoder, mask_of_tokens
-from precondattn.integrations.transformers.options import AttentionOptions, options_of, with_options
+from precondattn.integrations.transformers.options import options_of, with_options
 from precondattn.integrations.transformers.rollback import whole_or_not
 
 PREVIOUS = "precondattn_replaces"
@@ -89,7 +89,13 @@ def replace_attention(
         chosen.append((complete, options, learned.learned_inputs(complete, options.sink)))
     _set_implementation(model, NAME if chosen[0][1].causal else OF_ENCODER)
     for module, (complete, options, inputs) in zip(modules, chosen, strict=True):
-        _replace(module, config, complete, options, inputs)
+        _forget(module)
+        width = getattr(module, "head_dim", config.hidden_size // config.num_attention_heads)
+        sizes = {"h": config.num_attention_heads, "d": width}
+        learned.add_parameters(module, complete, inputs, sizes)
+        handle = module.register_forward_pre_hook(pass_cache_layer, with_kwargs=True)
+        setattr(module, NAME, Replacement(complete, options, inputs, handle))
+        module.extra_repr = partial(_shown, module.extra_repr(), str(complete))
     check_masks(model)
     return model
 
@@ -186,22 +192,6 @@ def _set_implementation(model: nn.Module, name: str) -> None:
             f"AttentionInterface"
         )
     setattr(model, PREVIOUS, previous)
-
-
-def _replace(
-    module: nn.Module,
-    config: Given,
-    mechanism: Mechanism,
-    options: AttentionOptions,
-    inputs: tuple[learned.Input, ...],
-) -> None:
-    _forget(module)
-    width = getattr(module, "head_dim", config.hidden_size // config.num_attention_heads)
-    sizes = {"h": config.num_attention_heads, "d": width}
-    learned.add_parameters(module, mechanism, inputs, sizes)
-    handle = module.register_forward_pre_hook(pass_cache_layer, with_kwargs=True)
-    setattr(module, NAME, Replacement(mechanism, options, inputs, handle))
-    module.extra_repr = partial(_shown, module.extra_repr(), str(mechanism))
 
 
 def _shown(shown: str, mechanism: str) -> str:

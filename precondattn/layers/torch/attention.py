@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Module
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Device
@@ -27,7 +26,6 @@ from precondattn.layers.torch.module import Declared, parameters_of, register
 
 if TYPE_CHECKING:
     from precondattn.layers.torch.divided import DividedTokens
-    from precondattn.layers.torch.divided_weights import DividedWeights
 
 LAST = "o_proj"
 
@@ -222,19 +220,16 @@ class Attention(ChecksKeywords, Declared):
         divided = mechanism = summed = None
         if self.divided is not None:
             mechanism, divided = self.divided.mechanism, self.divided.tokens_of_process(call)
-        if of_weights is None:
-            weights = self._weights()
-        else:
+        if of_weights is not None:
             if attn_mask is not None and attn_mask.shape[1] != 1:
                 raise ValueError(
                     f"{self.mechanism}: heads are divided among processes, and so attn_mask is one "
                     f"for all of them, (b or 1, 1, t, s); found {tuple(attn_mask.shape)}"
                 )
-            call, weights = call._replace(x=of_weights.entering(x)), self._parts(of_weights)
-            summed = of_weights.total
+            call, summed = call._replace(x=of_weights.entering(x)), of_weights.total
         return apply(
             plan,
-            weights,
+            self._weights(),
             call,
             depth=self.depth,
             segments=segments,
@@ -245,26 +240,21 @@ class Attention(ChecksKeywords, Declared):
         )
 
     def _weights(self) -> dict[str, dict[str, Tensor]]:
-        """The weights of each entry: linear maps, and parameters."""
+        """The parameters and linear maps of each entry, or this process's parts of them."""
+        divided, modules = self.divided_weights, self._modules  # Attributes are slow to read.
         weights: dict[str, dict[str, Tensor]] = {name: {} for name, _ in self.plan.weights}
         for name, module in self.inputs._modules.items():
-            weights[name] = parameters_of(module, self._names[name])
-        modules = self._modules  # Attributes of modules are slow to read.
-        for of_map in self.plan.maps:
-            weights[of_map.entry][of_map.weight] = LinearMap(of_map, modules[of_map.name])
-        return weights
-
-    def _parts(self, divided: DividedWeights) -> dict[str, dict[str, Module]]:
-        """This process's parts of the weights."""
-        weights: dict[str, dict[str, Tensor]] = {name: {} for name, _ in self.plan.weights}
-        for name, module in self.inputs._modules.items():
-            for key, parameter in parameters_of(module, self._names[name]).items():
-                weights[name][key] = divided.part(f"inputs.{name}.{key}", parameter)
+            weights[name] = parameters = parameters_of(module, self._names[name])
+            if divided is not None:
+                for key, parameter in parameters.items():
+                    parameters[key] = divided.part(f"inputs.{name}.{key}", parameter)
         for of_map in self._own_plan.maps:
-            linear: Module = self._modules[of_map.name]
-            is_last = (of_map.entry, of_map.weight) == (OUT, PROJECTION)
-            part = divided.part_of_map(of_map, linear, with_bias=not is_last)
-            weights[of_map.entry][of_map.weight] = part
+            linear, name = modules[of_map.name], of_map.weight
+            if divided is None:
+                weights[of_map.entry][name] = LinearMap(of_map, linear)
+                continue
+            is_last = (of_map.entry, name) == (OUT, PROJECTION)
+            weights[of_map.entry][name] = divided.part_of_map(of_map, linear, with_bias=not is_last)
             if is_last and of_map.bias:  # All processes add the whole bias, after the sum.
                 bias = divided.part(f"{of_map.name}.bias", linear.bias, is_term=False)
                 weights[OUT][AFTER_PROJECTION] = bias

@@ -27,7 +27,7 @@ from precondattn.arrays import Tree, upcast
 from precondattn.parallel.jax.line import DeviceLine
 from precondattn.parallel.masks import DividedMasks
 from precondattn.parallel.rectangles import Rectangle, seen
-from precondattn.parallel.ring_reads import LaserOfParts, MeanOfParts, WholeRows, read_of
+from precondattn.parallel.ring_reads import MeanOfParts, WholeRows, read_of
 from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.array_functions import finite_or_zero
 from precondattn.spec.softmax import Softmax
@@ -43,7 +43,7 @@ def output(piece: DividedPiece) -> Array:
 class RingPair(NamedTuple):
     """The attention of some queries to some of a device's keys."""
 
-    over_parts: MeanOfParts | LaserOfParts
+    over_parts: MeanOfParts
     seen_by: Array | None
     """Which of the queries (b, t) see any of the keys; None if all of them may"""
     is_any: Array | None

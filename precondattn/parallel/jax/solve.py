@@ -18,7 +18,7 @@ from jax import Array, lax
 from precondattn.arrays import Tree, upcast
 from precondattn.given import Arguments
 from precondattn.parallel.jax.solve_blocks import SolveBlocks
-from precondattn.parallel.masks import DividedMasks
+from precondattn.parallel.masks import DividedMasks, crossing
 from precondattn.parallel.partial_attention import with_lse, with_lse_vjp
 from precondattn.parallel.solve import BLOCK, attention_of, keys_of_scores
 from precondattn.parallel.ways import DividedPiece
@@ -53,19 +53,13 @@ class _Stacks:
         return arguments | {name: mask[i] for name, mask in masks.items() if mask is not None}
 
     def seen(self, number: Array, i: Array, at: int) -> tuple[Array | None, Array | None]:
-        """Which tokens (b, rows) of a block, and of the device's block i, are of one segment.
-
-        Segments are contiguous. So this segment is at the end of the broadcast block that is
-        nearer to block i: `at` is −1, its last token, if the broadcast block comes first.
-        """
+        """Which tokens (b, rows) of a block, and of the device's block i, are of one segment."""
         if self.segment is None:
             return None, None
         device, place = self.blocks.place(number)
         of_block = self.blocks.segment(self.masks, device)
         assert of_block is not None  # All devices have segments.
-        tokens = of_block[place]
-        facing = tokens[:, at : at + 1 or None]
-        return tokens == facing, self.segment[i] == facing
+        return crossing(of_block[place], self.segment[i], at)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

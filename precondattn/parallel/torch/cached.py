@@ -217,15 +217,18 @@ def _shapes(
 
 def _part_shape(step: DividedStep) -> Shape | None:
     """The shape of what processes exchange for a leaf; None for nothing."""
-    exchanged = CACHED.get(_way(step))
-    return exchanged.part_shape(step) if hasattr(exchanged, "part_shape") else None
+    way, shape = _way(step), None
+    if way in (ways.RING, ways.SOLVE):
+        shape = CACHED[way].part_shape(step)
+    return shape
 
 
 def _stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
     """The output of the new tokens, and what the leaf keeps of them by slot name."""
     if _way(step) is ways.LOCAL:
         return step.leaf(**step.inputs, backend=step.new.backend), {}
-    return CACHED[_way(step)].stepped(step, parts)
+    out, of_slots = CACHED[_way(step)].stepped(step, parts)
+    return out, of_slots
 
 
 def refusal(mechanism: Mechanism) -> str | None:

@@ -140,7 +140,7 @@ class ContextParallel(DividedMechanism):
         """
         start = CacheStart(self.mechanism, capacity, cache)
         call = self._bound(arrays, named, backend, start)
-        self._way(call, start)
+        self._way(call, is_prefill=True)
         out, divided = cached.prefill(call, self.mesh, capacity, cache)
         return self._as_given(call, out), divided
 
@@ -237,7 +237,7 @@ class ContextParallel(DividedMechanism):
             return Plan(str(self.mechanism), cache.layout, of, new.sizes["t"], during, sent)
         start = CacheStart(self.mechanism, 1, None) if verb == "prefill" else None
         call = self._bound(arrays, named, None, start)
-        plan = self._plan_of(call, self._way(call, start), of)
+        plan = self._plan_of(call, self._way(call, is_prefill=start is not None), of)
         of_states = {} if start is None else cached.bytes_of_states(call)
         return replace(plan, bytes_sent={**plan.bytes_sent, **of_states})
 
@@ -260,20 +260,19 @@ class ContextParallel(DividedMechanism):
         new, _ = self.processes.agree_on(bound, lambda new: f"{new} after {cache}{on}")
         return new
 
-    def _way(self, call: DividedCall, start: CacheStart | None = None) -> str:
-        """How a call is divided, after a check that the layout can."""
-        way, refused = self._way_of(call) if start is None else self._way_of_prefill(call)
-        if way is None:
+    def _way(self, call: DividedCall, *, is_prefill: bool = False) -> str:
+        """How a call, or a prefill, is divided, after a check that the layout can."""
+        if is_prefill:
+            way: str | None = TOKENS
+            of_cache, refused = cached.refusal(self.mechanism), self._refusal_by(TOKENS, call)
+            if refused is not None:
+                refused += advice({"contiguous": self._refusal_in_order(call) or of_cache})
+            refused = refused or of_cache
+        else:
+            way, refused = self._way_of(call)
+        if way is None or refused:
             raise ValueError(f"{self.owner}: {refused}")
         return way
-
-    def _way_of_prefill(self, call: DividedCall) -> tuple[str | None, str]:
-        of_cache = cached.refusal(self.mechanism)
-        refused = self._refusal_by(TOKENS, call)
-        if refused is None:
-            return (TOKENS, "") if of_cache is None else (None, of_cache)
-        advised = advice({"contiguous": self._refusal_in_order(call) or of_cache})
-        return None, refused + advised
 
     def _bound(
         self,

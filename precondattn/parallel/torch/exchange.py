@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
 from precondattn.arrays import Shape
-from precondattn.parallel.heads import HeadAxes, first_with, share
+from precondattn.parallel.heads import HeadAxes, share
 
 if TYPE_CHECKING:
     from precondattn.parallel.torch.processes import MeshProcesses
@@ -65,7 +65,7 @@ class Exchange(NamedTuple):
             return _sum(pieces)
         if count >= devices:
             return torch.cat(pieces, axis)
-        firsts = [first_with(count, devices, head) for head in range(count + 1)]
+        firsts = [head * devices // count for head in range(count + 1)]
         return torch.cat([_sum(pieces[a:b]) for a, b in pairwise(firsts)], axis)
 
     def _shape(self, x: Tensor, source: int, *, to_heads: bool) -> Shape:

@@ -7,21 +7,22 @@ from torch import Tensor
 from precondattn.algebra.declaration import Pattern
 from precondattn.arrays import Shape
 from precondattn.parallel.heads import HeadAxes, share
-from precondattn.parallel.torch.arguments import WHOLE, Bound
+from precondattn.parallel.torch.arguments import WHOLE
 from precondattn.parallel.torch.call import DividedCall
 from precondattn.parallel.torch.exchange import Exchange, gathered
-from precondattn.parallel.torch.processes import MeshProcesses
 
 
 def output(call: DividedCall) -> Tensor:
     """The output of this process's tokens."""
-    bound, names, processes = call.bound, call.bound.with_tokens, call.processes
-    moved = {
-        name: _exchange(call, bound.patterns[name], tuple(x.shape)).to_heads(x)
-        for name, x in bound.inputs.items()
-        if name in names
-    }
-    inputs = {**_weights(bound, processes), **moved}
+    bound, processes, inputs = call.bound, call.processes, {}
+    for name, x in bound.inputs.items():
+        time, axis = bound.axes[name]
+        if time is not None:
+            x = _exchange(call, bound.patterns[name], tuple(x.shape)).to_heads(x)
+        elif axis is not None:
+            part = share(x.shape[axis], processes.devices, processes.rank)
+            x = x.narrow(axis, part.start, part.stop - part.start)
+        inputs[name] = x
     masks = {
         name: mask if name in WHOLE else gathered(processes.group, mask, call.tokens["s"])
         for name, mask in bound.masks.items()
@@ -38,16 +39,3 @@ def _exchange(call: DividedCall, pattern: Pattern, shape: Shape) -> Exchange:
     axis, count = pattern.axes[axes.time], 1 if axes.heads is None else shape[axes.heads]
     times = tuple(axis.multiple * n for n in call.tokens[axis.letter])
     return Exchange(call.processes, axes, times, count)
-
-
-def _weights(bound: Bound, processes: MeshProcesses) -> dict[str, Tensor]:
-    """The inputs without tokens, restricted to this process's heads."""
-    result = {}
-    for name, x in bound.inputs.items():
-        time, axis = bound.axes[name]
-        if time is None:
-            result[name] = x
-            if axis is not None:
-                part = share(x.shape[axis], processes.devices, processes.rank)
-                result[name] = x.narrow(axis, part.start, part.stop - part.start)
-    return result

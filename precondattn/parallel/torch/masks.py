@@ -50,22 +50,3 @@ def positions_of(parts: Sequence[TokenPart], process: int, device: torch.device)
     """The positions in the sequence of a process's tokens."""
     spans = [(part.first, part.first + part.tokens) for part in parts if part.device == process]
     return torch.cat([torch.arange(*span, device=device) for span in spans])
-
-
-def crossing(
-    segments: tuple[Tensor, ...] | None,
-    of_run: tuple[int, slice],
-    at: int,
-    other: tuple[int, slice],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Which tokens of two runs, one before the other, are of the one segment that both may have.
-
-    A run is a process and its rows. Segments are contiguous. So it is the first segment of the
-    first run if the other one comes before it (`at` is 0), and its last segment if it comes after
-    it (`at` is −1). None without segments.
-    """
-    if segments is None:
-        return None, None
-    run, others = (segments[process][:, rows] for process, rows in (of_run, other))
-    facing = run[:, at : at + 1 or None]
-    return run == facing, others == facing

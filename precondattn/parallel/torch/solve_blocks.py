@@ -16,8 +16,8 @@ from torch import Tensor
 
 from precondattn.arrays import Arrays, Tree, upcast
 from precondattn.parallel.layouts import TokenPart
+from precondattn.parallel.masks import crossing
 from precondattn.parallel.solve import BLOCK
-from precondattn.parallel.torch.masks import crossing
 from precondattn.parallel.torch.processes import MeshProcesses, tried
 from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.lucid import LucidSolve
@@ -92,12 +92,13 @@ class SolveBlocks:
         The later ones are the queries. The results are whether a key is visible, which queries
         (b, t) see any (None if all do), and the keys' mask as an argument.
         """
-        at, of_rows = -1 if is_later else 0, (self.rank, rows)
-        both = crossing(self.piece.masks.segment, (block.device, block.rows), at, of_rows)
+        segments, is_any = self.piece.masks.segment, rows.start < rows.stop
+        if segments is None or not is_any:
+            return is_any, None, {}
+        run, others = segments[block.device][:, block.rows], segments[self.rank][:, rows]
+        both = crossing(run, others, -1 if is_later else 0)
         keys, queries = both if is_later else both[::-1]
-        others = both[1]
-        is_any = rows.start < rows.stop and (others is None or bool(others.any()))
-        return is_any, queries, {} if keys is None else {"key_mask": keys}
+        return bool(both[1].any()), queries, {"key_mask": keys}
 
     def broadcast(self, block: TokenPart, arrays: Sequence[Tensor]) -> tuple[list[Tensor], Tree]:
         """The owner's rows of the block on all processes, and the work handle to wait for."""

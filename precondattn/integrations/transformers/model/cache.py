@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from precondattn.cache import Cache
 from precondattn.cache.kept import without_kept, without_way_back
 from precondattn.given import Given, at_least
-from precondattn.integrations.transformers.drafts import DraftRecording, Extend, LayerCall
+from precondattn.integrations.transformers.drafts import DraftRecording, Extend, RecordedCall
 from precondattn.integrations.transformers.rollback import undone_if_failed
 from precondattn.layers.torch import Attention
 
@@ -62,7 +62,7 @@ class LayerCache(CacheLayerMixin):
         """Whether the cache before a call is kept, so that the call must not write to it."""
         if self.recording is None or cache.can_crop:
             return False
-        self.recording.append(LayerCall(cache, self.seen, extend))
+        self.recording.append(RecordedCall(cache, self.seen, extend))
         return True
 
     def drafts(self, cache: Cache, count: int) -> int:
