@@ -85,7 +85,7 @@ def apply(
 
     for entry in plan.entries[:-1]:
         values[entry.name] = made(entry)
-    inputs = {name: values[name] for name in plan.mechanism.inputs}
+    inputs = {name: values[name] for name in plan.inputs}
     masks: Arrays = {} if count is None else {"lengths": count}
     if segments is not None:
         masks = segments.masks

@@ -115,7 +115,7 @@ def _check_cache(plan: LayerPlan, cache: Given, b: int) -> None:
     if cache.kinds and not cache.store:
         raise ValueError("cache: it was donated and can not be used again")
     rows = {ROWS + name: (count, *shape) for name, count, shape in plan.histories}
-    needed = {*rows, *plan.mechanism.program.slots}
+    needed = {*rows, *plan.buffers}
     if without_kept(cache).store.keys() - OWN != needed:
         raise ValueError(
             f"cache is of another layer: it has the buffers {sorted(cache.store)}, and "

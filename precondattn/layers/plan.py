@@ -49,10 +49,14 @@ class LayerPlan:
     """The parameters of each entry by name, as its recipe declares them."""
     maps: tuple[Map, ...]
     """The linear maps among the weights."""
+    inputs: tuple[str, ...]
+    """The names of the mechanism's inputs."""
     shapes: tuple[tuple[str, Shape], ...]
     """The shape of each entry, without batch and time."""
     histories: tuple[tuple[str, int, Shape], ...]
     """The entries that read rows before the new tokens: (name, number of rows, shape of a row)."""
+    buffers: tuple[str, ...]
+    """The names of the buffers of the mechanism's cache."""
     sizes: Sizes = field(compare=False, repr=False)
     """The sizes of all letters, from which the shapes follow."""
 
@@ -102,12 +106,14 @@ def plan_of(
         entries,
         weights,
         _maps(entries, {name: dict(of_entry) for name, of_entry in weights}),
+        tuple(mechanism.inputs),
         tuple(shapes.items()),
         tuple(
             (entry.name, entry.recipe.history(), _history_shape(entry, sizes, shapes[entry.name]))
             for entry in entries
             if entry.recipe.history()
         ),
+        tuple(mechanism.program.slots),
         sizes,
     )
 

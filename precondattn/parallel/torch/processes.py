@@ -27,9 +27,8 @@ KINDS = (UnsupportedError, TypeError, ValueError, NotImplementedError, RuntimeEr
 """The types of errors that are raised again; an error becomes the first that it is an instance
 of, or the last."""
 
-atexit.register(
-    wait_for_gloo
-)  # Every call ends with an agreement, and often a program ends with a call.
+# Every call ends with an agreement, and often a program ends with a call.
+atexit.register(wait_for_gloo)
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,7 @@ class MeshProcesses:
     rank: int
     devices: int
     device: torch.device
+    """The device of the tensors that processes exchange"""
 
     @property
     def group(self) -> ProcessGroup:
@@ -117,15 +117,10 @@ def check_mesh(owner: str, mesh: object, example: str) -> None:
 
 def processes_of(owner: str, mesh: DeviceMesh) -> MeshProcesses:
     """The processes of a mesh of one dimension, after a check."""
-    group, rank = ref(mesh.get_group()), mesh.get_local_rank()
-    return MeshProcesses(owner, group, rank, mesh.size(), device_of(mesh))
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device of the tensors that processes exchange."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    group, rank, device = ref(mesh.get_group()), mesh.get_local_rank(), torch.device("cpu")
+    if mesh.device_type != "cpu":
+        device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    return MeshProcesses(owner, group, rank, mesh.size(), device)
 
 
 def tried(function: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
