@@ -1,8 +1,18 @@
-"""Checks of the arguments of diagnostics: floating-point arrays with given axes."""
+"""Checks of the arguments of diagnostics: arrays with given axes, and the arguments of a call."""
 
 from __future__ import annotations
 
-from precondattn.arrays import FLOATING, Array, dtype_name, library_of
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.arrays import (
+    FLOATING,
+    Array,
+    Arrays,
+    dtype_name,
+    is_traced,
+    library_of,
+    upcast,
+)
+from precondattn.given import Given
 
 
 def check_floating(name: str, array: Array, axes: str) -> None:
@@ -35,3 +45,34 @@ def check_like(name: str, array: Array, k: Array, axes: str, shape: tuple[int, .
         raise ValueError(
             f"{name} must have the shape {axes} = {shape}; found shape {tuple(array.shape)}"
         )
+
+
+def examined_inputs(
+    what: str, mechanism: Mechanism, arrays: tuple[Array, ...], named: dict[str, Given]
+) -> tuple[Arrays, dict[str, Given]]:
+    """The inputs by name, in float32 instead of half precision, and the masks and the backend.
+
+    Raises
+    ------
+    TypeError
+        if `mechanism` is not a mechanism, or if an input is missing, unknown, not an array, or
+        traced.
+    """
+    from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
+
+    if not isinstance(mechanism, Mechanism):
+        raise TypeError(
+            f"{what}: a mechanism, such as pa.Lucid(), is expected; found {mechanism!r}"
+        )
+    options = {name: named[name] for name in CALL_OPTIONS if name in named}
+    by_name = {name: array for name, array in named.items() if name not in options}
+    inputs = inputs_by_name(str(mechanism), mechanism.inputs, arrays, by_name, CALL_OPTIONS)
+    for name, array in inputs.items():
+        if library_of(array) is None:
+            raise TypeError(f"{mechanism}: {name} must be an array; found {type(array).__name__}")
+        if is_traced(array):
+            raise TypeError(
+                f"{what}: {name} is traced, and its entries can not be read; call it outside of "
+                f"jit, compile, vmap and grad"
+            )
+    return {name: upcast(array) for name, array in inputs.items()}, options

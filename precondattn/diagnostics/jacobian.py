@@ -15,7 +15,7 @@ from typing import Any
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Array, Arrays, arange_like, cast, namespace, stop_gradient
-from precondattn.diagnostics.arguments import examined_inputs
+from precondattn.diagnostics.checks import examined_inputs
 from precondattn.given import whole_number
 
 

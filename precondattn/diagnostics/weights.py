@@ -18,7 +18,7 @@ import numpy as np
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Array, dtype_name, namespace, on_device_of, stop_gradient
-from precondattn.diagnostics.arguments import examined_inputs
+from precondattn.diagnostics.checks import examined_inputs
 from precondattn.spec.array_functions import swap_time_and_heads
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from precondattn.algebra.call import Keeping
 from precondattn.arrays import Array, Arrays, arange_like, cast, namespace, zero_where_not
@@ -12,6 +12,8 @@ from precondattn.cache.conversion import ordinary
 from precondattn.cache.kept import without_kept
 from precondattn.cache.kinds import empty_if_donated
 from precondattn.execution.keeping import Places
+from precondattn.given import Given
+from precondattn.layers.checks import LayerCall, LayerOutput
 from precondattn.layers.functions import causal_convolution, linear, rotation
 from precondattn.layers.histories import Histories, joined, split
 from precondattn.layers.padding import packing
@@ -22,40 +24,25 @@ from precondattn.layers.recipes.outputs import AFTER_PROJECTION
 from precondattn.layers.segments import CallSegments
 
 
-class DividedLayerCall(Protocol):
-    """What a call whose tokens are divided among devices needs from other devices."""
-
-    @property
-    def positions(self) -> Array:
-        """The positions (1, t) of this device's tokens in their sequences."""
-
-    def convolved(self, rows: Array, weight: Array, bias: Array | None) -> Array:
-        """`causal_convolution` of this device's rows (b, t, …), after the rows before them."""
-
-
 def apply(
     plan: LayerPlan,
     weights: Weights,
-    x: Array,
+    call: LayerCall,
     *,
     depth: int,
-    mask: Array | None = None,
-    positions: Array | None = None,
-    cache: Cache | None = None,
     segments: CallSegments | None = None,
-    pair_masks: Arrays | None = None,
-    donate: bool = False,
     keeping: Keeping | None = None,
-    divided: DividedLayerCall | None = None,
+    divided: Given = None,
     mechanism: Callable[..., Array] | None = None,
     summed: Callable[[Array], Array] | None = None,
-) -> tuple[Array, Cache | None]:
-    """The output y (b, t, width), and the cache after these tokens.
+) -> LayerOutput:
+    """The output y (b, t, width), and the extended cache if a cache is given.
 
-    `pair_masks` has `attn_mask` and `prefix`. If tokens are `divided`, there are no mask, segments
-    and cache, and `mechanism` is called in place of the plan's. If heads are divided among devices,
-    `summed` computes the sum over devices.
+    If tokens are `divided` (`torch/divided.py`), there are no mask, segments and cache, and
+    `mechanism` is called in place of the plan's. If heads are divided among devices, `summed`
+    computes the sum over devices.
     """
+    x, mask, positions, cache = call.x, call.mask, call.positions, call.cache
     if divided is not None and positions is None:
         positions = divided.positions
     tokens = None if mask is None else packing(mask)
@@ -84,22 +71,32 @@ def apply(
         return angles[width, theta]
 
     values: dict[str, Array] = {}
+
+    def made(entry: PlanEntry) -> Array:
+        def convolved(rows: Array, weight: Array, bias: Array | None) -> Array:
+            if divided is not None:
+                return divided.convolved(rows, weight, bias)
+            before = histories.preceded(entry.name, rows, weight.shape[0] - 1)
+            return causal_convolution(before, weight, bias, histories.place)
+
+        reads = {name: values[value] for name, value in entry.reads}
+        tokens = RecipeTokens(x, rotation_of, reads, convolved, depth)
+        return entry.recipe.make(tokens, weights[entry.name])
+
     for entry in plan.entries[:-1]:
-        values[entry.name] = _made(
-            entry, weights, x, rotation_of, values, histories, depth, divided
-        )
+        values[entry.name] = made(entry)
     inputs = {name: values[name] for name in plan.inputs}
     masks: Arrays = {} if count is None else {"lengths": count}
     if segments is not None:
         masks = segments.masks
-    of_pairs = {name: each for name, each in (pair_masks or {}).items() if each is not None}
+    of_pairs = {"attn_mask": call.attn_mask, "prefix": call.prefix}
+    of_pairs = {name: each for name, each in of_pairs.items() if each is not None}
     if tokens is not None and "attn_mask" in of_pairs:
         of_pairs["attn_mask"] = tokens.packed_pairs(of_pairs["attn_mask"])
     masks = {**masks, **of_pairs}
     after = None
     if inner is None:
-        call = plan.mechanism if mechanism is None else mechanism
-        values[OUT] = call(**inputs, **masks)
+        values[OUT] = (mechanism or plan.mechanism)(**inputs, **masks)
     else:
         options: dict[str, Any] = {} if keeping is None else keeping.options
         places = None
@@ -107,14 +104,14 @@ def apply(
             places = Places(inner.length, x.shape[1], count, keeping)
         try:
             values[OUT], longer = plan.mechanism.extend(
-                inner, **inputs, **masks, donate=donate, **options
+                inner, **inputs, **masks, donate=call.donate, **options
             )
         finally:
-            empty_if_donated(callers, inner)  # type: ignore[arg-type]
+            empty_if_donated(callers, inner)
         after = joined(longer, histories.kept, cache.kinds)  # type: ignore[union-attr]
         if places is not None:
             after = places.kept_in(after, histories.between(places))
-    out = _made(plan.entries[-1], weights, x, rotation_of, values, histories, depth, divided)
+    out = made(plan.entries[-1])
     last, bias = weights[OUT][PROJECTION], weights[OUT].get(AFTER_PROJECTION)
     if summed is None:
         y = linear(cast(out, x.dtype), last, axes=2, bias=bias)
@@ -123,7 +120,8 @@ def apply(
         y = y if bias is None else y + bias
     if valid is not None:
         y = zero_where_not(valid, y)
-    return (y if tokens is None else tokens.unpacked(y)), after
+    y = y if tokens is None else tokens.unpacked(y)
+    return y if after is None else (y, after)
 
 
 def _positions(x: Array, cache: Cache | None, segments: CallSegments | None) -> Array:
@@ -132,24 +130,3 @@ def _positions(x: Array, cache: Cache | None, segments: CallSegments | None) -> 
         return segments.place
     positions = arange_like(x.shape[1], x)[None, :]
     return positions if cache is None else positions + cache.length[:, None]
-
-
-def _made(
-    entry: PlanEntry,
-    weights: Weights,
-    x: Array,
-    rotation_of: Callable[[int, float], tuple[Array, Array]],
-    values: dict[str, Array],
-    histories: Histories,
-    depth: int,
-    divided: DividedLayerCall | None,
-) -> Array:
-    def convolved(rows: Array, weight: Array, bias: Array | None) -> Array:
-        if divided is not None:
-            return divided.convolved(rows, weight, bias)
-        before = histories.preceded(entry.name, rows, weight.shape[0] - 1)
-        return causal_convolution(before, weight, bias, histories.place)
-
-    reads = {name: values[value] for name, value in entry.reads}
-    tokens = RecipeTokens(x, rotation_of, reads, convolved, depth)
-    return entry.recipe.make(tokens, weights[entry.name])

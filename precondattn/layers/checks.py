@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from precondattn.algebra.call import Keeping
 from precondattn.arrays import FLOATING, Array, dtype_name, library_of, namespace
@@ -15,32 +15,47 @@ from precondattn.execution.pair_masks import ATTN_MASK, check_takes_masks
 from precondattn.given import Given
 from precondattn.layers.histories import ROWS
 from precondattn.layers.plan import LayerPlan
+from precondattn.layers.segments import CallSegments, segments_of
 
 OWN = {"key_mask", "first_token"}
 """The buffers that a mechanism's cache may have besides those of its leaves."""
-
 
 LayerOutput = Any
 """The output y, or y and the extended cache if a cache is given."""
 
 
-def check_call(
-    plan: LayerPlan,
-    weight: Array,
-    x: Array,
-    mask: Array | None,
-    positions: Array | None,
-    cache: Given,
-    is_cast: Callable[[Array], bool],
-    *,
-    is_packed: bool = False,
-) -> None:
-    """Raise an error for arguments that do not fit.
+class LayerCall(NamedTuple):
+    """The arguments of a layer's call; None for those that are not given."""
 
-    `is_cast` says whether autocast chooses the dtype of x, and `is_packed` whether there are
-    segments.
+    x: Array
+    mask: Array | None = None
+    positions: Array | None = None
+    cache: Given = None
+    segment_ids: Array | None = None
+    cu_seqlens: Given = None
+    attn_mask: Array | None = None
+    prefix: Given = None
+    donate: bool = False
+    keep: int = 0
+    states_every: int | None = None
+
+    def refuse(self, owner: str, *names: str) -> None:
+        """Raise an error if any of these arguments of a layer with divided tokens is given."""
+        given = [name for name in names if getattr(self, name) is not None]
+        if given:
+            raise ValueError(
+                f"{owner}: a layer whose tokens are divided supports no {' and '.join(given)}"
+            )
+
+
+def checked(
+    plan: LayerPlan, weight: Array, call: LayerCall, is_cast: Callable[[Array], bool]
+) -> tuple[CallSegments | None, Keeping | None]:
+    """The segments of a call and the states that it keeps, after a check of all arguments.
+
+    `is_cast` says whether autocast chooses the dtype of x.
     """
-    library = library_of(weight)
+    library, x, mask, positions = library_of(weight), call.x, call.mask, call.positions
     if library_of(x) != library:
         raise TypeError(f"x must be an array of {library}; found {type(x).__name__}")
     check_stored("x", x, of_nested="use torch.nested.to_padded_tensor(x, 0.0), and give a mask")
@@ -63,34 +78,31 @@ def check_call(
             raise ValueError(
                 f"positions must have shape ({t},) or {(b, t)}; found {tuple(positions.shape)}"
             )
-    if is_packed and mask is not None:
-        raise ValueError(
-            "mask can not be given with segments; give padding a segment of its own instead"
-        )
-    if is_packed and cache is not None:
-        raise ValueError("cache can not be given with segments: its sequences are a batch")
-    if cache is not None:
-        _check_cache(plan, cache, b)
-
-
-def keeping_of(cache: object, keep: Given, states_every: Given) -> Keeping | None:
-    """The states that a call of a layer must keep; None if it keeps none."""
-    keeping = Keeping.read("Attention", keep, states_every)
-    if keeping is not None and cache is None:
+    if call.segment_ids is not None or call.cu_seqlens is not None:
+        if mask is not None:
+            raise ValueError(
+                "mask can not be given with segments; give padding a segment of its own instead"
+            )
+        if call.cache is not None:
+            raise ValueError("cache can not be given with segments: its sequences are a batch")
+    if call.cache is not None:
+        _check_cache(plan, call.cache, b)
+    if call.attn_mask is not None:
+        _check_attn_mask(plan, call)
+    keeping = Keeping.read("Attention", call.keep, call.states_every)
+    if keeping is not None and call.cache is None:
         raise ValueError("Attention: keep and states_every are for a call with a cache")
-    return keeping
+    segments = segments_of(str(plan.mechanism), call.segment_ids, call.cu_seqlens, x)
+    return segments, keeping
 
 
-def check_attn_mask(plan: LayerPlan, x: Array, attn_mask: Given, mask: Array, cache: Given) -> None:
-    """Raise an error for an attn_mask that does not fit."""
-    if attn_mask is None:
-        return
-    if cache is None:
-        b, t = x.shape[:2]
+def _check_attn_mask(plan: LayerPlan, call: LayerCall) -> None:
+    if call.cache is None:
+        b, t = call.x.shape[:2]
         check_takes_masks(plan.mechanism, frozenset({ATTN_MASK}))
         sizes = {"b": b, "h": plan.sizes.by_letter["h"], "t": t, "s": t}
-        pair_masks.check_attn_mask(str(plan.mechanism), attn_mask, x, sizes)
-    elif mask is not None:
+        pair_masks.check_attn_mask(str(plan.mechanism), call.attn_mask, call.x, sizes)
+    elif call.mask is not None:
         raise ValueError(
             "attn_mask can not be given with mask and a cache: its columns are tokens by their "
             "position, and padding has none; give key columns that are False"

@@ -20,6 +20,7 @@ from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Array, dtype_name, is_compiling, library_of
 from precondattn.cache import Cache
 from precondattn.given import Arguments, Given, at_least, whole_number
+from precondattn.layers.checks import LayerOutput
 from precondattn.layers.functions import LinearMap, gelu, linear, silu
 from precondattn.layers.maps import Map, Weight
 from precondattn.layers.parameters import Constant, FanIn, Normal
@@ -61,6 +62,15 @@ def mlp_output(y: Array, *maps: LinearMap) -> Array:
         return down(gelu(inward[0](y)))
     gate, up = inward
     return down(silu(gate(y)) * up(y))
+
+
+def block_output(block: Given, x: Array, **options: Given) -> LayerOutput:
+    """The x after a pre-norm block, and the extended cache if one is given."""
+    y = block.attention(block.attention_norm(x), **options)
+    y, after = (y, None) if options.get("cache") is None else y
+    x = x + y
+    x = x + block.mlp(block.mlp_norm(x))
+    return x if after is None else (x, after)
 
 
 def states_after(
@@ -173,10 +183,10 @@ def check_generation(
     top_p: object,
     stop: Given,
     vocabulary: int,
-    largest: int,
-    least: int,
+    tokens: Array,
+    mask: Array | None,
 ) -> tuple[int, int | None]:
-    """`count` and `stop`, after a check of the options, and of the tokens in the prompts."""
+    """`count` and `stop`, after a check of the options, and of the prompts."""
     count = at_least(1, "count", count)
     if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be 0 or above; found {temperature!r}")
@@ -185,10 +195,13 @@ def check_generation(
     token = whole_number(stop)
     if stop is not None and (token is None or not 0 <= token < vocabulary):
         raise ValueError(f"stop must be a token, 0 to {vocabulary - 1}; found {stop!r}")
+    least, largest = int(tokens.min()), int(tokens.max())
     if least < 0 or largest >= vocabulary:
         raise ValueError(
             f"tokens must be between 0 and {vocabulary - 1}; found {least} to {largest}"
         )
+    if mask is not None and not bool(mask.any(1).all()):
+        raise ValueError("mask: every prompt needs a valid token; found one without any")
     return count, token
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from precondattn.arrays import (
     Array,
@@ -21,31 +23,40 @@ from precondattn.arrays import (
     zero_where_not,
 )
 from precondattn.frameworks import of
+from precondattn.given import Given
+from precondattn.spec.scaled_dims import softplus as softplus_of_arrays
+
+if TYPE_CHECKING:
+    from precondattn.layers.maps import Map
 
 
 class LinearMap:
-    """The interface of a linear map with a bias that a module computes; `linear` calls it."""
+    """A linear map with a bias that a module computes; `linear` calls it.
+
+    The module is that of the framework, or one that a tool has put in its place: quantized, or with
+    adapters.
+    """
+
+    def __init__(self, of_map: Map, module: Given) -> None:
+        self.map, self.module = of_map, module
 
     def __call__(self, x: Array) -> Array:
-        raise NotImplementedError
+        return self.map.split(self.module(self.map.joined(x)))
 
 
 def linear(x: Array, weight: Array | LinearMap, axes: int = 1, bias: Array | None = None) -> Array:
     """The product Σ x w + b, summed over the last `axes` axes of x, the first ones of w."""
     if isinstance(weight, LinearMap):
         return weight(x)
-    y = _product(x, weight, axes)
-    return y if bias is None else y + bias
-
-
-def _product(x: Array, weight: Array, axes: int) -> Array:
     # Not tensordot: under autocast it refuses different dtypes, which a matrix product casts.
     if library_of(x) == "jax" and sys.modules["jax"].typeof(x).sharding.mesh.explicit_axes:
-        return _linear_of_shards(x, weight, axes)
-    xp = namespace(x)
-    terms = math.prod(weight.shape[:axes])
-    y = xp.reshape(x, (*x.shape[:-axes], terms)) @ xp.reshape(weight, (terms, -1))
-    return y if weight.ndim == axes + 1 else xp.reshape(y, (*y.shape[:-1], *weight.shape[axes:]))
+        y = _linear_of_shards(x, weight, axes)
+    else:
+        xp, terms = namespace(x), math.prod(weight.shape[:axes])
+        y = xp.reshape(x, (*x.shape[:-axes], terms)) @ xp.reshape(weight, (terms, -1))
+        if weight.ndim != axes + 1:
+            y = xp.reshape(y, (*y.shape[:-1], *weight.shape[axes:]))
+    return y if bias is None else y + bias
 
 
 def _linear_of_shards(x: Array, weight: Array, axes: int) -> Array:
@@ -64,6 +75,15 @@ def upcast(x: Array) -> Array:
     """A half-precision array in float32; any other array unchanged."""
     # The item size decides, because PyTorch's compiler can not follow a table of names.
     return cast(x, namespace(x).float32) if x.dtype.itemsize < 4 else x
+
+
+def scores(x: Array, p: Mapping[str, Array]) -> Array:
+    """W x + b, or B A x + b of a map of low rank, in float32."""
+    if "down" in p:
+        x, weight = linear(x, p["down"]), p["up"]
+    else:
+        weight = p["weight"]
+    return upcast(linear(x, weight, bias=p.get("bias")))
 
 
 def sigmoid(x: Array) -> Array:
@@ -89,10 +109,8 @@ def gelu(x: Array) -> Array:
 
 def softplus(x: Array) -> Array:
     """The function log(1 + eˣ)."""
-    native, xp = _native(x), namespace(x)
-    if native is not None:
-        return native.softplus(x)
-    return xp.maximum(x, 0 * x) + xp.log1p(xp.exp(-xp.abs(x)))
+    native = _native(x)
+    return softplus_of_arrays(x) if native is None else native.softplus(x)
 
 
 def log_sigmoid(x: Array) -> Array:

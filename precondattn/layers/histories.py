@@ -9,6 +9,7 @@ from __future__ import annotations
 from precondattn.arrays import (
     Array,
     Arrays,
+    DType,
     arange_like,
     as_index,
     cast,
@@ -20,17 +21,27 @@ from precondattn.arrays import (
 from precondattn.cache import Cache
 from precondattn.cache.kinds import STATE, Kinds
 from precondattn.execution.keeping import Places
+from precondattn.given import at_least
 from precondattn.layers.plan import LayerPlan
 
 ROWS = "convolution of "
 
 
-def with_rows(cache: Cache, plan: LayerPlan, dtype: object) -> Cache:
-    """The empty cache of a layer: a mechanism's empty cache with rows of 0 for each convolution."""
+def empty_cache(
+    plan: LayerPlan, like: Array, batch: int, capacity: int | None, dtype: DType
+) -> Cache:
+    """The empty cache of a layer: its mechanism's, and rows of 0 in `dtype` for each convolution.
+
+    `like` has the dtype and device of the mechanism's inputs.
+    """
+    xp, batch = namespace(like), at_least(0, "batch", batch)
+    shapes, kind = plan.input_shapes(batch), {"dtype": like.dtype, **placement(like)}
+    inputs = {name: xp.zeros(shape, **kind) for name, shape in shapes.items()}
+    cache = plan.mechanism.init_cache(**inputs, capacity=capacity)
     store, kinds = dict(cache.store), dict(cache.kinds)
-    xp, b = namespace(cache.length), cache.length.shape[0]
     for name, count, shape in plan.histories:
-        store[ROWS + name] = xp.zeros((b, count, *shape), dtype=dtype, **placement(cache.length))
+        kind = {"dtype": dtype, **placement(cache.length)}
+        store[ROWS + name] = xp.zeros((batch, count, *shape), **kind)
         kinds[ROWS + name] = {STATE: ()}
     return Cache(cache.length, store, kinds)
 

@@ -9,6 +9,7 @@ divide them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -120,16 +121,8 @@ class Stored:
             of_y = (prod(outer), names[len(inner) + slowest], prod(outer) // outer[slowest])
         axes = [of_y] if self.is_bias else [of_y, of_x] if self.outer_first else [of_x, of_y]
         sizes, usual, grains = zip(*axes, strict=True)
-        return Weight(sizes, DrawnValues(start, self), usual, grains)
+        return Weight(sizes, partial(self._drawn, start), usual, grains)
 
-
-@dataclass(frozen=True)
-class DrawnValues:
-    """Initial values that are drawn with the declared axes, and stored as in the module."""
-
-    start: FirstValues
-    stored: Stored
-
-    def __call__(self, draw: Draw, shape: Shape) -> Array:
-        declared = self.stored.declared_shape
-        return self.stored(self.start(draw.of_shape(declared), declared))
+    def _drawn(self, start: FirstValues, draw: Draw, shape: Shape) -> Array:
+        """Initial values that are drawn with the declared axes, and stored as in the module."""
+        return self(start(draw.of_shape(self.declared_shape), self.declared_shape))

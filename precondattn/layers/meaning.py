@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.leaf_protocol import LeafCall
+from precondattn.algebra.mechanism import Mechanism, Preconditioner, with_base
 from precondattn.algebra.program import Program
 
 
@@ -37,16 +38,31 @@ def meanings(program: Program) -> dict[str, Meaning]:
     return {name: by_input[name] for name in program.inputs}
 
 
+def changed_inside(
+    mechanism: Mechanism, change: Callable[[Mechanism], Mechanism | None]
+) -> Mechanism | None:
+    """The mechanism with the first part changed for which `change` is not None; None without one.
+
+    The parts are the mechanism, its base, the base of that, and so on.
+    """
+    changed = change(mechanism)
+    if changed is not None or not isinstance(mechanism, Preconditioner):
+        return changed
+    base = changed_inside(mechanism.base, change)
+    return None if base is None else with_base(mechanism, base)
+
+
 def origin(program: Program, value: str) -> str:
     """The input from which leaves compute a value row by row; the value itself if there is none."""
     call = next((call for call in program.calls if call.out == value), None)
-    if call is None or call.leaf.is_base:
-        return value
+    rows = [] if call is None or call.leaf.is_base else _rows(call)
+    return origin(program, rows[0]) if rows else value
+
+
+def _rows(call: LeafCall) -> list[str]:
+    """The values with the axes of a leaf's output."""
     letters = Pattern.read(call.leaf.output).letters
-    for formal, argument in call.arguments:
-        if call.leaf.inputs[formal].letters == letters:
-            return origin(program, argument)
-    return value
+    return [v for formal, v in call.arguments if call.leaf.inputs[formal].letters == letters]
 
 
 def output_call(program: Program, is_known: Callable[[LeafCall], bool]) -> LeafCall:
@@ -57,8 +73,7 @@ def output_call(program: Program, is_known: Callable[[LeafCall], bool]) -> LeafC
     value = program.out
     while True:
         call = next(call for call in program.calls if call.out == value)
-        letters = Pattern.read(call.leaf.output).letters
-        rows = [v for formal, v in call.arguments if call.leaf.inputs[formal].letters == letters]
+        rows = _rows(call)
         is_computed = bool(rows) and rows[0] not in program.inputs
         if is_known(call) or call.leaf.is_base or not is_computed:
             return call

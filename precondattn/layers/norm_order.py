@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, with_base
-from precondattn.layers.meaning import meanings
+from precondattn.algebra.mechanism import Mechanism, Preconditioner
+from precondattn.layers.meaning import changed_inside, meanings
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.recipes import Learned, NormedRotary, Rotary, recipes_for
 from precondattn.preconditioners.qk_norm import QKNorm
@@ -33,7 +33,8 @@ def norm_before_rotation(
 
     Both are returned unchanged unless the mechanism has a norm with a gain of rotated rows.
     """
-    norm, inner = _norm_of(mechanism), _without_norm(mechanism)
+    norm = _norm_of(mechanism)
+    inner = changed_inside(mechanism, lambda m: m.base if isinstance(m, QKNorm) else None)
     if norm is None or inner is None or recipes.keys() & gains(mechanism).keys():
         return mechanism, dict(recipes)
     inputs = meanings(inner.program)
@@ -64,13 +65,3 @@ def _norm_of(mechanism: Mechanism) -> QKNorm | None:
     while isinstance(mechanism, Preconditioner) and not isinstance(mechanism, QKNorm):
         mechanism = mechanism.base
     return mechanism if isinstance(mechanism, QKNorm) and mechanism.gain else None
-
-
-def _without_norm(mechanism: Mechanism) -> Mechanism | None:
-    """The mechanism without its `qk_norm`; None if it has none, or can not be without it."""
-    if isinstance(mechanism, QKNorm):
-        return mechanism.base
-    if not isinstance(mechanism, Preconditioner):
-        return None
-    base = _without_norm(mechanism.base)
-    return None if base is None else with_base(mechanism, base)

@@ -14,7 +14,7 @@ h, u  heads of queries and of values
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -43,10 +43,8 @@ class Draw(Protocol):
         """A source of arrays with another shape."""
 
 
-class FirstValues(Protocol):
-    """The initial distribution of a parameter."""
-
-    def __call__(self, draw: Draw, shape: Shape) -> Array: ...
+FirstValues = Callable[[Draw, Shape], Array]
+"""The initial distribution of a parameter."""
 
 
 class Parameter(NamedTuple):

@@ -65,7 +65,7 @@ class LayerPlan:
         shapes, patterns = dict(self.shapes), self.mechanism.inputs
         return {
             name: (batch, 1, *shapes[name]) if "b" in patterns[name].letters else shapes[name]
-            for name in self.inputs
+            for name in patterns
         }
 
     def table(self, title: str) -> str:
@@ -81,12 +81,7 @@ class LayerPlan:
 
 
 def plan_for(
-    width: int,
-    heads: int,
-    mechanism: str | Mechanism,
-    *,
-    recipes: Mapping[str, Recipe] | None,
-    **sizes: int | None,
+    mechanism: str | Mechanism, sizes: LayerSizes, recipes: Mapping[str, Recipe] | None
 ) -> LayerPlan:
     """The plan of a layer."""
     if isinstance(mechanism, str):
@@ -94,7 +89,7 @@ def plan_for(
     if not isinstance(mechanism, Mechanism):
         raise not_a_mechanism(mechanism)
     mechanism, recipes = norm_before_rotation(mechanism, recipes or {})
-    all_sizes = sizes_of(mechanism, LayerSizes(width, heads, **sizes))
+    all_sizes = sizes_of(mechanism, sizes)
     entries = _in_order(_entries(mechanism, recipes))
     return plan_of(mechanism, all_sizes.by_letter[WIDTH], entries, all_sizes)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from precondattn.layers.maps import HEADS, Weight
-from precondattn.layers.plan import LayerPlan, PlanEntry, plan_of
+from precondattn.layers.plan import LayerPlan, plan_of
 from precondattn.parallel.heads import refusal, share
 
 EVEN = ("mlp", "vocab")
@@ -64,18 +64,14 @@ def plan_of_device(plan: LayerPlan, devices: int) -> LayerPlan:
         letter: max(1, count // devices) if sizes.names.get(letter) in HEADS else count
         for letter, count in sizes.by_letter.items()
     }
-    for entry in plan.entries:
-        _check_recipe(plan, entry, devices)
-    return plan_of(plan.mechanism, plan.width, plan.entries, sizes._replace(by_letter=few))
-
-
-def _check_recipe(plan: LayerPlan, entry: PlanEntry, devices: int) -> None:
-    joins = entry.recipe.joins
     inputs = plan.mechanism.inputs
-    of_keys = plan.sizes.by_letter[inputs["k" if "k" in inputs else "v"].axes[-2].letter]
-    if devices > 1 and (joins == "all" or (joins == "keys" and of_keys % devices)):
-        what = "all heads" if joins == "all" else "heads that share keys"
-        raise ValueError(
-            f"{plan.mechanism}: the recipe of {entry.name} computes {what} together, and each of "
-            f"{devices} devices has some: {entry.recipe.printed}"
-        )
+    of_keys = sizes.by_letter[inputs["k" if "k" in inputs else "v"].axes[-2].letter]
+    for entry in plan.entries:
+        joins = entry.recipe.joins
+        if devices > 1 and (joins == "all" or (joins == "keys" and of_keys % devices)):
+            what = "all heads" if joins == "all" else "heads that share keys"
+            raise ValueError(
+                f"{plan.mechanism}: the recipe of {entry.name} computes {what} together, and each "
+                f"of {devices} devices has some: {entry.recipe.printed}"
+            )
+    return plan_of(plan.mechanism, plan.width, plan.entries, sizes._replace(by_letter=few))

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from precondattn.algebra.given_mechanism import not_a_mechanism
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, parse, with_base
-from precondattn.arrays import Array
+from precondattn.algebra.mechanism import Mechanism, parse
+from precondattn.arrays import Array, cast, namespace
 from precondattn.execution.array_checks import check_stored
 from precondattn.given import Arguments, Given
 from precondattn.layers.maps import Weight
-from precondattn.layers.meaning import meanings, output_call
+from precondattn.layers.meaning import changed_inside, meanings, output_call
 from precondattn.layers.parameters import Constant, Normal
 from precondattn.layers.plan import OUT
 from precondattn.layers.recipe import Recipe
@@ -122,7 +122,7 @@ def vision_sizes(
     for each in mechanism:
         parsed = parse(each) if isinstance(each, str) else each
         if pool == "token" and isinstance(parsed, Mechanism) and parsed.offers.causal:
-            advised = _without_causality(parsed) or "another mechanism"
+            advised = changed_inside(parsed, _not_causal) or "another mechanism"
             raise ValueError(
                 f"mechanism: {parsed} is causal, so that the class token, which is the first, "
                 f"would see no patch; use {advised}, or pool='mean'"
@@ -130,14 +130,9 @@ def vision_sizes(
     return VisionSizes(sides, patches, width, classes, channels, pool, hidden, tuple(mechanism))
 
 
-def _without_causality(mechanism: Mechanism) -> Mechanism | None:
-    """The mechanism with `causal=false` at its base; None if the base is always causal."""
-    if "causal" in {field.name for field in fields(mechanism)}:
-        return replace(mechanism, causal=False)
-    if not isinstance(mechanism, Preconditioner):
-        return None
-    base = _without_causality(mechanism.base)
-    return None if base is None else with_base(mechanism, base)
+def _not_causal(mechanism: Mechanism) -> Mechanism | None:
+    has_option = "causal" in {field.name for field in fields(mechanism)}
+    return replace(mechanism, causal=False) if has_option else None
 
 
 def check_image(x: Array, sizes: VisionSizes) -> None:
@@ -149,6 +144,20 @@ def check_image(x: Array, sizes: VisionSizes) -> None:
         raise ValueError(
             f"x must have shape (b, {expected[0]}, {expected[1]}, {expected[2]}); found {found}"
         )
+
+
+def logits(model: Given, x: Array) -> Array:
+    """The logits (b, classes) of images x, by the modules and weights of a vision transformer."""
+    xp, positions, is_token = namespace(x), model.pos_embed[...], model.sizes.pool == "token"
+    tokens = model.patch_embed["proj"](x)
+    if is_token:
+        of_class = cast(model.cls_token[...], tokens.dtype)
+        of_class = xp.broadcast_to(of_class, (len(tokens), *of_class.shape[1:]))
+        tokens = xp.concat([of_class, tokens], axis=1)
+    tokens = tokens + positions
+    for block in model.blocks:
+        tokens = block(tokens)
+    return model.head(model.norm(tokens[:, 0] if is_token else xp.mean(tokens, axis=1)))
 
 
 def affine_weights(

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from precondattn.algebra.mechanism import Mechanism, parse
+from precondattn.arrays import Array
+from precondattn.parallel import heads, ways
+from precondattn.parallel.heads import DividedCall
 from precondattn.parallel.layouts import TokenOrder
 
-DividedCall = Any
-"""A call whose tokens or heads are divided, of PyTorch or of JAX."""
+HEADS, TOKENS = "heads", "tokens"
 
 
 class DividedMechanism:
-    """A mechanism whose calls are divided among devices.
+    """A mechanism whose calls are divided among devices, by heads or by tokens."""
 
-    The modules `_heads` and `_tokens` divide a call in the layout `heads` and in the others.
-    """
-
-    _heads: ModuleType
-    _tokens: ModuleType
+    outputs: Mapping[str, Callable[..., Array]]
+    """The functions that compute the output of a call divided by `HEADS` or by `TOKENS`"""
 
     def __init__(self, mechanism: Mechanism | str, layout: str | None) -> None:
         mechanism = parse(mechanism) if isinstance(mechanism, str) else mechanism
         self.mechanism, self.layout = mechanism, layout
         self.owner = f"context_parallel({mechanism})"
         try:
-            self.order = None if layout == "heads" else TokenOrder.read(layout or "contiguous")
+            self.order = None if layout == HEADS else TokenOrder.read(layout or "contiguous")
         except ValueError as error:
             raise ValueError(f"{self.owner}: {error}") from None
         if mechanism.mixes_sequences:
@@ -37,27 +34,33 @@ class DividedMechanism:
                 f"divides"
             )
 
-    def _name_of(self, way: ModuleType) -> str:
-        return "heads" if way is self._heads else str(self.order)
+    def _refusal_by(self, way: str, call: DividedCall) -> str | None:
+        if way == HEADS:
+            reason = heads.refusal(call.mechanism, call.sizes, call.devices)
+        else:
+            reason = call.refusal_of_tokens() or ways.refusal(call)
+        name = HEADS if way == HEADS else str(call.order)
+        return None if reason is None else f"layout {name!r} {reason}"
 
-    def _refusal_by(self, way: ModuleType, call: DividedCall) -> str | None:
-        reason = way.refusal(call)
-        return None if reason is None else f"layout {self._name_of(way)!r} {reason}"
-
-    def _way_of(self, call: DividedCall) -> tuple[ModuleType | None, str]:
-        """The module that divides a call, or None and the reason why none can."""
-        ways = [self._heads] * (self.layout in (None, "heads")) + [self._tokens] * bool(self.order)
-        reasons = {way: self._refusal_by(way, call) for way in ways}
+    def _way_of(self, call: DividedCall) -> tuple[str | None, str]:
+        """How a call is divided, or None and the reason why it can not be."""
+        possible = [HEADS] * (self.layout in (None, HEADS)) + [TOKENS] * bool(self.order)
+        reasons = {way: self._refusal_by(way, call) for way in possible}
         way = next((way for way, reason in reasons.items() if reason is None), None)
         if way is not None:
             return way, ""
-        others = {"heads": self._heads.refusal(call), "contiguous": self._refusal_in_order(call)}
+        others = {HEADS: self._refusal_by(HEADS, call), "contiguous": self._refusal_in_order(call)}
         return None, "; ".join(map(str, reasons.values())) + advice(others)
 
     def _refusal_in_order(self, call: DividedCall) -> str | None:
         """The refusal of `contiguous`, which divides whatever another order of tokens divides."""
-        reason: str | None = self._tokens.refusal(call._replace(order=TokenOrder("contiguous")))
-        return reason
+        return self._refusal_by(TOKENS, replace(call, order=TokenOrder("contiguous")))
+
+    def _plan_of(self, call: DividedCall, way: str, of: str) -> Plan:
+        """How a call is divided, by `HEADS` or by `TOKENS`."""
+        room, layout = (heads, HEADS) if way == HEADS else (ways, str(self.order))
+        tokens, during = call.counts[call.place], room.during(call)
+        return Plan(str(self.mechanism), layout, of, tokens, during, room.bytes_sent(call))
 
 
 def advice(refusals: Mapping[str, str | None]) -> str:

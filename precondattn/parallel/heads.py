@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
-from precondattn.algebra.declaration import HEADS, Axis, Inputs, Pattern
-from precondattn.arrays import Array, Shape
+from precondattn.algebra.declaration import HEADS, Pattern
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.arrays import Shape
+from precondattn.execution.array_checks import values_of
 
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
+DividedCall = Any
+"""A call whose tokens or heads are divided, of PyTorch or of JAX."""
 
 
 class HeadAxes(NamedTuple):
@@ -49,16 +51,13 @@ def share(count: int, devices: int, device: int) -> slice:
     return slice(device * each, (device + 1) * each)
 
 
-def first_with(count: int, devices: int, head: int) -> int:
-    """The first device that computes a head."""
-    return head * devices // count if count < devices else head // (count // devices)
-
-
 def refusal(mechanism: Mechanism, sizes: Mapping[str, int], devices: int) -> str | None:
     """The reason why this layout can not divide these numbers of heads; None if it can."""
     if mechanism.numbers_heads:
         return "divides heads, and the decay of each depends on its number among all"
-    if any(axis.letter in HEADS and axis.multiple > 1 for axis in _axes(mechanism)):
+    patterns = [*mechanism.inputs.values(), mechanism.program.output]
+    axes = [axis for pattern in patterns for axis in pattern.axes]
+    if any(axis.letter in HEADS and axis.multiple > 1 for axis in axes):
         return "divides heads, and those of an input come in groups"
     letter = heads_of_output(mechanism)
     if sizes[letter] % devices:
@@ -81,29 +80,20 @@ def heads_of_output(mechanism: Mechanism) -> str:
     return next(letter for letter in mechanism.program.output.letters if letter in HEADS)
 
 
-def _axes(mechanism: Mechanism) -> list[Axis]:
-    patterns = [*mechanism.inputs.values(), mechanism.program.output]
-    return [axis for pattern in patterns for axis in pattern.axes]
-
-
-def during(mechanism: Mechanism, sizes: Mapping[str, int], devices: int) -> str:
+def during(call: DividedCall) -> str:
     """What a device has in memory during the call, in words."""
-    return f"all tokens of {sizes[heads_of_output(mechanism)] // devices} heads"
+    return f"all tokens of {call.sizes[heads_of_output(call.mechanism)] // call.devices} heads"
 
 
-def bytes_sent(
-    inputs: Inputs, parts: Mapping[str, Array], out: Shape, whole: Shape, devices: int
-) -> dict[str, int]:
-    """The bytes that a device sends forward: of each input, and of `out`.
-
-    `parts` are its inputs with tokens, `out` is the shape of its tokens' output, and `whole` that
-    of all tokens' output.
-    """
-    sent, widths = {}, {name: x.dtype.itemsize for name, x in parts.items()}
-    for name, x in parts.items():
-        heads = HeadAxes.of_pattern(inputs[name], tuple(x.shape)).heads
-        count = 1 if heads is None else x.shape[heads]
-        # Each other device gets its share of the heads, or one head if there are fewer than P.
-        sent[name] = prod(x.shape) // min(count, devices) * (devices - 1) * widths[name]
-    width = widths.get("v", next(iter(widths.values())))
-    return sent | {"out": (prod(whole) - prod(out)) // devices * width}
+def bytes_sent(call: DividedCall) -> dict[str, int]:
+    """The bytes that a device sends forward: of each input with tokens, and of `out`."""
+    sent, devices, output = {}, call.devices, call.mechanism.program.output
+    for name, x in call.described.items():
+        time, heads = call.axes[name]
+        if time is not None:
+            count = 1 if heads is None else x.shape[heads]
+            # Each other device gets its share of the heads, or one head if there are fewer than P.
+            number = prod(x.shape) // min(count, devices) * (devices - 1)
+            sent[name] = number * x.dtype.itemsize
+    of_others = prod(output.shape(call.sizes)) - prod(output.shape(call.sizes_of_device))
+    return sent | {"out": of_others // devices * values_of(call.described).dtype.itemsize}

@@ -137,7 +137,8 @@ class TokenOrder:
             sizes = [*halves, *reversed(halves)]
         else:
             sizes = self.sizes(sum(counts), len(counts))
-        parts, had = self._placed(sizes, len(counts))
+        parts = self._placed(sizes, len(counts))
+        had = [sum(part.tokens for part in parts if part.device == r) for r in range(len(counts))]
         if had != list(counts):
             raise ValueError(
                 f"expects {', '.join(map(str, had))} tokens on the processes; found "
@@ -147,20 +148,17 @@ class TokenOrder:
 
     def parts_of(self, tokens: int, devices: int) -> tuple[TokenPart, ...]:
         """All parts of a sequence of `tokens` tokens, in the order of the sequence."""
-        parts, _ = self._placed(self.sizes(tokens, devices), devices)
-        return parts
+        return self._placed(self.sizes(tokens, devices), devices)
 
-    def _placed(
-        self, sizes: Sequence[int], devices: int
-    ) -> tuple[tuple[TokenPart, ...], list[int]]:
-        """The parts of these sizes, and the number of tokens of each device."""
+    def _placed(self, sizes: Sequence[int], devices: int) -> tuple[TokenPart, ...]:
+        """The parts of these sizes."""
         parts: list[TokenPart] = []
         had, start = [0] * devices, 0
         for number, size in enumerate(sizes):
             device = self.device_of(number, devices)
             parts.append(TokenPart(device, slice(had[device], had[device] + size), start))
             had[device], start = had[device] + size, start + size
-        return tuple(parts), had
+        return tuple(parts)
 
 
 def to_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
@@ -192,10 +190,8 @@ def to_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
     array([0, 1, 4, 5, 2, 3, 6])
     """
     check_stored("x", x)
-    devices = at_least(1, "devices", devices)
-    parts = TokenOrder.read(layout).parts_of(x.shape[axis], devices)
-    by_device = sorted(parts, key=lambda part: (part.device, part.first))
-    return _joined(x, [(part.first, part.tokens) for part in by_device], axis)
+    parts = sorted(_parts(layout, x.shape[axis], devices), key=lambda part: part.device)
+    return _joined(x, [(part.first, part.tokens) for part in parts], axis)
 
 
 def from_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
@@ -208,14 +204,11 @@ def from_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
     array([0, 1, 2, 3, 4, 5, 6, 7])
     """
     check_stored("x", x)
-    devices = at_least(1, "devices", devices)
-    parts = TokenOrder.read(layout).parts_of(x.shape[axis], devices)
-    counts = [0] * devices
-    for part in parts:
-        counts[part.device] += part.tokens
+    parts = _parts(layout, x.shape[axis], devices)
+    counts = [sum(part.tokens for part in parts if part.device == r) for r in range(devices)]
     before = [0, *accumulate(counts)]
-    starts = [before[part.device] + part.rows.start for part in parts]
-    return _joined(x, [(at, part.tokens) for at, part in zip(starts, parts, strict=True)], axis)
+    pieces = [(before[part.device] + part.rows.start, part.tokens) for part in parts]
+    return _joined(x, pieces, axis)
 
 
 def tokens_of(layout: str, tokens: int, devices: int, device: int) -> list[int]:
@@ -226,12 +219,14 @@ def tokens_of(layout: str, tokens: int, devices: int, device: int) -> list[int]:
     >>> tokens_of("zigzag", 8, devices=2, device=0)
     [0, 1, 6, 7]
     """
-    tokens, devices = at_least(0, "tokens", tokens), at_least(1, "devices", devices)
-    parts = TokenOrder.read(layout).parts_of(tokens, devices)
-    of_device = [part for part in parts if part.device == device]
-    return [
-        position for part in of_device for position in range(part.first, part.first + part.tokens)
-    ]
+    parts = _parts(layout, at_least(0, "tokens", tokens), devices)
+    spans = [(part.first, part.first + part.tokens) for part in parts if part.device == device]
+    return [position for span in spans for position in range(*span)]
+
+
+def _parts(layout: str, tokens: int, devices: int) -> tuple[TokenPart, ...]:
+    """All parts of a sequence, in the order of the sequence."""
+    return TokenOrder.read(layout).parts_of(tokens, at_least(1, "devices", devices))
 
 
 def _joined(x: Array, pieces: list[tuple[int, int]], axis: int) -> Array:

@@ -53,3 +53,13 @@ class DividedMasks(NamedTuple):
             for name, mask in masks.items()
             if mask is not None
         }
+
+
+def crossing(run: Array, others: Array, at: int) -> tuple[Array, Array]:
+    """Which tokens of two runs, one before the other, are of the one segment that both may have.
+
+    Segments are contiguous. So it is the first segment of the first run if the other one comes
+    before it (`at` is 0), and its last segment if it comes after it (`at` is −1).
+    """
+    facing = run[:, at : at + 1 or None]
+    return run == facing, others == facing

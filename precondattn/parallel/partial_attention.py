@@ -179,8 +179,7 @@ class _CallWithLse:
         self.like = next(iter((*arrays, *by_name.values())), None)
         with self.without_autocast():
             check_call(mechanism, arrays, by_name, self.others)  # These are the unpadded shapes.
-        names = (*tuple(mechanism.inputs)[: len(arrays)], *by_name)
-        inputs = dict(zip(names, (*arrays, *by_name.values()), strict=True))
+        inputs = {**dict(zip(mechanism.inputs, arrays, strict=False)), **by_name}
         self.dtypes = {name: array.dtype for name, array in inputs.items()}
         self.inputs = upcast_all(inputs)
         v = self.inputs["v"]

@@ -14,18 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.arrays import Array, namespace
+from precondattn.given import Arguments
 from precondattn.parallel.partial_attention import merge, part_vjp, with_lse, with_lse_vjp
 from precondattn.spec.array_functions import finite_or_zero
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 from precondattn.spec.softmax import Softmax
-
-if TYPE_CHECKING:
-    from precondattn.algebra.leaf_protocol import LeafProtocol
-    from precondattn.given import Arguments
 
 READS = (MEAN, LOG_MEAN_EXP)
 
@@ -58,12 +56,10 @@ class MeanOfParts:
     options: Arguments
 
     def attend(self, *tokens: Array) -> Attended:
-        out, lse = with_lse(self.softmax, *tokens, **self.options)
-        return out, lse
+        return with_lse(self.softmax, *tokens, **self.options)
 
     def merged(self, one: Attended, other: Attended) -> Attended:
-        out, lse = merge(*zip(one, other, strict=True))
-        return out, lse
+        return merge(*zip(one, other, strict=True))
 
     def pulled(self, tokens: Sequence[Array], whole: WholeRows) -> dict[str, Array]:
         """The gradients of q, k and v of a part."""
@@ -71,12 +67,8 @@ class MeanOfParts:
         return part_vjp(self.softmax, inputs, *whole, **self.options)
 
 
-@dataclass(frozen=True)
-class LaserOfParts:
+class LaserOfParts(MeanOfParts):
     """Parts of LASER, o = log(A eᵛ)."""
-
-    softmax: Softmax
-    options: Arguments
 
     @property
     def _mean(self) -> Softmax:
@@ -111,7 +103,7 @@ class LaserOfParts:
         }
 
 
-def read_of(softmax: Softmax, options: Arguments) -> MeanOfParts | LaserOfParts:
+def read_of(softmax: Softmax, options: Arguments) -> MeanOfParts:
     """The class that merges parts for the `read` of a leaf, which is one of `READS`."""
     return (MeanOfParts if softmax.read == MEAN else LaserOfParts)(softmax, options)
 

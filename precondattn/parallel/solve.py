@@ -6,17 +6,13 @@ keys of block J with output o and log-sum-exp λ, Φ y_J = e^{λ − s d} o.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from precondattn.algebra.mechanism import Leaf
 from precondattn.arrays import Array, upcast
 from precondattn.parallel.layouts import TokenOrder
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.metric import DOT
 from precondattn.spec.rms_norm import rms_norm
 from precondattn.spec.softmax import Softmax
-
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf
 
 BLOCK = 512
 """The most tokens of a block, which are solved before they are broadcast."""

@@ -31,9 +31,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from precondattn.algebra.call import Call
+from precondattn.algebra.mechanism import Leaf
+from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Array, Device, Tree, arange_like, cast, namespace, zero_where_not
 from precondattn.cache import Cache
 from precondattn.execution import run
@@ -45,11 +47,6 @@ from precondattn.spec.linear import Linear
 from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.mesa_query import MesaQuery
 from precondattn.spec.preconditioned_key import PreconditionedKey
-
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf
-    from precondattn.algebra.piece import BackendNames, ExtendPullback
-
 
 SUMS = (ConditionedQuery, MesaQuery, GSA, PreconditionedKey)
 """Leaves whose states are sums, besides the leaves of the linear family"""
@@ -175,12 +172,6 @@ def states_before(
     return None if received is None else [state for _, state in received]
 
 
-def tensors_sent(place: int, devices: int) -> tuple[int, int]:
-    """The numbers of transitions T and of states F that the device at a place of the line sends."""
-    rounds = [place + 2**i < devices for i in range((devices - 1).bit_length())]
-    return sum(rounds[:-1]), sum(rounds) + (place + 1 < devices)
-
-
 def kept(x: Array, mask: Array | None) -> Array:
     """A state, set to 0 in sequences where the mask (b,) is False; unchanged without a mask."""
     if mask is None:
@@ -189,30 +180,19 @@ def kept(x: Array, mask: Array | None) -> Array:
 
 
 def extended(
+    verb: str,
     leaf: Leaf,
     cache: Cache,
     inputs: Mapping[str, Array],
     backend: BackendNames,
     masks: Mapping[str, Array],
-) -> tuple[Array, Cache]:
-    """`leaf.extend`, with `segment_ids` among the masks if the tokens are packed.
+) -> Tree:
+    """`leaf.extend` or `leaf.extend_vjp`, with `segment_ids` among the masks if tokens are packed.
 
     The states in the cache belong to the segment of the first token.
     """
     masks = {"lengths": None, "key_mask": None, **masks}
-    return run.extend(Call("extend", leaf, (), dict(inputs), masks, backend, cache))
-
-
-def extended_vjp(
-    leaf: Leaf,
-    cache: Cache,
-    inputs: Mapping[str, Array],
-    backend: BackendNames,
-    masks: Mapping[str, Array],
-) -> tuple[Array, Cache, ExtendPullback]:
-    """`leaf.extend_vjp`, with the masks of `extended`."""
-    masks = {"lengths": None, "key_mask": None, **masks}
-    return run.extend_vjp(Call("extend_vjp", leaf, (), dict(inputs), masks, backend, cache))
+    return getattr(run, verb)(Call(verb, leaf, (), dict(inputs), masks, backend, cache))
 
 
 def columns_of_transition(leaf: Leaf, d: int) -> int:
@@ -223,21 +203,6 @@ def columns_of_transition(leaf: Leaf, d: int) -> int:
     return 1 if leaf.has_decay else 0
 
 
-def with_transition(state: Array, e: int) -> Array:
-    """A state of zeros (b, m, d, e + columns), with 1 or the identity in the columns from e on."""
-    xp, columns = namespace(state), state.shape[-1] - e
-    if not columns:
-        return state
-    one = xp.ones_like(state[..., :1]) if columns == 1 else identity_like(state[..., e:])
-    return xp.concat([state[..., :e], one + 0 * state[..., e:]], axis=-1)
-
-
-def step_of(state: Array, e: int) -> StateMap:
-    """T and F, from the final state of the call that computes both."""
-    transition = state[..., e:]
-    return StateMap(transition if transition.shape[-1] else None, state[..., :e])
-
-
 def steps_of_tokens(
     leaf: Leaf, inputs: Mapping[str, Array], backend: BackendNames, masks: Mapping[str, Array]
 ) -> dict[str, StateMap]:
@@ -246,7 +211,7 @@ def steps_of_tokens(
     if not is_scaled(leaf):
         (key,) = cache.store
         return {key: step_of_tokens(leaf, inputs, backend, masks)}
-    out, cache, pull = extended_vjp(leaf, cache, inputs, backend, masks)
+    out, cache, pull = extended("extend_vjp", leaf, cache, inputs, backend, masks)
     xp = namespace(out)
     ones = {key: xp.ones_like(state) for key, state in cache.store.items()}
     _, factors = pull(xp.zeros_like(out), ones)
@@ -263,10 +228,14 @@ def step_of_tokens(
     wide = {n: _widened(x, columns) if n in of_values else x for n, x in inputs.items()}
     cache = leaf.init_cache(**wide)
     ((key, state),) = cache.store.items()
-    cache = with_states(cache, {key: with_transition(state, e)})
-    _, cache = extended(leaf, cache, wide, backend, masks)
+    if columns:  # 0, and 1 or the identity in the columns from e on.
+        xp, zero = namespace(state), 0 * state[..., e:]
+        one = xp.ones_like(state[..., :1]) if columns == 1 else identity_like(zero)
+        state = xp.concat([state[..., :e], one + zero], axis=-1)
+    cache = with_states(cache, {key: state})
+    _, cache = extended("extend", leaf, cache, wide, backend, masks)
     (state,) = cache.store.values()
-    return step_of(state, e)
+    return StateMap(state[..., e:] if columns else None, state[..., :e])
 
 
 def _widened(x: Array, columns: int) -> Array:
@@ -283,14 +252,15 @@ def with_states(cache: Cache, states: Mapping[str, Array]) -> Cache:
     )
 
 
-def bytes_of_steps(leaf: Leaf, states: Mapping[str, Array]) -> tuple[int, int]:
-    """The bytes of all F, and of all T, from the shapes and dtypes of a leaf's states."""
-    of_states = of_transitions = 0
+def bytes_sent(leaf: Leaf, states: Mapping[str, Array], place: int, devices: int) -> dict[str, int]:
+    """The bytes of states F and of transitions T that the device at a place of the line sends."""
+    rounds = [place + 2**i < devices for i in range((devices - 1).bit_length())]
+    sent = {"states": 0, "transitions": 0}
     for state in states.values():
         width, size = state.dtype.itemsize, prod(state.shape)
-        of_states += size * width
+        sent["states"] += (sum(rounds) + (place + 1 < devices)) * size * width
         if not is_scaled(leaf):
             d, e = state.shape[-2:]
             size = size // e * columns_of_transition(leaf, d)
-        of_transitions += size * width
-    return of_states, of_transitions
+        sent["transitions"] += sum(rounds[:-1]) * size * width
+    return sent

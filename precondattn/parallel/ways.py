@@ -18,57 +18,42 @@ values reads them in the call's half precision, so that half as many bytes are s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from precondattn.algebra.declaration import Pattern
+from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 from precondattn.algebra.mechanism import Leaf, TokenWise, leaf_of
-from precondattn.arrays import Array, DType, cast, upcast_all
+from precondattn.arrays import HALF, Array, Shape, Tree, cast, dtype_name, upcast_all
 from precondattn.dispatch.discovery import discover
+from precondattn.execution.array_checks import values_of
+from precondattn.execution.input_names import shapes_of
 from precondattn.parallel import solve, states
+from precondattn.parallel.heads import DividedCall
 from precondattn.parallel.layouts import TokenOrder
+from precondattn.parallel.masks import DividedMasks
 from precondattn.parallel.ring_reads import goes_around
 from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.path import Path
 from precondattn.spec.softmax import Softmax
 
-if TYPE_CHECKING:
-    from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
-    from precondattn.algebra.piece import BackendNames
-    from precondattn.algebra.program import Program
-    from precondattn.arrays import Shape
+LeafOfWay = Any
+"""A leaf of the kind that `WAYS` has for the way that divides it."""
 
 
-class PlannedPiece(Protocol):
-    """A leaf call in a plan, from which the bytes that a device sends follow."""
+class DividedPiece(NamedTuple):
+    """A leaf call whose tokens are divided."""
 
-    @property
-    def leaf(self) -> Leaf: ...
-
-    @property
-    def inputs(self) -> dict[str, Array]:
-        """Arrays, or their shapes and dtypes, by the leaf's input names"""
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """The number of tokens of each device"""
-
-    @property
-    def place(self) -> int:
-        """The device whose bytes are counted; the first one if all run one program"""
-
-    @property
-    def broadcasts(self) -> int:
-        """The number of times that a broadcast array is sent"""
-
-    def states(self) -> Mapping[str, Array]:
-        """The leaf's empty states, or their shapes and dtypes"""
-
-
-Piece = TypeVar("Piece", bound=PlannedPiece)
+    leaf: LeafOfWay
+    inputs: dict[str, Array]
+    """Arrays by the leaf's input names; in a plan, their shapes and dtypes"""
+    masks: DividedMasks
+    """The masks of all devices"""
+    call: DividedCall
 
 
 @dataclass(frozen=True)
@@ -81,8 +66,8 @@ class Way:
     """Whether the leaf's inputs are sent"""
     refusal: Callable[[Leaf, TokenOrder], str | None]
     """The reason why a leaf can not be divided like this; None if it can"""
-    bytes_sent: Callable[[Any], dict[str, int]]
-    """The bytes that a device sends in the forward pass, by array, from a `PlannedPiece`"""
+    bytes_sent: Callable[[DividedPiece], dict[str, int]]
+    """The bytes that a device sends in the forward pass, by array"""
 
 
 def gathered_inputs(leaf: Leaf) -> list[str]:
@@ -103,31 +88,30 @@ def _refusal_of_gathered(leaf: Leaf, order: TokenOrder) -> str | None:
     return None
 
 
-def _bytes_around(piece: PlannedPiece) -> dict[str, int]:
+def _bytes_around(piece: DividedPiece) -> dict[str, int]:
     """The bytes that a device sends to the next one in a ring."""
-    devices = len(piece.counts)
-    tokens = sum(piece.counts[(piece.place - i) % devices] for i in range(devices - 1))
-    return {name: tokens * _bytes(piece.inputs[name]) // piece.counts[piece.place] for name in "kv"}
+    counts, rank = piece.call.counts, piece.call.place
+    tokens = sum(counts) - counts[(rank + 1) % len(counts)]
+    return {name: tokens * _bytes(piece.inputs[name]) // counts[rank] for name in "kv"}
 
 
-def _bytes_to_all(piece: PlannedPiece) -> dict[str, int]:
-    others = len(piece.counts) - 1
+def _bytes_to_all(piece: DividedPiece) -> dict[str, int]:
+    others = piece.call.devices - 1
     return {name: others * _bytes(piece.inputs[name]) for name in gathered_inputs(piece.leaf)}
 
 
-def _bytes_of_blocks(piece: PlannedPiece) -> dict[str, int]:
+def _bytes_of_blocks(piece: DividedPiece) -> dict[str, int]:
     """The bytes of a device's keys and solved values, which are float32 or wider."""
-    times, v = piece.broadcasts * (len(piece.counts) - 1), piece.inputs["v"]
+    times, v = piece.call.broadcasts * (piece.call.devices - 1), piece.inputs["v"]
     return {
         "k": times * _bytes(piece.inputs["k"]),
         "y": times * prod(v.shape) * max(v.dtype.itemsize, 4),
     }
 
 
-def _bytes_of_scan(piece: PlannedPiece) -> dict[str, int]:
-    of_states, of_transitions = states.bytes_of_steps(piece.leaf, piece.states())
-    transitions, count = states.tensors_sent(piece.place, len(piece.counts))
-    return {"states": count * of_states, "transitions": transitions * of_transitions}
+def _bytes_of_scan(piece: DividedPiece) -> dict[str, int]:
+    of_leaf = piece.call.states_of(piece.leaf, piece.inputs)
+    return states.bytes_sent(piece.leaf, of_leaf, piece.call.place, piece.call.devices)
 
 
 def _bytes(x: Array) -> int:
@@ -160,80 +144,99 @@ def way_of(leaf: LeafProtocol) -> Way | None:
     return GATHERED if way is RING and not goes_around(leaf) else way
 
 
-def refusal(program: Program, order: TokenOrder) -> str | None:
-    """The reason why the tokens of a program can not be divided; None if they can."""
-    for leaf in map(leaf_of, program.calls):
+def refusal(call: DividedCall) -> str | None:
+    """The reason why the tokens of a call can not be divided; None if they can."""
+    for leaf in map(leaf_of, call.mechanism.program.calls):
         way = way_of(leaf)
         if way is None:
             return f"has no way to divide the tokens of {leaf}"
-        reason = way.refusal(leaf, order)
+        reason = way.refusal(leaf, call.order)
         if reason is not None:
             return reason
+    try:
+        call.order.parts(call.counts)
+    except ValueError as error:
+        return str(error)
     return None
 
 
-def during(program: Program, device: str, devices: str) -> str:
-    """What a device has of others in memory during a call, in words."""
-    ways = [way_of(leaf) for leaf in program.leaves]
+def during(call: DividedCall) -> str:
+    """What a device has in memory during a call, in words."""
+    ways = [way_of(leaf) for leaf in call.mechanism.program.leaves]
     passed = dict.fromkeys(way.passed for way in ways if way is not None and way.passed)
-    return ", ".join(passed).format(device=device, devices=devices) or "nothing of others"
+    device, devices = call.nouns
+    others = ", ".join(passed).format(device=device, devices=devices) or "nothing of others"
+    return f"{call.counts[call.place]} tokens of all heads, {others}"
 
 
-def pieces(
-    program: Program,
-    values: Mapping[str, Array],
-    piece_of: Callable[[Leaf, dict[str, Array]], Piece],
-) -> Iterator[tuple[LeafCall, Way, Piece]]:
-    """The leaf calls in order, with the ways to divide them.
+def computed(
+    call: DividedCall,
+    inputs: Mapping[str, Array],
+    masks: DividedMasks,
+    output_of: Callable[[int, Way, DividedPiece], Array],
+    together: Callable[[Callable[[], Tree]], Tree] = lambda function: function(),
+) -> Array:
+    """The output of a device's tokens; `output_of` computes the output of each leaf call.
+
+    Its arguments are the number of the leaf call in the program, the way that divides it, and the
+    leaf call's arguments. `together` calls a function, and agrees on its error with other devices.
+    """
+    program, dtype = call.mechanism.program, values_of(inputs).dtype
+    is_half = dtype_name(values_of(inputs)) in HALF
+    values = masks.without_padding(call.rank, inputs, call.mechanism.inputs)
+    for number, leaf_call in enumerate(program.calls):
+        way, piece = piece_of(call, leaf_call, values, masks)
+        if is_half:
+            in_half = partial(_inputs_in_half, leaf_call, way, piece, inputs)
+            piece = piece._replace(inputs=together(in_half))
+        values[leaf_call.out] = output_of(number, way, piece)
+    out = {program.out: cast(values[program.out], dtype)}
+    return masks.without_padding(call.rank, out, {program.out: program.output})[program.out]
+
+
+def piece_of(
+    call: DividedCall, leaf_call: LeafCall, values: Mapping[str, Array], masks: DividedMasks
+) -> tuple[Way, DividedPiece]:
+    """A leaf call, and the way to divide it.
 
     `values` has the inputs, and the outputs of earlier leaf calls.
     """
-    for leaf_call in program.calls:
-        inputs = {name: values[value] for name, value in leaf_call.arguments}
-        way = way_of(leaf_call.leaf)
-        assert way is not None  # `refusal` has checked it.
-        yield leaf_call, way, piece_of(leaf_of(leaf_call), inputs)
+    way, inputs = way_of(leaf_call.leaf), {name: values[v] for name, v in leaf_call.arguments}
+    assert way is not None  # `refusal` has checked it.
+    return way, DividedPiece(leaf_of(leaf_call), inputs, masks, call)
 
 
-def bytes_sent(
-    program: Program,
-    values: dict[str, Array],
-    piece_of: Callable[[Leaf, dict[str, Array]], PlannedPiece],
-    like_output: Callable[[LeafProtocol, Mapping[str, Array]], Array],
-) -> dict[str, int]:
+def bytes_sent(call: DividedCall) -> dict[str, int]:
     """The bytes that a device sends forward, by array and value of the program."""
     sent: dict[str, int] = {}
-    for leaf_call, way, piece in pieces(program, values, piece_of):
+    values = dict(call.described)
+    for leaf_call in call.mechanism.program.calls:
+        way, piece = piece_of(call, leaf_call, values, DividedMasks())
         for name, count in way.bytes_sent(piece).items():
             sent[f"{name} for {leaf_call.out}"] = count
-        values[leaf_call.out] = like_output(piece.leaf, piece.inputs)
+        values[leaf_call.out] = call.like_output(piece.leaf, piece.inputs)
     return sent
 
 
 def output_shape(leaf: LeafProtocol, inputs: Mapping[str, Array]) -> Shape:
     """The shape of a leaf's output."""
-    shapes = {name: tuple(x.shape) for name, x in inputs.items()}
-    return Pattern.read(leaf.output).shape(leaf.inputs.sizes(str(leaf), shapes))
+    return Pattern.read(leaf.output).shape(leaf.inputs.sizes(str(leaf), shapes_of(inputs)))
 
 
-def inputs_in_half(
-    leaf_call: LeafCall,
-    way: Way,
-    inputs: Mapping[str, Array],
-    of_call: Collection[str],
-    dtype: DType,
-    backend: BackendNames,
+def _inputs_in_half(
+    leaf_call: LeafCall, way: Way, piece: DividedPiece, of_call: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """The inputs of a leaf: in `dtype`, or in float32 if it sends none and its backends take that.
+    """The inputs of a leaf: in half precision, or in float32 if it sends none.
 
-    `of_call` are the values of the program that are inputs of the call, and keep their dtype.
+    Its backends must take float32. The inputs `of_call` keep their dtype.
     """
+    dtype = values_of(of_call).dtype
     in_dtype = {
-        name: inputs[name] if value in of_call else cast(inputs[name], dtype)
+        name: piece.inputs[name] if value in of_call else cast(piece.inputs[name], dtype)
         for name, value in leaf_call.arguments
     }
     if way.sends_values:
         return in_dtype
-    backends: Iterable[str] = leaf_of(leaf_call).explain(**in_dtype, backend=backend).backends
+    backends: Iterable[str] = piece.leaf.explain(**in_dtype, backend=piece.call.backend).backends
     is_wide = all(discover().named(name).wide_values for name in backends)
-    return upcast_all(inputs) if is_wide else in_dtype
+    return upcast_all(piece.inputs) if is_wide else in_dtype

@@ -136,7 +136,7 @@ REFUSED = [
         *("softmax[causal=false,distance=slopes]", PER_TOKEN, unchanged),
         ("gathers the keys before a query", "is not causal; use the layout 'heads'"),
     ),
-    ("gla", PER_TOKEN, lambda *_: {"lengths": [59, -7]}, "lengths must be in 0 ."),
+    ("gla", PER_TOKEN, lambda *_: {"lengths": [59, -7]}, "lengths must lie between 0"),
     ("softmax", "zigzag", unchanged, "expects two equal parts of tokens"),
     ("gla", "zigzag", unchanged, "not consecutive, as gla needs them"),
     ("gla", PER_TOKEN, pieces, "segment_ids must be contiguous"),

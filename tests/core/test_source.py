@@ -33,12 +33,12 @@ TOOLS = tuple(
 
 SHARED = {
     # The layer of PyTorch, and its twin of Flax.
-    LAYERS: """Affine Attention Block BlockMLP Decoder MLP ModuleMap Patches VisionAttention
+    LAYERS: """Affine Attention Block BlockMLP Decoder MLP Patches VisionAttention
         VisionBlock VisionTransformer _Draw""",
     # The module of a layer, and the leaf or the recipe that it computes.
     (*LAYERS, "precondattn/spec", "precondattn/layers/recipes"): "LayerNorm Norm",
     # Among the processes of PyTorch, and among the devices of JAX.
-    DIVIDED: """ContextParallel DividedCall DividedPiece RingCall RingPair SolveBlocks
+    DIVIDED: """ContextParallel DividedCall RingCall RingPair SolveBlocks
         _Scan""",
     # What computes the same in several backends.
     BLOCKS: """AttentionBlocks CappedScores ChannelDecay ChunkWork DeltaFormerBlocks DeltaRule

@@ -11,6 +11,7 @@ import torch
 
 import precondattn as pa
 from precondattn.layers.apply import apply
+from precondattn.layers.checks import LayerCall
 from precondattn.layers.recipes import Convolution, Rotary
 from precondattn.layers.torch import Attention, Decoder
 from tests.layers.layer_cases import CAUSAL, MECHANISMS
@@ -48,7 +49,8 @@ def test_a_layer_is_a_function_of_weights_and_valid_tokens_and_runs_on_numpy_too
         name: {own: p.detach().numpy() for own, p in of_entry.items()}
         for name, of_entry in by_declared_axes(attn).items()
     }
-    found, _ = apply(attn.plan, of_numpy, x.numpy(), depth=attn.depth, mask=mask.numpy())
+    call = LayerCall(x.numpy(), mask.numpy())
+    found = apply(attn.plan, of_numpy, call, depth=attn.depth)
     close(torch.tensor(found), y)
     attn(x, mask=mask).square().sum().backward()
     for name, parameter in attn.named_parameters():

@@ -20,11 +20,12 @@ from precondattn.layers.recipes import (
     StepSize,
     UnitConvolution,
 )
+from precondattn.layers.sizes import LayerSizes
 from tests.layers.layer_cases import MECHANISMS, sizes_for
 
 
 def plan(expression, width=24, heads=4, recipes=None, **sizes):
-    return plan_for(width, heads, expression, recipes=recipes, **sizes)
+    return plan_for(expression, LayerSizes(width, heads, **sizes), recipes)
 
 
 def recipes_of(expression, **options):

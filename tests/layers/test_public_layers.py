@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import torch
 
 from precondattn.layers.recipes import MESANET, Biased, Projection, UnitConvolution
-from precondattn.layers.recipes.hgrn2 import BoundedLogSigmoid
+from precondattn.layers.recipes.gates import BoundedLogSigmoid
 from precondattn.layers.recipes.rwkv6 import DecayMixedByToken, MixedByToken
 from precondattn.layers.torch import Attention
 from tests.layers.torch_layers import from_declared_axes

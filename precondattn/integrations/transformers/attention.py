@@ -81,8 +81,7 @@ def attention(
     if layer is not None:
         if masks.segment_ids is not None:
             raise ValueError("position_ids: packed sequences can not be cached")
-        of_call = masks.key_mask, masks.attn_mask
-        return layer.extend(replacement.mechanism, arrays, *of_call), None
+        return layer.extend(replacement.mechanism, arrays, masks), None
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"past_key_values: {key.shape[2]} keys for {query.shape[2]} queries, from a cache that "

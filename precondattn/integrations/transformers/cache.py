@@ -13,13 +13,14 @@ from abc import abstractmethod
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.kinds import TOKENS
 from precondattn.cache.windows import FIRST
 from precondattn.given import Given
-from precondattn.integrations.transformers.interface import CacheLayerMixin
+from precondattn.integrations.transformers.masks import ModelMasks
 
 ANY = 2**30
 """A capacity above every window, so that a mechanism with a window has the cache of a window."""
@@ -54,23 +55,15 @@ class CacheLayer(CacheLayerMixin):
             )
 
     @abstractmethod
-    def extend(
-        self,
-        mechanism: Mechanism,
-        arrays: dict[str, Tensor],
-        key_mask: Tensor | None,
-        attn_mask: Tensor | None = None,
-    ) -> Tensor:
+    def extend(self, mechanism: Mechanism, arrays: dict[str, Tensor], masks: ModelMasks) -> Tensor:
         """The output for new tokens, which are added to the cache.
 
         Parameters
         ----------
         arrays
             The mechanism's inputs by name: q, k, v (b, t, heads, width), and parameters.
-        key_mask : boolean tensor (b, t) or (b, s), optional
-            False for padding: of the new tokens, or of all slots from the first on.
-        attn_mask : boolean tensor (b or 1, h or 1, t, s), optional
-            The mask of pairs, as in the mechanism's `extend`.
+        masks
+            `key_mask` (b, t) or (b, s), of the new tokens or of all slots, and `attn_mask`.
         """
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -117,8 +110,6 @@ def new_columns(key_mask: Tensor, cached: Tensor | int, new: int) -> Tensor:
     """The columns (b, t) of the new tokens in a mask of all slots, or of the new ones alone."""
     if key_mask.shape[1] == new:
         return key_mask
-    if isinstance(cached, int):
-        return key_mask[:, cached : cached + new]
     return key_mask.index_select(1, torch.arange(new, device=key_mask.device) + cached)
 
 

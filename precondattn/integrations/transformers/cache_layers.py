@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from torch import nn
-
-from precondattn.given import Given
-from precondattn.integrations.transformers.cache import NOT_OFFLOADED, PREFIX_TUNING, CacheLayer
-from precondattn.integrations.transformers.dynamic_cache import DynamicCacheLayer
-from precondattn.integrations.transformers.interface import Cache as HFCache
-from precondattn.integrations.transformers.interface import (
+from transformers.cache_utils import Cache as HFCache
+from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+
+from precondattn.given import Given
+from precondattn.integrations.transformers.cache import NOT_OFFLOADED, PREFIX_TUNING, CacheLayer
+from precondattn.integrations.transformers.dynamic_cache import DynamicCacheLayer
 from precondattn.integrations.transformers.static_cache import StaticCacheLayer
 
 

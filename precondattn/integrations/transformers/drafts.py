@@ -17,7 +17,7 @@ Extend = Callable[[Cache, int], Cache]
 """A function that extends a cache by the given number of a call's first tokens."""
 
 
-class LayerCall(NamedTuple):
+class RecordedCall(NamedTuple):
     """A recorded call of a layer."""
 
     before: Cache
@@ -26,21 +26,12 @@ class LayerCall(NamedTuple):
     extend: Extend
 
 
-class DraftRecording:
+class DraftRecording(list[RecordedCall]):
     """The recorded calls since the last `crop`."""
-
-    def __init__(self) -> None:
-        self.calls: list[LayerCall] = []
-
-    def add(self, before: Cache, seen: int, extend: Extend) -> None:
-        self.calls.append(LayerCall(before, seen, extend))
-
-    def clear(self) -> None:
-        self.calls.clear()
 
     def before(self, left: int) -> Cache | None:
         """The cache of the first `left` columns; None if they were not recorded."""
-        call = next((call for call in reversed(self.calls) if call.seen <= left), None)
+        call = next((call for call in reversed(self) if call.seen <= left), None)
         if call is None:
             return None
         count = left - call.seen

@@ -16,7 +16,8 @@ from precondattn.integrations.transformers.cache import (
     new_columns,
     with_key_mask,
 )
-from precondattn.integrations.transformers.drafts import DraftRecording
+from precondattn.integrations.transformers.drafts import DraftRecording, RecordedCall
+from precondattn.integrations.transformers.masks import ModelMasks
 from precondattn.integrations.transformers.rollback import undone_if_failed
 
 FEWEST = 64
@@ -33,13 +34,8 @@ class DynamicCacheLayer(CacheLayer):
         self.recording = DraftRecording() if record_past else None
         """The calls since the last `crop`; None if they are not recorded."""
 
-    def extend(
-        self,
-        mechanism: Mechanism,
-        arrays: dict[str, Tensor],
-        key_mask: Tensor | None,
-        attn_mask: Tensor | None = None,
-    ) -> Tensor:
+    def extend(self, mechanism: Mechanism, arrays: dict[str, Tensor], masks: ModelMasks) -> Tensor:
+        key_mask = masks.key_mask
         new = arrays["q"].shape[1]
         cache = self._with_room(mechanism, arrays, new)
         if not torch.compiler.is_compiling():
@@ -52,10 +48,11 @@ class DynamicCacheLayer(CacheLayer):
         if self.cache is not None:
             self.cache = cache  # It is refused if this call fails after it was donated.
         donate = not torch.is_grad_enabled() and not is_recorded
-        inputs = {**arrays, "key_mask": key_mask, "attn_mask": attn_mask}
+        inputs = {**arrays, "key_mask": key_mask, "attn_mask": masks.attn_mask}
         out, self.cache = mechanism.extend(cache, **inputs, donate=donate)
         if self.recording is not None and is_recorded:
-            self.recording.add(cache, self.tokens, partial(_extended, mechanism, arrays, key_mask))
+            extend = partial(_extended, mechanism, arrays, key_mask)
+            self.recording.append(RecordedCall(cache, self.tokens, extend))
         self.tokens += new
         self.is_initialized = True
         return out
@@ -76,7 +73,7 @@ class DynamicCacheLayer(CacheLayer):
         """Remove the last tokens: −3 for the last three, as in Transformers."""
         self.check_removal(tokens_to_remove)
         left, recorded = self.tokens + tokens_to_remove, self.recording
-        with undone_if_failed(self, *(() if recorded is None else (recorded,))):
+        with undone_if_failed(self):
             if tokens_to_remove and self.cache is not None:
                 if self.cache.can_crop:
                     self.cache = self.cache.crop(left, donate=not torch.is_grad_enabled())
@@ -96,12 +93,10 @@ class DynamicCacheLayer(CacheLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        if self.recording is not None:
-            self.recording.clear()
+        self.recording = self.recording and DraftRecording()
 
     def reset(self) -> None:
-        if self.recording is not None:
-            self.recording.clear()
+        self.recording = self.recording and DraftRecording()
         self.cache, self.tokens = None, 0
         self.is_initialized = False
 

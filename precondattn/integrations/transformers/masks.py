@@ -24,17 +24,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from precondattn.algebra.mechanism import Mechanism
-from precondattn.given import Given
-from precondattn.integrations.transformers.interface import (
+from transformers import masking_utils
+from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
     causal_mask_function,
     packed_sequence_mask_function,
-    remap_positions_for_packed_sequence,
     sliding_window_overlay,
 )
+
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.given import Given
 
 Pattern = Callable[..., Any]
 
@@ -80,12 +80,8 @@ def mask_of_tokens(
 
 
 def mask_of_encoder(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Tensor | int = 0,
-    kv_offset: Tensor | int = 0,
-    mask_function: Pattern = causal_mask_function,
+    *,
+    mask_function: Pattern,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     **others: Given,
@@ -121,11 +117,8 @@ def _nothing(*indices: Given) -> None:
 _AND = and_masks(_nothing).__code__
 _WINDOW = sliding_window_overlay(1).__code__
 _PACKED = packed_sequence_mask_function(None).__code__
-_REMAPPED = (
-    remap_positions_for_packed_sequence(_nothing, None).__code__
-    if remap_positions_for_packed_sequence
-    else None
-)
+_remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # From 5.23 on.
+_REMAPPED = None if _remap is None else _remap(_nothing, None).__code__
 KNOWN = (_AND, _WINDOW, _PACKED, _REMAPPED)
 
 

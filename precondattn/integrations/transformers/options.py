@@ -13,7 +13,7 @@ from torch import nn
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.algebra.options import OptionValue
-from precondattn.integrations.transformers.interface import HFConfig
+from precondattn.given import Given
 from precondattn.spec.softmax import Softmax
 
 
@@ -27,7 +27,7 @@ class AttentionOptions(NamedTuple):
     causal: bool = True
 
 
-def options_of(module: nn.Module, config: HFConfig, index: int) -> AttentionOptions:
+def options_of(module: nn.Module, config: Given, index: int) -> AttentionOptions:
     """The options of one attention module."""
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from precondattn.algebra.given_mechanism import not_a_mechanism
 from precondattn.algebra.mechanism import Mechanism, parse
+from precondattn.given import Given
 from precondattn.integrations.transformers import learned
 from precondattn.integrations.transformers.attention import (
     NAME,
@@ -17,14 +21,8 @@ from precondattn.integrations.transformers.attention import (
     attention,
     pass_cache_layer,
 )
-from precondattn.integrations.transformers.interface import (
-    ALL_ATTENTION_FUNCTIONS,
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    HFConfig,
-    PreTrainedModel,
-)
 from precondattn.integrations.transformers.masks import check_masks, mask_of_encoder, mask_of_tokens
-from precondattn.integrations.transformers.options import AttentionOptions, options_of, with_options
+from precondattn.integrations.transformers.options import options_of, with_options
 from precondattn.integrations.transformers.rollback import whole_or_not
 
 PREVIOUS = "precondattn_replaces"
@@ -91,7 +89,13 @@ def replace_attention(
         chosen.append((complete, options, learned.learned_inputs(complete, options.sink)))
     _set_implementation(model, NAME if chosen[0][1].causal else OF_ENCODER)
     for module, (complete, options, inputs) in zip(modules, chosen, strict=True):
-        _replace(module, config, complete, options, inputs)
+        _forget(module)
+        width = getattr(module, "head_dim", config.hidden_size // config.num_attention_heads)
+        sizes = {"h": config.num_attention_heads, "d": width}
+        learned.add_parameters(module, complete, inputs, sizes)
+        handle = module.register_forward_pre_hook(pass_cache_layer, with_kwargs=True)
+        setattr(module, NAME, Replacement(complete, options, inputs, handle))
+        module.extra_repr = partial(_shown, module.extra_repr(), str(complete))
     check_masks(model)
     return model
 
@@ -110,13 +114,13 @@ def restore_attention(model: nn.Module) -> nn.Module:
     return model
 
 
-def _attention_of(model: nn.Module) -> tuple[HFConfig, list[nn.Module]]:
+def _attention_of(model: nn.Module) -> tuple[Given, list[nn.Module]]:
     """The config of a decoder or encoder, and its attention modules in order."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model: a PreTrainedModel of Transformers expected; found {type(model).__name__}"
         )
-    config: HFConfig = model.config
+    config: Given = model.config
     if config.is_encoder_decoder:
         raise TypeError(
             f"model: a causal decoder or an encoder expected; {type(model).__name__} has both, and "
@@ -188,22 +192,6 @@ def _set_implementation(model: nn.Module, name: str) -> None:
             f"AttentionInterface"
         )
     setattr(model, PREVIOUS, previous)
-
-
-def _replace(
-    module: nn.Module,
-    config: HFConfig,
-    mechanism: Mechanism,
-    options: AttentionOptions,
-    inputs: tuple[learned.Input, ...],
-) -> None:
-    _forget(module)
-    width = getattr(module, "head_dim", config.hidden_size // config.num_attention_heads)
-    sizes = {"h": config.num_attention_heads, "d": width}
-    learned.add_parameters(module, mechanism, inputs, sizes)
-    handle = module.register_forward_pre_hook(pass_cache_layer, with_kwargs=True)
-    setattr(module, NAME, Replacement(mechanism, options, inputs, handle))
-    module.extra_repr = partial(_shown, module.extra_repr(), str(mechanism))
 
 
 def _shown(shown: str, mechanism: str) -> str:

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from precondattn.given import Given
-from precondattn.integrations.transformers.interface import PreTrainedModel
 
 Change = TypeVar("Change", bound=Callable[..., nn.Module])
 

@@ -18,6 +18,7 @@ from precondattn.integrations.transformers.cache import (
     check_cached_mask,
     new_columns,
 )
+from precondattn.integrations.transformers.masks import ModelMasks
 
 
 class StaticCacheLayer(CacheLayer):
@@ -37,13 +38,8 @@ class StaticCacheLayer(CacheLayer):
         """Whether some token is masked, as far as it is known: the mask of a compiled step is not
         read, and the buffers of a window move with their mask."""
 
-    def extend(
-        self,
-        mechanism: Mechanism,
-        arrays: dict[str, Tensor],
-        key_mask: Tensor | None,
-        attn_mask: Tensor | None = None,
-    ) -> Tensor:
+    def extend(self, mechanism: Mechanism, arrays: dict[str, Tensor], masks: ModelMasks) -> Tensor:
+        key_mask, attn_mask = masks.key_mask, masks.attn_mask
         if torch.is_grad_enabled() and any(x.requires_grad for x in arrays.values()):
             raise ValueError(
                 "past_key_values: a static cache is written to in place, so it has no gradient; "
@@ -65,32 +61,21 @@ class StaticCacheLayer(CacheLayer):
             key_mask = new_columns(key_mask, cache.length[0], new)
         if not torch.compiler.is_compiling() and not self.may_have_padding:
             if key_mask is None or bool(key_mask.all()):
-                return self._extend_without_padding(mechanism, arrays, cached, new, attn_mask)
+                without = self._stored_apart(cached, new)
+                return self._donated(mechanism, without, **arrays, attn_mask=attn_mask)
             self.may_have_padding = True
         # A donation empties the dict, and the buffers stay.
         donated = holding(cache, cache.length, dict(cache.store))
         return self._donated(mechanism, donated, **arrays, key_mask=key_mask, attn_mask=attn_mask)
 
-    def _extend_without_padding(
-        self,
-        mechanism: Mechanism,
-        arrays: dict[str, Tensor],
-        cached: int,
-        new: int,
-        attn_mask: Tensor | None,
-    ) -> Tensor:
-        """The output if all tokens so far are valid; the mask is only stored for later calls."""
+    def _stored_apart(self, cached: int, new: int) -> Cache:
+        """The cache without its mask, in which new tokens that are all valid are stored."""
         assert self.cache is not None
         length, store, kinds = self.cache
-        without = Cache(
-            length,
-            {name: buffer for name, buffer in store.items() if name != KEY_MASK},
-            {name: kind for name, kind in kinds.items() if name != KEY_MASK},
-        )
-        store[KEY_MASK][:, cached : cached + new] = (
-            True  # No call reads it before the length changes.
-        )
-        return self._donated(mechanism, without, **arrays, attn_mask=attn_mask)
+        # No call reads the new columns before the length changes.
+        store[KEY_MASK][:, cached : cached + new] = True
+        without = ({n: x for n, x in of.items() if n != KEY_MASK} for of in (store, kinds))
+        return Cache(length, *without)
 
     def _donated(self, mechanism: Mechanism, donated: Cache, **named: Any) -> Tensor:
         """The output; the cache is refused until `reset` if this fails after its first write."""

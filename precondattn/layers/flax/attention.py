@@ -10,16 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from precondattn.algebra.mechanism import Mechanism
-from precondattn.arrays import placement
+from precondattn.arrays import Arrays, DType
 from precondattn.cache import Cache
-from precondattn.given import at_least
+from precondattn.given import Given
 from precondattn.layers.apply import apply
-from precondattn.layers.checks import (
-    LayerOutput,
-    check_attn_mask,
-    check_call,
-    keeping_of,
-)
+from precondattn.layers.checks import LayerCall, LayerOutput, checked
 from precondattn.layers.flax.module import (
     Depth,
     ModuleMap,
@@ -28,15 +23,13 @@ from precondattn.layers.flax.module import (
     linear_of,
     parameter,
 )
-from precondattn.layers.histories import with_rows
+from precondattn.layers.histories import empty_cache
 from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.plan import plan_for
 from precondattn.layers.recipe import Recipe
-from precondattn.layers.segments import segments_of
+from precondattn.layers.sizes import LayerSizes
 
 if TYPE_CHECKING:
-    from precondattn.arrays import Arrays, DType
-    from precondattn.given import Given
     from precondattn.parallel.jax import ContextParallel
 
 
@@ -49,13 +42,7 @@ class Attention(ChecksKeywords, nnx.Module):
 
     Parameters
     ----------
-    width : int
-        The width of x and y.
-    heads : int
-        The number h of query heads, or of pairs of heads in differential attention.
-    mechanism : str or Mechanism
-        The mechanism or its expression, such as `"ccq(gated_delta)"`.
-    kv_heads, value_heads, head_dim, value_dim, slots, recipes
+    width, heads, mechanism, kv_heads, value_heads, head_dim, value_dim, slots, recipes
         As in `precondattn.layers.torch.Attention`.
     depth : int or integer array ()
         The index of the layer in its model, from 0, on which λ of differential attention depends.
@@ -103,17 +90,8 @@ class Attention(ChecksKeywords, nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.depth, self.dtype = depth_of(depth), dtype
-        self.plan = plan_for(
-            width,
-            heads,
-            mechanism,
-            kv_heads=kv_heads,
-            value_heads=value_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            slots=slots,
-            recipes=recipes,
-        )
+        sizes = LayerSizes(width, heads, kv_heads, value_heads, head_dim, value_dim, slots)
+        self.plan = plan_for(mechanism, sizes, recipes)
         self.inputs = nnx.Dict()
         """The weights other than linear maps, by input; `out` has those of the output."""
         maps = {(of_map.entry, of_map.weight): of_map for of_map in self.plan.maps}
@@ -158,56 +136,18 @@ class Attention(ChecksKeywords, nnx.Module):
         ----------
         x : array (b, t, width)
             The hidden states.
-        mask : boolean array (b, t), optional
-            False for padding, which may be anywhere. The outputs of a sequence are those of its
-            valid tokens alone; the output of padding is 0.
-        positions : array (t,) or (b, t), optional
-            The positions for rotary embeddings. By default valid tokens are counted from the length
-            of the cache on.
-        cache : Cache, optional
-            A cache from `init_cache` or an earlier call. However a sequence is split, the outputs
-            are those of the full call.
-        segment_ids : integer array (b, t), optional
-            The ids of packed sequences: each run of equal ids is a separate sequence for positions,
-            convolutions and the mechanism. It can not be combined with `mask` or `cache`.
-        cu_seqlens : integer array (n + 1,), optional
-            The borders of n packed sequences, for b = 1; the first is 0. Tokens after the last
-            border are padding with any contents; their output is 0.
-        attn_mask : boolean array (b or 1, heads or 1, t, s), optional
-            True where a token may attend to another. It restricts causality and other masks
-            further, and is for softmax and mechanisms around it. Without a cache, s = t, and
-            columns are the tokens of x, also with `mask`. With a cache, column j is the token at
-            position j of its sequence, cached or new, and `mask` can not be given.
-        prefix : integer array (b,), optional
-            The number of first valid tokens of a sequence that all its tokens see, as in a prefix
-            language model. The whole prefix must be in the first call with a cache; later calls do
-            not need the argument. With `segment_ids` it is the prefix of each segment, and with
-            `cu_seqlens` the shape is (n,).
-        keep, states_every : int, optional
-            Which states at earlier lengths the extended cache keeps for `crop`, as in
-            `Mechanism.extend`. They need a cache.
+        mask, positions, cache, segment_ids, cu_seqlens, attn_mask, prefix, keep, states_every
+            As in `precondattn.layers.torch.Attention.forward`.
         """
-        if self.divided is not None:
-            refused = {"cache": cache, "cu_seqlens": cu_seqlens}
-            refused |= {"attn_mask": attn_mask, "prefix": prefix}
-            for what in (name for name, value in refused.items() if value is not None):
-                raise ValueError(
-                    f"{self.divided.owner}: a layer whose tokens are divided supports no {what}"
-                )
-        like = self._like()
-        check_call(
-            self.plan,
-            like,
-            x,
-            mask,
-            positions,
-            cache,
-            # The input dtype of a quantized map is unknown.
-            lambda x: not like.size,
-            is_packed=segment_ids is not None or cu_seqlens is not None,
+        call = LayerCall(
+            *(x, mask, positions, cache, segment_ids, cu_seqlens, attn_mask, prefix),
+            *(False, keep, states_every),
         )
-        check_attn_mask(self.plan, x, attn_mask, mask, cache)
-        segments = segments_of(str(self.mechanism), segment_ids, cu_seqlens, x)
+        if self.divided is not None:
+            call.refuse(self.divided.owner, "cache", "cu_seqlens", "attn_mask", "prefix")
+        like = self._like()
+        # The input dtype of a quantized map is unknown.
+        segments, keeping = checked(self.plan, like, call, lambda x: not like.size)
         weights: dict[str, Arrays] = {name: {} for name, _ in self.plan.weights}
         for name, parameters in self.inputs.items():
             if isinstance(parameters, nnx.Dict):  # Qwix adds its own metadata to a module.
@@ -219,20 +159,16 @@ class Attention(ChecksKeywords, nnx.Module):
         for of_map in self.plan.maps:
             module = getattr(self, of_map.name)
             weights[of_map.entry][of_map.weight] = ModuleMap(of_map, module)
-        y, after = apply(
+        depth = self.depth[...] if isinstance(self.depth, Depth) else self.depth
+        return apply(
             self.plan,
             weights,
-            x,
-            depth=self.depth[...] if isinstance(self.depth, Depth) else self.depth,
-            mask=mask,
-            positions=positions,
-            cache=cache,
+            call,
+            depth=depth,
             segments=segments,
-            pair_masks={"attn_mask": attn_mask, "prefix": prefix},
-            keeping=keeping_of(cache, keep, states_every),
+            keeping=keeping,
             mechanism=self.divided,
         )
-        return y if cache is None else (y, after)
 
     def init_cache(self, batch: int, capacity: int | None = None) -> Cache:
         """An empty cache for `batch` sequences of at most `capacity` tokens.
@@ -240,13 +176,8 @@ class Attention(ChecksKeywords, nnx.Module):
         It has the dtype of the weights. A mechanism whose cache consists of states needs no
         capacity.
         """
-        batch = at_least(0, "batch", batch)
-        weight = self._like()
-        dtype, place = weight.dtype, placement(weight)
-        shapes = self.plan.input_shapes(batch)
-        like = {name: jnp.zeros(shape, dtype, **place) for name, shape in shapes.items()}
-        cache = self.mechanism.init_cache(**like, capacity=capacity)
-        return with_rows(cache, self.plan, dtype)
+        like = self._like()
+        return empty_cache(self.plan, like, batch, capacity, like.dtype)
 
     def _like(self) -> jax.Array:
         """An array with the dtype of inputs and caches.

@@ -8,15 +8,8 @@ from flax import nnx
 
 from precondattn.arrays import DType
 from precondattn.given import Given
+from precondattn.layers import decoder
 from precondattn.layers.checks import LayerOutput
-from precondattn.layers.decoder import (
-    EPS,
-    check_mlp,
-    gain_weight,
-    hidden_width,
-    mlp_maps,
-    mlp_output,
-)
 from precondattn.layers.flax.attention import Attention
 from precondattn.layers.flax.module import ModuleMap, linear_of, parameter
 from precondattn.layers.functions import rms_norm
@@ -28,25 +21,23 @@ class Norm(nnx.Module):
     """The RMS norm with a gain, γ RMSNorm(x)."""
 
     def __init__(self, width: int, dtype: DType, rngs: nnx.Rngs) -> None:
-        self.gain = parameter(gain_weight(width), dtype, rngs)
+        self.gain = parameter(decoder.gain_weight(width), dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y: jax.Array = rms_norm(x, EPS, self.gain[...])
-        return y
+        return rms_norm(x, decoder.EPS, self.gain[...])
 
 
 class BlockMLP(nnx.Module):
     """The gated MLP W₃ (SiLU(W₁ y) ∘ W₂ y), or the plain MLP W₂ GELU(W₁ y)."""
 
     def __init__(self, width: int, hidden: int, mlp: str, dtype: DType, rngs: nnx.Rngs) -> None:
-        self.maps = mlp_maps(width, hidden, mlp)
+        self.maps = decoder.mlp_maps(width, hidden, mlp)
         for of_map in self.maps:
             setattr(self, of_map.name, linear_of(of_map, {"weight": FanIn()}, dtype, rngs))
 
     def __call__(self, y: jax.Array) -> jax.Array:
         maps = [ModuleMap(of_map, getattr(self, of_map.name)) for of_map in self.maps]
-        out: jax.Array = mlp_output(y, *maps)
-        return out
+        return decoder.mlp_output(y, *maps)
 
 
 class Block(ChecksKeywords, nnx.Module):
@@ -54,13 +45,8 @@ class Block(ChecksKeywords, nnx.Module):
 
     Parameters
     ----------
-    width : int
-        The width of x.
-    hidden : int, optional
-        The inner width of the MLP; by default 8/3 of the width, or 4 times the width in a plain
-        MLP.
-    mlp : {"gated", "plain"}
-        The MLP: W₃ (SiLU(W₁ y) ∘ W₂ y), or W₂ GELU(W₁ y).
+    width, hidden, mlp
+        As in `precondattn.layers.torch.Block`.
     dtype, rngs
         As in `Attention`.
     **attention
@@ -86,17 +72,13 @@ class Block(ChecksKeywords, nnx.Module):
         rngs: nnx.Rngs,
         **attention: Given,
     ) -> None:
-        check_mlp(mlp)
+        decoder.check_mlp(mlp)
         self.attention = Attention(width, dtype=dtype, rngs=rngs, **attention)
         width = self.attention.plan.width
         self.attention_norm = Norm(width, dtype, rngs)
         self.mlp_norm = Norm(width, dtype, rngs)
-        self.mlp = BlockMLP(width, hidden_width(width, hidden, mlp), mlp, dtype, rngs)
+        self.mlp = BlockMLP(width, decoder.hidden_width(width, hidden, mlp), mlp, dtype, rngs)
 
     def __call__(self, x: jax.Array, **options: Given) -> LayerOutput:
         """The new x, and the extended cache if one is given; options as in `Attention`."""
-        y = self.attention(self.attention_norm(x), **options)
-        y, after = (y, None) if options.get("cache") is None else y
-        x = x + y
-        x = x + self.mlp(self.mlp_norm(x))
-        return x if options.get("cache") is None else (x, after)
+        return decoder.block_output(self, x, **options)

@@ -11,17 +11,8 @@ from flax import nnx
 from precondattn.arrays import DType, Tree
 from precondattn.cache import Cache
 from precondattn.given import Given, at_least
+from precondattn.layers import decoder
 from precondattn.layers.checks import LayerOutput
-from precondattn.layers.decoder import (
-    Layer,
-    Layers,
-    arguments_of,
-    check_generation,
-    check_tokens,
-    counted,
-    embedding_weight,
-    states_after,
-)
 from precondattn.layers.flax.block import Block, Norm
 from precondattn.layers.flax.module import parameter
 from precondattn.layers.functions import linear
@@ -35,21 +26,8 @@ class Decoder(ChecksKeywords, nnx.Module):
 
     Parameters
     ----------
-    vocabulary : int
-        The number of different tokens.
-    width : int
-        The width of the hidden states.
-    heads : int
-        The number of query heads of every block.
-    layers : list or int
-        The mechanism of each block, or the arguments of its `Attention` as a dict:
-        `["gated_delta"] * 3 + [{"mechanism": "lucid", "kv_heads": 2}]`. Or the number of blocks.
-    mechanism : str, Mechanism or dict, optional
-        The mechanism of every block, if `layers` is a number.
-    hidden : int, optional
-        The inner width of the MLPs.
-    mlp : {"gated", "plain"}
-        The kind of MLP, as in `Block`.
+    vocabulary, width, heads, layers, mechanism, hidden, mlp
+        As in `precondattn.layers.torch.Decoder`.
     dtype, rngs
         As in `Attention`.
 
@@ -70,8 +48,8 @@ class Decoder(ChecksKeywords, nnx.Module):
         width: int,
         *,
         heads: int,
-        layers: Layers | None = None,
-        mechanism: Layer | None = None,
+        layers: decoder.Layers | None = None,
+        mechanism: decoder.Layer | None = None,
         hidden: int | None = None,
         mlp: str = "gated",
         dtype: DType = jnp.float32,
@@ -81,12 +59,12 @@ class Decoder(ChecksKeywords, nnx.Module):
         self.blocks = nnx.List(
             [
                 Block(width, hidden=hidden, mlp=mlp, dtype=dtype, rngs=rngs, **arguments)
-                for arguments in arguments_of(layers, heads, mechanism)
+                for arguments in decoder.arguments_of(layers, heads, mechanism)
             ]
         )
         width = self.blocks[0].attention.plan.width
         self.norm = Norm(width, dtype, rngs)
-        self.embedding = parameter(embedding_weight(vocabulary, width), dtype, rngs)
+        self.embedding = parameter(decoder.embedding_weight(vocabulary, width), dtype, rngs)
 
     def __call__(
         self,
@@ -107,19 +85,10 @@ class Decoder(ChecksKeywords, nnx.Module):
         ----------
         tokens : integer array (b, t)
             Tokens from 0 to vocabulary − 1. The output of any other token is NaN.
-        mask : boolean array (b, t), optional
-            False for padding, which may be anywhere.
-        caches : tuple of Cache, optional
-            Caches from `init_caches` or an earlier call.
-        segment_ids, cu_seqlens
-            The ids or the borders of packed sequences, as in `Attention`; only without caches.
-        attn_mask, prefix
-            The masks of pairs of tokens for every block, as in `Attention`.
-        keep, states_every : int, optional
-            Which states at earlier lengths the extended caches keep for `crop`, as in
-            `Mechanism.extend`. They need caches.
+        mask, caches, segment_ids, cu_seqlens, attn_mask, prefix, keep, states_every
+            As in `precondattn.layers.torch.Decoder.forward`.
         """
-        check_tokens(tokens, "jax", mask, caches, blocks=len(self.blocks))
+        decoder.check_tokens(tokens, "jax", mask, caches, blocks=len(self.blocks))
         masks = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         masks |= {"mask": mask, "attn_mask": attn_mask, "prefix": prefix}
         options = {**masks, "keep": keep, "states_every": states_every}
@@ -130,11 +99,12 @@ class Decoder(ChecksKeywords, nnx.Module):
         self, tokens: jax.Array, caches: Caches | None, **options: Given
     ) -> tuple[jax.Array, Caches | None]:
         """The hidden states after the last block, and the extended caches."""
-        return states_after(self.blocks, embedded(self.embedding[...], tokens), caches, **options)
+        return decoder.states_after(
+            self.blocks, embedded(self.embedding[...], tokens), caches, **options
+        )
 
     def _logits(self, x: jax.Array) -> jax.Array:
-        logits: jax.Array = linear(self.norm(x), self.embedding[...].T)
-        return logits
+        return linear(self.norm(x), self.embedding[...].T)
 
     def init_caches(self, batch: int, capacity: int | None = None) -> Caches:
         """A tuple with an empty cache for each block, as in `Attention.init_cache`."""
@@ -159,33 +129,17 @@ class Decoder(ChecksKeywords, nnx.Module):
         ----------
         tokens : integer array (b, t)
             The prompts.
-        count : int
-            The number of new tokens.
-        mask : boolean array (b, t), optional
-            False for padding of prompts with different lengths, which may be anywhere. Every prompt
-            needs a valid token.
-        prefix : integer array (b,), optional
-            The number of first tokens of each prompt that all tokens see, as in `Attention`.
-        temperature : float
-            0 selects the most probable token. Otherwise logits are divided by it, and tokens are
-            drawn.
-        top_p : float
-            Tokens are drawn from the smallest set whose probabilities sum to at least this.
-        stop : int, optional
-            A token after which a sequence ends: it repeats this token.
+        count, mask, prefix, temperature, top_p, stop, progress
+            As in `precondattn.layers.torch.Decoder.generate`.
         key : PRNG key, optional
             The key for drawing tokens; required unless the temperature is 0.
-        progress : bool
-            Whether to show a progress bar on the standard error.
         """
-        check_tokens(tokens, "jax", mask, are_prompts=True)
-        count, stop = check_generation(
-            count, temperature, top_p, stop, self.vocabulary, int(tokens.max()), int(tokens.min())
+        decoder.check_tokens(tokens, "jax", mask, are_prompts=True)
+        count, stop = decoder.check_generation(
+            count, temperature, top_p, stop, self.vocabulary, tokens, mask
         )
         if key is None and temperature:
             raise TypeError("key: a PRNG key is needed to draw tokens; found None")
-        if mask is not None and not bool(mask.any(axis=1).all()):
-            raise ValueError("mask: every prompt needs a valid token; found one without any")
         b, t = tokens.shape
         graph, state = nnx.split(self)
         after = _next_token(graph)
@@ -195,7 +149,7 @@ class Decoder(ChecksKeywords, nnx.Module):
         caches: tuple[Cache, ...] = self.init_caches(b, t + count)
         new = tokens
         drawn: list[jax.Array] = []
-        for i in counted(count, shown=progress):
+        for i in decoder.counted(count, shown=progress):
             if i:
                 mask, prefix, last = None, None, jnp.zeros((b,), last.dtype)
             new, caches = after(state, caches, new, mask, prefix, last, keys[i], temperature, top_p)

@@ -47,8 +47,7 @@ def linear_of(
 
 
 def _first(weight: Weight, dtype: DType, rngs: nnx.Rngs) -> jax.Array:
-    values: jax.Array = weight.start(_Draw(weight.shape, dtype, rngs), weight.shape)
-    return values
+    return weight.start(_Draw(weight.shape, dtype, rngs), weight.shape)
 
 
 def _metadata(weight: Weight) -> dict[str, object]:
@@ -76,26 +75,18 @@ def kernel_of(module: Module) -> jax.Array | None:
 
 
 class ModuleMap(LinearMap):
-    """A linear map of a layer, computed by the module that now has its name.
-
-    It is an `nnx.Linear`, or a module that a tool has put in its place: quantized, or with
-    adapters.
-    """
-
-    def __init__(self, of_map: Map, module: Module) -> None:
-        self.map, self.module = of_map, module
+    """A linear map of a layer, also in JAX's explicit mode."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x, kernel = self.map.joined(x), kernel_of(self.module)
+        kernel = kernel_of(self.module)
         of_x = jax.typeof(x).sharding
         of_weight = of_x if kernel is None else jax.typeof(kernel).sharding
         if kernel is None or not (of_x.mesh.explicit_axes or of_weight.mesh.explicit_axes):
-            y: jax.Array = self.map.split(self.module(x))
-            return y
-        # JAX's explicit mode requires the sharding of a sum over shards.
-        spec = jax.sharding.PartitionSpec(*of_x.spec[:-1], *of_weight.spec[1:])
-        split: jax.Array = self.map.split(self.module(x, out_sharding=spec))
-        return split
+            return super().__call__(x)
+        # It requires the sharding of a sum over shards.
+        x = self.map.joined(x)
+        spec = jax.sharding.PartitionSpec(*jax.typeof(x).sharding.spec[:-1], *of_weight.spec[1:])
+        return self.map.split(self.module(x, out_sharding=spec))
 
 
 class _Draw:

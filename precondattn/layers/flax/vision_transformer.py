@@ -14,24 +14,13 @@ from flax import nnx
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import DType
 from precondattn.given import Arguments, Given
+from precondattn.layers import vision
 from precondattn.layers.flax.attention import Attention
 from precondattn.layers.flax.module import parameter
-from precondattn.layers.functions import upcast
+from precondattn.layers.functions import layer_norm, upcast
 from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.maps import Weight
 from precondattn.layers.recipe import Recipe
-from precondattn.layers.vision import (
-    NOT_CAUSAL,
-    Mechanisms,
-    affine_weights,
-    attention_arguments,
-    check_image,
-    mlp_weights,
-    norm_weights,
-    patch_weights,
-    token_weights,
-    vision_sizes,
-)
 
 
 class Affine(nnx.Module):
@@ -43,8 +32,7 @@ class Affine(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         matrix = self.weight[...]
-        y: jax.Array = x @ matrix.reshape(len(matrix), -1).T + self.bias[...]
-        return y
+        return x @ matrix.reshape(len(matrix), -1).T + self.bias[...]
 
 
 class Patches(Affine):
@@ -62,13 +50,11 @@ class LayerNorm(Affine):
     """The layer norm γ (x − mean x) / √(var x + eps) + β."""
 
     def __init__(self, width: int, eps: float, made: Arguments) -> None:
-        super().__init__(norm_weights(width), made)
+        super().__init__(vision.norm_weights(width), made)
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = upcast(x)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        normed = wide / jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        normed = layer_norm(upcast(x), self.eps)
         return (upcast(self.weight[...]) * normed + upcast(self.bias[...])).astype(x.dtype)
 
 
@@ -76,7 +62,7 @@ class MLP(nnx.Module):
     """The MLP W₂ GELU(W₁ x + b₁) + b₂."""
 
     def __init__(self, width: int, hidden: int, made: Arguments) -> None:
-        weights = mlp_weights(width, hidden)
+        weights = vision.mlp_weights(width, hidden)
         self.fc1, self.fc2 = Affine(weights["fc1"], made), Affine(weights["fc2"], made)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -112,13 +98,13 @@ class VisionAttention(Attention):
         width: int,
         *,
         heads: int,
-        mechanism: str | Mechanism = NOT_CAUSAL,
+        mechanism: str | Mechanism = vision.NOT_CAUSAL,
         qkv_bias: bool = True,
         recipes: Mapping[str, Recipe] | None = None,
         rngs: nnx.Rngs,
         **sizes: Given,
     ) -> None:
-        arguments = attention_arguments(mechanism, qkv_bias, recipes)
+        arguments = vision.attention_arguments(mechanism, qkv_bias, recipes)
         super().__init__(width, heads=heads, rngs=rngs, **arguments, **sizes)
 
 
@@ -172,7 +158,7 @@ class VisionTransformer(ChecksKeywords, nnx.Module):
         heads: int,
         blocks: int,
         classes: int,
-        mechanism: Mechanisms = NOT_CAUSAL,
+        mechanism: vision.Mechanisms = vision.NOT_CAUSAL,
         channels: int = 3,
         pool: str = "token",
         hidden: int | None = None,
@@ -181,14 +167,14 @@ class VisionTransformer(ChecksKeywords, nnx.Module):
         dtype: DType = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        sizes = vision_sizes(
+        sizes = vision.vision_sizes(
             image, patch, width, blocks, classes, channels, pool, hidden, mechanism
         )
         made = {"dtype": dtype, "rngs": rngs}
         self.sizes, width, classes = sizes, sizes.width, sizes.classes
-        for name, weight in token_weights(sizes).items():
+        for name, weight in vision.token_weights(sizes).items():
             setattr(self, name, parameter(weight, **made))
-        self.patch_embed = nnx.Dict({"proj": Patches(patch_weights(sizes), made)})
+        self.patch_embed = nnx.Dict({"proj": Patches(vision.patch_weights(sizes), made)})
         self.blocks = nnx.List(
             [
                 VisionBlock(
@@ -205,20 +191,12 @@ class VisionTransformer(ChecksKeywords, nnx.Module):
             ]
         )
         self.norm = LayerNorm(width, eps, made)
-        self.head = Affine(affine_weights(width, classes), made)
+        self.head = Affine(vision.affine_weights(width, classes), made)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The logits (b, classes) of images x (b, channels, rows, columns)."""
-        check_image(x, self.sizes)
+        vision.check_image(x, self.sizes)
         positions = self.pos_embed[...]
         if x.dtype != positions.dtype:
             raise TypeError(f"x must be {positions.dtype}, as the weights; found {x.dtype}")
-        tokens = self.patch_embed["proj"](x)
-        if self.sizes.pool == "token":
-            of_class = jnp.broadcast_to(self.cls_token[...], (len(tokens), 1, tokens.shape[2]))
-            tokens = jnp.concatenate([of_class, tokens], axis=1)
-        tokens = tokens + positions
-        for block in self.blocks:
-            tokens = block(tokens)
-        pooled = tokens[:, 0] if self.sizes.pool == "token" else jnp.mean(tokens, axis=1)
-        return self.head(self.norm(pooled))
+        return vision.logits(self, x)

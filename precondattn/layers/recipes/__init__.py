@@ -1,75 +1,35 @@
 """Recipes, and the published ones for each mechanism (`published.py`)."""
 
-from precondattn.layers.recipes.differential import (
-    DifferenceNorm,
-    LambdaOfToken,
-    LambdaOfVectors,
-)
-from precondattn.layers.recipes.gates import (
-    DecayOfStep,
-    DecayWithBias,
-    LogSigmoid,
-    LowRankLogSigmoid,
-    Sigmoid,
-    StepOfSolve,
-    StepSize,
-    Written,
-)
-from precondattn.layers.recipes.learned import Learned, LearnedIdentity, Positive
-from precondattn.layers.recipes.outputs import (
-    Activated,
-    Biased,
-    GatedGroupNorm,
-    GatedNorm,
-    Norm,
-    Unchanged,
-)
-from precondattn.layers.recipes.projections import (
-    Activation,
-    Contraction,
-    Convolution,
-    Direction,
-    NormedRotary,
-    Projection,
-    Rotary,
-    Stepped,
-    UnitConvolution,
-    Weighted,
-)
-from precondattn.layers.recipes.published import CCQ_SIZES, MESANET, recipes_for
-
-__all__ = [
-    "CCQ_SIZES",
-    "MESANET",
-    "Activated",
-    "Activation",
-    "Biased",
-    "Contraction",
-    "Convolution",
-    "DecayOfStep",
-    "DecayWithBias",
-    "DifferenceNorm",
-    "Direction",
-    "GatedGroupNorm",
-    "GatedNorm",
-    "LambdaOfToken",
-    "LambdaOfVectors",
-    "Learned",
-    "LearnedIdentity",
-    "LogSigmoid",
-    "LowRankLogSigmoid",
-    "Norm",
-    "NormedRotary",
-    "Positive",
-    "Projection",
-    "Rotary",
-    "Sigmoid",
-    "StepOfSolve",
-    "StepSize",
-    "Stepped",
-    "Unchanged",
-    "UnitConvolution",
-    "Weighted",
-    "Written",
-    "recipes_for",
-]
+from precondattn.layers.recipes.differential import DifferenceNorm as DifferenceNorm
+from precondattn.layers.recipes.differential import LambdaOfToken as LambdaOfToken
+from precondattn.layers.recipes.differential import LambdaOfVectors as LambdaOfVectors
+from precondattn.layers.recipes.gates import DecayOfStep as DecayOfStep
+from precondattn.layers.recipes.gates import DecayWithBias as DecayWithBias
+from precondattn.layers.recipes.gates import LogSigmoid as LogSigmoid
+from precondattn.layers.recipes.gates import LowRankLogSigmoid as LowRankLogSigmoid
+from precondattn.layers.recipes.gates import Sigmoid as Sigmoid
+from precondattn.layers.recipes.gates import StepOfSolve as StepOfSolve
+from precondattn.layers.recipes.gates import StepSize as StepSize
+from precondattn.layers.recipes.gates import Written as Written
+from precondattn.layers.recipes.learned import Learned as Learned
+from precondattn.layers.recipes.learned import LearnedIdentity as LearnedIdentity
+from precondattn.layers.recipes.learned import Positive as Positive
+from precondattn.layers.recipes.outputs import Activated as Activated
+from precondattn.layers.recipes.outputs import Biased as Biased
+from precondattn.layers.recipes.outputs import GatedGroupNorm as GatedGroupNorm
+from precondattn.layers.recipes.outputs import GatedNorm as GatedNorm
+from precondattn.layers.recipes.outputs import Norm as Norm
+from precondattn.layers.recipes.outputs import Unchanged as Unchanged
+from precondattn.layers.recipes.projections import Activation as Activation
+from precondattn.layers.recipes.projections import Contraction as Contraction
+from precondattn.layers.recipes.projections import Convolution as Convolution
+from precondattn.layers.recipes.projections import Direction as Direction
+from precondattn.layers.recipes.projections import NormedRotary as NormedRotary
+from precondattn.layers.recipes.projections import Projection as Projection
+from precondattn.layers.recipes.projections import Rotary as Rotary
+from precondattn.layers.recipes.projections import Stepped as Stepped
+from precondattn.layers.recipes.projections import UnitConvolution as UnitConvolution
+from precondattn.layers.recipes.projections import Weighted as Weighted
+from precondattn.layers.recipes.published import CCQ_SIZES as CCQ_SIZES
+from precondattn.layers.recipes.published import MESANET as MESANET
+from precondattn.layers.recipes.published import recipes_for as recipes_for

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.arrays import Array, namespace
-from precondattn.layers.functions import linear, log_decay, log_sigmoid, sigmoid, softplus, upcast
+from precondattn.layers.functions import log_decay, log_sigmoid, scores, sigmoid, softplus, upcast
 from precondattn.layers.parameters import (
     InverseSoftplus,
     LogUniform,
@@ -32,7 +32,7 @@ class Sigmoid(Recipe):
         return linear_map("x …", bias=self.bias)
 
     def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
-        return self.factor * sigmoid(upcast(linear(tokens.x, p["weight"], bias=p.get("bias"))))
+        return self.factor * sigmoid(scores(tokens.x, p))
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,7 @@ class LogSigmoid(Recipe):
         return linear_map("x …", bias=self.bias)
 
     def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
-        score = linear(tokens.x, p["weight"], bias=p.get("bias"))
-        return log_sigmoid(upcast(score)) / self.normalizer
+        return log_sigmoid(scores(tokens.x, p)) / self.normalizer
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,33 @@ class LowRankLogSigmoid(Recipe):
         return low_rank_maps(str(self.rank), bias=True)
 
     def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
-        score = linear(linear(tokens.x, p["down"]), p["up"], bias=p.get("bias"))
-        return log_sigmoid(upcast(score)) / self.normalizer
+        return log_sigmoid(scores(tokens.x, p)) / self.normalizer
+
+
+@dataclass(frozen=True)
+class BoundedLogSigmoid(Recipe):
+    """log(β + (1 − β) σ(W x)), β = `low`, the least that a token keeps
+
+    Source: HGRN2 (arXiv 2404.07904), 3.1; flash-linear-attention, fla/layers/hgrn2.py. There β is 0
+    in the first layer and grows from layer to layer, to values that are learned; here it is a
+    constant of each layer.
+    """
+
+    low: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < 1:
+            raise ValueError(f"BoundedLogSigmoid: low must be in [0, 1); found {self.low}")
+
+    def parameters(self) -> dict[str, Parameter]:
+        return linear_map("x …")
+
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
+        score = scores(tokens.x, p)
+        if not self.low:
+            return log_sigmoid(score)
+        # 1 − (1 − β) σ(−W x) is never close to 0.
+        return namespace(score).log1p((self.low - 1) * sigmoid(-score))
 
 
 @dataclass(frozen=True)
@@ -102,7 +126,7 @@ class StepSize(Recipe):
         }
 
     def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
-        return softplus(upcast(linear(tokens.x, p["weight"])) + upcast(p["dt_bias"]))
+        return softplus(scores(tokens.x, p) + upcast(p["dt_bias"]))
 
 
 @dataclass(frozen=True)
@@ -124,28 +148,22 @@ class DecayOfStep(Recipe):
 
 
 @dataclass(frozen=True)
-class DecayWithBias(Recipe):
+class DecayWithBias(StepSize):
     """−e^{A_log} softplus(W x + b), A and b with the first values of Mamba-2
 
     Source: Gated DeltaNet (arXiv 2412.06464), 3.4; flash-linear-attention,
     fla/layers/gated_deltanet.py.
     """
 
-    low: float = 0.001
-    high: float = 0.1
     largest: float = 16.0
 
     def parameters(self) -> dict[str, Parameter]:
-        return {
-            **linear_map("x …"),
-            "dt_bias": Parameter("…", InverseSoftplus(self.low, self.high)),
-            # Away from 0, whose logarithm is −∞.
-            "A_log": Parameter("…", LogUniform(0.01, self.largest)),
-        }
+        # Away from 0, whose logarithm is −∞.
+        return {**super().parameters(), "A_log": Parameter("…", LogUniform(0.01, self.largest))}
 
     def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
-        step = softplus(upcast(linear(tokens.x, p["weight"])) + upcast(p["dt_bias"]))
-        return log_decay(p["A_log"], step)
+        step, rate = super().make(tokens, p), p["A_log"]
+        return log_decay(rate if rate.ndim + 2 == step.ndim else rate[:, None], step)
 
 
 @dataclass(frozen=True)
@@ -163,11 +181,6 @@ class LowRankDecay(DecayWithBias):
             "dt_bias": Parameter("…", InverseSoftplus(self.low, self.high)),
             "A_log": Parameter("u", LogUniform(self.smallest, self.largest)),
         }
-
-    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
-        score = linear(linear(tokens.x, p["down"]), p["up"])
-        step = softplus(upcast(score) + upcast(p["dt_bias"]))
-        return log_decay(p["A_log"][:, None], step)
 
 
 @dataclass(frozen=True)

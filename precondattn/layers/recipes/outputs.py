@@ -66,22 +66,21 @@ class GatedNorm(Norm):
         return {**super().parameters(), "gate": Parameter("x …", FanIn(), 1)}
 
     def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
-        return super().make(tokens, p) * silu(linear(tokens.x, p["gate"]))
+        return super().make(tokens, p) * self.activated(linear(tokens.x, p["gate"]))
+
+    def activated(self, gate: Array) -> Array:
+        return silu(gate)
 
 
 @dataclass(frozen=True)
-class SigmoidGatedNorm(Norm):
+class SigmoidGatedNorm(GatedNorm):
     """γ RMSNorm(o) σ(W x), head by head
 
     Source: Comba (arXiv 2506.02475); flash-linear-attention, fla/layers/comba.py.
     """
 
-    def parameters(self) -> dict[str, Parameter]:
-        return {**super().parameters(), "gate": Parameter("x …", FanIn(), 1)}
-
-    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
-        gate = linear(tokens.x, p["gate"])
-        return super().make(tokens, p) * cast(sigmoid(upcast(gate)), gate.dtype)
+    def activated(self, gate: Array) -> Array:
+        return cast(sigmoid(upcast(gate)), gate.dtype)
 
 
 @dataclass(frozen=True)
@@ -129,18 +128,27 @@ class GatedGroupNorm(Recipe):
 
 
 @dataclass(frozen=True)
-class Activated(Recipe):
-    """γ RMSNorm(SiLU(o)), over all heads together
+class NormOfHeads(Norm):
+    """γ RMSNorm(o), over all heads together
 
-    Source: GSA (arXiv 2409.07146); flash-linear-attention, fla/layers/gsa.py.
+    Source: HGRN2 (arXiv 2404.07904), 3.2; flash-linear-attention, fla/layers/hgrn2.py.
     """
 
-    eps: float = 1e-5
-    reads: ClassVar[tuple[str, ...]] = ("out",)
     joins: ClassVar[Literal["", "keys", "all"]] = "all"
 
     def parameters(self) -> dict[str, Parameter]:
         return {"gain": Parameter("…", Constant(1))}
+
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
+        return rms_norm(tokens.values["out"], self.eps, p["gain"], axes=2)
+
+
+@dataclass(frozen=True)
+class Activated(NormOfHeads):
+    """γ RMSNorm(SiLU(o)), over all heads together
+
+    Source: GSA (arXiv 2409.07146); flash-linear-attention, fla/layers/gsa.py.
+    """
 
     def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return rms_norm(silu(tokens.values["out"]), self.eps, p["gain"], axes=2)

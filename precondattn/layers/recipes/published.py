@@ -14,7 +14,6 @@ from precondattn.layers.recipes import (
     differential,
     distances,
     gates,
-    hgrn2,
     learned,
     outputs,
     projections,
@@ -33,12 +32,9 @@ ROWS: Recipes = {
 WITHOUT_ROTATION: Recipes = {**ROWS, "g": gates.LogSigmoid(), "sink": learned.Learned()}
 """The recipes of softmax attention whose scores already depend on positions."""
 
-DELTA: Recipes = {
-    "q": projections.UnitConvolution(),
-    "k": projections.UnitConvolution(),
-    "v": projections.Convolution(),
-    "beta": gates.Sigmoid(),
-}
+ROTATED: Recipes = {**ROWS, "q": projections.Rotary(), "k": projections.Rotary()}
+UNIT: Recipes = {"q": projections.UnitConvolution(), "k": projections.UnitConvolution()}
+DELTA: Recipes = {**UNIT, "v": projections.Convolution(), "beta": gates.Sigmoid()}
 OF_VECTORS: Recipes = {"lam": differential.LambdaOfVectors(), "out": differential.DifferenceNorm()}
 CONTRACTION: Recipes = {"contraction": projections.Contraction()}
 GAIN: Recipes = {"gain": learned.Learned(1.0)}
@@ -46,8 +42,7 @@ GAIN: Recipes = {"gain": learned.Learned(1.0)}
 GATED_DELTA: Recipes = {**DELTA, "g": gates.DecayWithBias(), "out": outputs.GatedNorm()}
 KDA: Recipes = {**DELTA, "g": gates.LowRankDecay(), "out": outputs.LowRankGatedNorm()}
 GDN2: Recipes = {
-    "q": projections.UnitConvolution(),
-    "k": projections.UnitConvolution(),
+    **UNIT,
     "v": projections.Convolution(),
     "g": gates.LowRankDecay(),
     "b": gates.Sigmoid(),
@@ -56,28 +51,15 @@ GDN2: Recipes = {
 }
 
 PUBLISHED: dict[str, Recipes] = {
-    "softmax": {
-        "q": projections.Rotary(),
-        "k": projections.Rotary(),
-        "v": projections.Projection(),
-        "g": gates.LogSigmoid(),
-        "sink": learned.Learned(),
-    },
+    "softmax": {**WITHOUT_ROTATION, **ROTATED},
     "softmax[distance=slopes]": {**WITHOUT_ROTATION, "slopes": distances.AlibiSlopes()},
     "softmax[distance=buckets]": {**WITHOUT_ROTATION, "bucket_table": learned.LearnedNoise()},
     "path": {
-        **ROWS,
+        **WITHOUT_ROTATION,
         "w": projections.Direction(),
         "beta": gates.Sigmoid(2.0, bias=True),
-        "g": gates.LogSigmoid(),
-        "sink": learned.Learned(),
     },
-    "deltaformer": {
-        "q": projections.Rotary(),
-        "k": projections.Rotary(),
-        "v": projections.Projection(),
-        "beta": gates.Sigmoid(bias=True),
-    },
+    "deltaformer": {**ROTATED, "beta": gates.Sigmoid(bias=True)},
     "channel": ROWS,
     "cross_covariance": {**ROWS, "logit_scale": learned.Learned(1.0)},
     "nystrom": {**ROWS, "skip": learned.LearnedNoise()},
@@ -85,18 +67,13 @@ PUBLISHED: dict[str, Recipes] = {
     "windowed": {**ROWS, "bias_table": learned.LearnedNoise()},
     "linear": {**ROWS, "out": outputs.Norm()},
     "linear[normalize=true]": ROWS,
-    "retention": {
-        "q": projections.Rotary(),
-        "k": projections.Rotary(),
-        "v": projections.Projection(),
-        "out": outputs.GatedNorm(),
-    },
+    "retention": {**ROTATED, "out": outputs.GatedNorm()},
     "gla": {**ROWS, "g": gates.LowRankLogSigmoid(), "out": outputs.GatedNorm()},
     "hgrn2": {
         "q": projections.Activation(),
         "v": projections.Projection(),
-        "g": hgrn2.BoundedLogSigmoid(),
-        "out": hgrn2.NormOfHeads(),
+        "g": gates.BoundedLogSigmoid(),
+        "out": outputs.NormOfHeads(),
     },
     "rwkv6": {
         "gate/v": rwkv6.MixedByToken(),
@@ -173,8 +150,7 @@ PUBLISHED: dict[str, Recipes] = {
     "stable_channels": {"k": projections.Convolution(), "b": gates.Sigmoid(), "w": gates.Sigmoid()},
     "lucid_solve": {"lucid_beta": gates.StepOfSolve()},
     "mesa_query": {
-        "q": projections.UnitConvolution(),
-        "k": projections.UnitConvolution(),
+        **UNIT,
         "beta_mesa": gates.Sigmoid(),
         "lam_mesa": learned.Ridge(),
     },
@@ -192,8 +168,7 @@ PUBLISHED: dict[str, Recipes] = {
 
 
 MESANET: Recipes = {
-    "q": projections.UnitConvolution(),
-    "k": projections.UnitConvolution(),
+    **UNIT,
     "v": projections.Weighted(),
     "g": gates.LogSigmoid(),
     "beta_mesa": gates.Sigmoid(bias=True),

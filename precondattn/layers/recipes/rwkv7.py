@@ -70,17 +70,13 @@ class MixedLowRank(Recipe):
     def history_shape(self) -> str:
         return str(self.rank)
 
-    def score(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
-        """B A x' + b, in float32."""
-        rows = self.activated(mixed(tokens, p["down"], p["mix"]))
-        return upcast(linear(rows, p["up"], bias=p.get("bias")))
-
     def activated(self, rows: Array) -> Array:
         """The rows between A and B."""
         return rows
 
     def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
-        return sigmoid(self.score(tokens, p))
+        rows = self.activated(mixed(tokens, p["down"], p["mix"]))
+        return sigmoid(upcast(linear(rows, p["up"], bias=p.get("bias"))))
 
 
 @dataclass(frozen=True)

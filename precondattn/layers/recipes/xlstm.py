@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from precondattn.arrays import Array, cast, namespace
-from precondattn.layers.functions import layer_norm, linear, log_sigmoid, sigmoid, upcast
+from precondattn.layers.functions import layer_norm, linear, log_sigmoid, scores, sigmoid, upcast
 from precondattn.layers.parameters import Constant, FanIn, FirstValues, Parameter, Spaced
 from precondattn.layers.recipe import Recipe, RecipeTokens
 from precondattn.layers.recipes.outputs import Norm
@@ -32,7 +32,7 @@ class CappedGate(Recipe):
         return Constant(self.start)
 
     def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
-        score = upcast(linear(tokens.x, p["weight"], bias=p.get("bias")))
+        score = scores(tokens.x, p)
         return self.cap * namespace(score).tanh(score / self.cap)
 
 

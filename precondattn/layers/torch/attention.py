@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Module
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Device
@@ -15,23 +14,18 @@ from precondattn.cache import Cache
 from precondattn.frameworks.torch.autocast import target
 from precondattn.given import Given, at_least
 from precondattn.layers.apply import apply
-from precondattn.layers.checks import (
-    LayerOutput,
-    check_attn_mask,
-    check_call,
-    keeping_of,
-)
-from precondattn.layers.histories import with_rows
+from precondattn.layers.checks import LayerCall, LayerOutput, checked
+from precondattn.layers.functions import LinearMap
+from precondattn.layers.histories import empty_cache
 from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.plan import OUT, PROJECTION, LayerPlan, plan_for
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.recipes.outputs import AFTER_PROJECTION
-from precondattn.layers.segments import segments_of
-from precondattn.layers.torch.module import Declared, ModuleMap, parameters_of, register
+from precondattn.layers.sizes import LayerSizes
+from precondattn.layers.torch.module import Declared, parameters_of, register
 
 if TYPE_CHECKING:
     from precondattn.layers.torch.divided import DividedTokens
-    from precondattn.layers.torch.divided_weights import DividedWeights
 
 LAST = "o_proj"
 
@@ -107,17 +101,8 @@ class Attention(ChecksKeywords, Declared):
     ) -> None:
         super().__init__()
         self.depth = at_least(0, "depth", depth)
-        self.plan = plan_for(
-            width,
-            heads,
-            mechanism,
-            kv_heads=kv_heads,
-            value_heads=value_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            slots=slots,
-            recipes=recipes,
-        )
+        sizes = LayerSizes(width, heads, kv_heads, value_heads, head_dim, value_dim, slots)
+        self.plan = plan_for(mechanism, sizes, recipes)
         self.inputs = nn.ModuleDict()
         """The weights other than linear maps, by input; `out` has those of the output."""
         self.declared = {}
@@ -225,75 +210,51 @@ class Attention(ChecksKeywords, Declared):
             Which states at earlier lengths the extended cache keeps for `crop`, as in
             `Mechanism.extend`. They need a cache.
         """
-        plan, divided_weights, like = self._own_plan, self.divided_weights, self._like
-        check_call(
-            plan,
-            like,
-            x,
-            mask,
-            positions,
-            cache,
-            # The input dtype of a quantized map is unknown.
-            is_autocast if like.numel() else is_any,
-            is_packed=segment_ids is not None or cu_seqlens is not None,
+        call = LayerCall(
+            *(x, mask, positions, cache, segment_ids, cu_seqlens, attn_mask, prefix),
+            *(donate, keep, states_every),
         )
-        check_attn_mask(plan, x, attn_mask, mask, cache)
+        plan, of_weights, like = self._own_plan, self.divided_weights, self._like
+        # The input dtype of a quantized map is unknown.
+        segments, keeping = checked(plan, like, call, is_autocast if like.numel() else is_any)
+        divided = mechanism = summed = None
         if self.divided is not None:
-            refused = {"mask": mask, "cache": cache}
-            refused |= {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-            refused |= {"attn_mask": attn_mask, "prefix": prefix}
-            self.divided.refuse([name for name, value in refused.items() if value is not None])
-        segments = segments_of(str(self.mechanism), segment_ids, cu_seqlens, x)
-        summed = None
-        if divided_weights is None:
-            weights = self._weights()
-        else:
+            mechanism, divided = self.divided.mechanism, self.divided.tokens_of_process(call)
+        if of_weights is not None:
             if attn_mask is not None and attn_mask.shape[1] != 1:
                 raise ValueError(
                     f"{self.mechanism}: heads are divided among processes, and so attn_mask is one "
                     f"for all of them, (b or 1, 1, t, s); found {tuple(attn_mask.shape)}"
                 )
-            x, weights = divided_weights.entering(x), self._parts(divided_weights)
-            summed = divided_weights.total
-        y, after = apply(
+            call, summed = call._replace(x=of_weights.entering(x)), of_weights.total
+        return apply(
             plan,
-            weights,
-            x,
+            self._weights(),
+            call,
             depth=self.depth,
-            mask=mask,
-            positions=positions,
-            cache=cache,
             segments=segments,
-            pair_masks={"attn_mask": attn_mask, "prefix": prefix},
-            donate=donate,
-            keeping=keeping_of(cache, keep, states_every),
-            divided=None if self.divided is None else self.divided.tokens_of_process(x),
-            mechanism=None if self.divided is None else self.divided.mechanism,
+            keeping=keeping,
+            divided=divided,
+            mechanism=mechanism,
             summed=summed,
         )
-        return y if cache is None else (y, after)
 
     def _weights(self) -> dict[str, dict[str, Tensor]]:
-        """The weights of each entry: linear maps, and parameters."""
+        """The parameters and linear maps of each entry, or this process's parts of them."""
+        divided, modules = self.divided_weights, self._modules  # Attributes are slow to read.
         weights: dict[str, dict[str, Tensor]] = {name: {} for name, _ in self.plan.weights}
         for name, module in self.inputs._modules.items():
-            weights[name] = parameters_of(module, self._names[name])
-        modules = self._modules  # Attributes of modules are slow to read.
-        for of_map in self.plan.maps:
-            weights[of_map.entry][of_map.weight] = ModuleMap(of_map, modules[of_map.name])
-        return weights
-
-    def _parts(self, divided: DividedWeights) -> dict[str, dict[str, Module]]:
-        """This process's parts of the weights."""
-        weights: dict[str, dict[str, Tensor]] = {name: {} for name, _ in self.plan.weights}
-        for name, module in self.inputs._modules.items():
-            for key, parameter in parameters_of(module, self._names[name]).items():
-                weights[name][key] = divided.part(f"inputs.{name}.{key}", parameter)
+            weights[name] = parameters = parameters_of(module, self._names[name])
+            if divided is not None:
+                for key, parameter in parameters.items():
+                    parameters[key] = divided.part(f"inputs.{name}.{key}", parameter)
         for of_map in self._own_plan.maps:
-            linear: Module = self._modules[of_map.name]
-            is_last = (of_map.entry, of_map.weight) == (OUT, PROJECTION)
-            part = divided.part_of_map(of_map, linear, with_bias=not is_last)
-            weights[of_map.entry][of_map.weight] = part
+            linear, name = modules[of_map.name], of_map.weight
+            if divided is None:
+                weights[of_map.entry][name] = LinearMap(of_map, linear)
+                continue
+            is_last = (of_map.entry, name) == (OUT, PROJECTION)
+            weights[of_map.entry][name] = divided.part_of_map(of_map, linear, with_bias=not is_last)
             if is_last and of_map.bias:  # All processes add the whole bias, after the sum.
                 bias = divided.part(f"{of_map.name}.bias", linear.bias, is_term=False)
                 weights[OUT][AFTER_PROJECTION] = bias
@@ -305,14 +266,9 @@ class Attention(ChecksKeywords, Declared):
         It has the device and the dtype of the weights, or autocast's dtype under autocast. A
         mechanism whose cache consists of states needs no capacity.
         """
-        batch = at_least(0, "batch", batch)
-        weight, plan = self._like, self._own_plan
-        like = {
-            name: torch.empty(shape, dtype=weight.dtype, device=weight.device)
-            for name, shape in plan.input_shapes(batch).items()
-        }
-        cache = self.mechanism.init_cache(**like, capacity=capacity)
-        return with_rows(cache, plan, target(weight) or weight.dtype)
+        weight = self._like
+        like = torch.empty(0, dtype=weight.dtype, device=weight.device)
+        return empty_cache(self._own_plan, like, batch, capacity, target(weight) or weight.dtype)
 
     def __repr__(self) -> str:
         return self.plan.table("Attention")

@@ -7,20 +7,13 @@ from torch import Tensor, nn
 
 from precondattn.arrays import Device, DType
 from precondattn.given import Given
+from precondattn.layers import decoder
 from precondattn.layers.checks import LayerOutput
-from precondattn.layers.decoder import (
-    EPS,
-    check_mlp,
-    gain_weight,
-    hidden_width,
-    mlp_maps,
-    mlp_output,
-)
-from precondattn.layers.functions import rms_norm
+from precondattn.layers.functions import LinearMap, rms_norm
 from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.parameters import FanIn
 from precondattn.layers.torch.attention import Attention
-from precondattn.layers.torch.module import Declared, ModuleMap, register
+from precondattn.layers.torch.module import Declared, register
 
 
 class Norm(Declared):
@@ -28,15 +21,14 @@ class Norm(Declared):
 
     def __init__(self, width: int, device: Device, dtype: DType) -> None:
         super().__init__()
-        self.declared = {"gain": gain_weight(width)}
+        self.declared = {"gain": decoder.gain_weight(width)}
         register(self, "gain", self.declared["gain"], device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         divided, gain = self.divided_weights, self.gain
         if divided is not None:  # All processes compute the whole norm.
             gain = divided.part("gain", gain, is_term=False)
-        y: Tensor = rms_norm(x, EPS, gain)
-        return y
+        return rms_norm(x, decoder.EPS, gain)
 
 
 class BlockMLP(Declared):
@@ -44,7 +36,7 @@ class BlockMLP(Declared):
 
     def __init__(self, width: int, hidden: int, mlp: str, device: Device, dtype: DType) -> None:
         super().__init__()
-        self.declared, self.maps = {}, mlp_maps(width, hidden, mlp)
+        self.declared, self.maps = {}, decoder.mlp_maps(width, hidden, mlp)
         for of_map in self.maps:
             self.register_map(of_map, device, dtype)
             self.declare_stored("weight", of_map, FanIn())
@@ -52,11 +44,10 @@ class BlockMLP(Declared):
     def forward(self, y: Tensor) -> Tensor:
         divided, modules = self.divided_weights, self._modules
         if divided is None:
-            maps = [ModuleMap(of_map, modules[of_map.name]) for of_map in self.maps]
-            out: Tensor = mlp_output(y, *maps)
-            return out
+            maps = [LinearMap(of_map, modules[of_map.name]) for of_map in self.maps]
+            return decoder.mlp_output(y, *maps)
         parts = [divided.part_of_map(of_map, modules[of_map.name]) for of_map in self.maps]
-        return divided.total(mlp_output(divided.entering(y), *parts))
+        return divided.total(decoder.mlp_output(divided.entering(y), *parts))
 
 
 class Block(ChecksKeywords, nn.Module):
@@ -95,12 +86,12 @@ class Block(ChecksKeywords, nn.Module):
         **attention: Given,
     ) -> None:
         super().__init__()
-        check_mlp(mlp)
+        decoder.check_mlp(mlp)
         self.attention = Attention(width, device=device, dtype=dtype, **attention)
         width = self.attention.plan.width
         self.attention_norm = Norm(width, device, dtype)
         self.mlp_norm = Norm(width, device, dtype)
-        self.mlp = BlockMLP(width, hidden_width(width, hidden, mlp), mlp, device, dtype)
+        self.mlp = BlockMLP(width, decoder.hidden_width(width, hidden, mlp), mlp, device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -110,8 +101,4 @@ class Block(ChecksKeywords, nn.Module):
 
     def forward(self, x: Tensor, **options: Given) -> LayerOutput:
         """The new x, and the extended cache if one is given; options as in `Attention`."""
-        y = self.attention(self.attention_norm(x), **options)
-        y, after = (y, None) if options.get("cache") is None else y
-        x = x + y
-        x = x + self.mlp(self.mlp_norm(x))
-        return x if options.get("cache") is None else (x, after)
+        return decoder.block_output(self, x, **options)

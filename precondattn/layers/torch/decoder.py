@@ -8,17 +8,8 @@ from torch import Tensor, nn
 from precondattn.arrays import Device
 from precondattn.cache import Cache
 from precondattn.given import Given, at_least
+from precondattn.layers import decoder
 from precondattn.layers.checks import LayerOutput
-from precondattn.layers.decoder import (
-    Layer,
-    Layers,
-    arguments_of,
-    check_generation,
-    check_tokens,
-    counted,
-    embedding_weight,
-    states_after,
-)
 from precondattn.layers.functions import linear
 from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.torch.block import Block, Norm
@@ -66,8 +57,8 @@ class Decoder(ChecksKeywords, Declared):
         width: int,
         *,
         heads: int,
-        layers: Layers | None = None,
-        mechanism: Layer | None = None,
+        layers: decoder.Layers | None = None,
+        mechanism: decoder.Layer | None = None,
         hidden: int | None = None,
         mlp: str = "gated",
         device: Device = None,
@@ -77,11 +68,11 @@ class Decoder(ChecksKeywords, Declared):
         self.vocabulary = vocabulary = at_least(1, "vocabulary", vocabulary)
         self.blocks = nn.ModuleList(
             Block(width, hidden=hidden, mlp=mlp, device=device, dtype=dtype, **arguments)
-            for arguments in arguments_of(layers, heads, mechanism)
+            for arguments in decoder.arguments_of(layers, heads, mechanism)
         )
         width = self.blocks[0].attention.plan.width
         self.norm = Norm(width, device, dtype)
-        self.declared = {"embedding": embedding_weight(vocabulary, width)}
+        self.declared = {"embedding": decoder.embedding_weight(vocabulary, width)}
         register(self, "embedding", self.declared["embedding"], device, dtype)
         self.reset_parameters()
 
@@ -135,7 +126,7 @@ class Decoder(ChecksKeywords, Declared):
         self, tokens: Tensor, caches: Caches | None, **options: Given
     ) -> tuple[Tensor, Caches | None]:
         """The hidden states after the last block, and the extended caches."""
-        return states_after(self.blocks, self._embedded(tokens), caches, **options)
+        return decoder.states_after(self.blocks, self._embedded(tokens), caches, **options)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         divided = self.divided_weights
@@ -165,7 +156,9 @@ class Decoder(ChecksKeywords, Declared):
         error = None
         try:
             blocks = len(self.blocks)
-            check_tokens(tokens, "torch", mask, caches, blocks=blocks, are_prompts=are_prompts)
+            decoder.check_tokens(
+                tokens, "torch", mask, caches, blocks=blocks, are_prompts=are_prompts
+            )
         except (TypeError, ValueError) as raised:
             error = raised
         if self.divided_weights is not None:
@@ -217,11 +210,9 @@ class Decoder(ChecksKeywords, Declared):
             Whether to show a progress bar on the standard error.
         """
         self._check_tokens(tokens, mask, are_prompts=True)
-        count, stop = check_generation(
-            count, temperature, top_p, stop, self.vocabulary, int(tokens.max()), int(tokens.min())
+        count, stop = decoder.check_generation(
+            count, temperature, top_p, stop, self.vocabulary, tokens, mask
         )
-        if mask is not None and not mask.any(1).all():
-            raise ValueError("mask: every prompt needs a valid token; found one without any")
         b, t = tokens.shape
         caches: Caches | None = self.init_caches(b, t + count)
         x, caches = self._states(tokens, caches, mask=mask, prefix=prefix, donate=True)
@@ -230,7 +221,7 @@ class Decoder(ChecksKeywords, Declared):
             last = t - 1 - mask.flip(1).int().argmax(1)
         x = x[torch.arange(b, device=tokens.device), last][:, None]
         drawn: list[Tensor] = []
-        for i in counted(count, shown=progress):
+        for i in decoder.counted(count, shown=progress):
             if i:
                 x, caches = self._states(drawn[-1], caches, donate=True)
             logits, _ = self._logits(x, caches)

@@ -8,23 +8,24 @@ exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.nn import Module
 
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.layers.checks import LayerCall
 from precondattn.layers.functions import causal_convolution
 from precondattn.layers.torch.attention import Attention
 from precondattn.layers.torch.divided_weights import check_apart
 
 if TYPE_CHECKING:
-    from torch.autograd.function import FunctionCtx
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.nn import Module
 
-    from precondattn.algebra.mechanism import Mechanism
     from precondattn.parallel.layouts import TokenPart
 
 
@@ -86,18 +87,12 @@ class DividedTokens:
     def __deepcopy__(self, memo: dict[int, object]) -> DividedTokens:
         return self  # A copy has the same processes.
 
-    def refuse(self, names: Sequence[str]) -> None:
-        """Raise an error for arguments of a call that are not supported."""
-        if names:
-            raise ValueError(
-                f"{self.mechanism.processes.owner}: a layer whose tokens are divided supports no "
-                f"{' and '.join(names)}"
-            )
-
-    def tokens_of_process(self, x: Tensor) -> TokensOfProcess:
+    def tokens_of_process(self, call: LayerCall) -> TokensOfProcess:
         """The places of this process's rows x (b, t, width) in their sequences."""
-        rows = self.mechanism.processes.agree(None, "a layer", (x.shape[1],))
-        return TokensOfProcess(self, self.order.parts([row[0] for row in rows]), x.device)
+        refused = "mask", "cache", "segment_ids", "cu_seqlens", "attn_mask", "prefix"
+        call.refuse(self.mechanism.owner, *refused)
+        rows = self.mechanism.processes.agree(None, "a layer", (call.x.shape[1],))
+        return TokensOfProcess(self, self.order.parts([row[0] for row in rows]), call.x.device)
 
 
 @dataclass(frozen=True)
@@ -115,10 +110,16 @@ class TokensOfProcess:
         rank = self.divided.mechanism.processes.rank
         return [(i, part) for i, part in enumerate(self.parts) if part.device == rank]
 
+    def ends(self, number: int) -> Iterator[tuple[int, slice, slice]]:
+        """The index of each of this process's parts, its last rows, and their places at the end."""
+        for i, part in self.of_process:
+            start = max(part.rows.stop - number, part.rows.start)
+            yield i, slice(start, part.rows.stop), slice(number - part.rows.stop + start, None)
+
     @property
     def positions(self) -> Tensor:
         """The positions (1, t) of this process's tokens in their sequences."""
-        from precondattn.parallel.torch.piece import positions_of
+        from precondattn.parallel.torch.masks import positions_of
 
         rank = self.divided.mechanism.processes.rank
         return positions_of(self.parts, rank, self.device)[None]
@@ -129,7 +130,7 @@ class TokensOfProcess:
         shortest = min(part.tokens for part in self.parts[:-1]) if len(self.parts) > 1 else number
         if shortest < number:
             raise ValueError(
-                f"{self.divided.mechanism.processes.owner}: a convolution of size {number + 1} "
+                f"{self.divided.mechanism.owner}: a convolution of size {number + 1} "
                 f"needs parts of at least {number} tokens; found {shortest}"
             )
         before = _RowsBefore.apply(self, number, rows)
@@ -153,9 +154,10 @@ class _RowsBefore(torch.autograd.Function):
     def forward(ctx: FunctionCtx, tokens: TokensOfProcess, number: int, rows: Tensor) -> Tensor:
         ctx.tokens, ctx.number, ctx.shape = tokens, number, rows.shape
         last = rows.new_zeros(len(tokens.parts), rows.shape[0], number, *rows.shape[2:])
-        for i, where in _ends(tokens, number):
-            last[i, :, number - (where.stop - where.start) :] = rows[:, where]
-        _sum(tokens, last)
+        for i, where, kept in tokens.ends(number):
+            last[i, :, kept] = rows[:, where]
+        # Each process has other nonzero entries.
+        torch.distributed.all_reduce(last, group=tokens.divided.mechanism.processes.group)
         return torch.stack(
             [last[i - 1] if i else torch.zeros_like(last[0]) for i, _ in tokens.of_process]
         )
@@ -168,26 +170,8 @@ class _RowsBefore(torch.autograd.Function):
         for (i, _), d_first in zip(tokens.of_process, d_before, strict=True):
             if i:
                 d_last[i - 1] = d_first
-        _sum(tokens, d_last)
+        torch.distributed.all_reduce(d_last, group=tokens.divided.mechanism.processes.group)
         d_rows = d_last.new_zeros(ctx.shape)
-        for i, where in _ends(tokens, number):
-            d_rows[:, where] += d_last[i, :, number - (where.stop - where.start) :]
+        for i, where, kept in tokens.ends(number):
+            d_rows[:, where] += d_last[i, :, kept]
         return None, None, d_rows
-
-
-class _End(NamedTuple):
-    part: int
-    where: slice
-
-
-def _ends(tokens: TokensOfProcess, number: int) -> list[_End]:
-    """The last rows of this process's parts, and the indices of the parts."""
-    return [
-        _End(i, slice(max(part.rows.stop - number, part.rows.start), part.rows.stop))
-        for i, part in tokens.of_process
-    ]
-
-
-def _sum(tokens: TokensOfProcess, x: Tensor) -> None:
-    """Replace x by its sum over processes, each of which has different nonzero entries."""
-    torch.distributed.all_reduce(x, group=tokens.divided.mechanism.processes.group)

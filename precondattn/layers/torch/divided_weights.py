@@ -13,6 +13,8 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.nn import Module
 
 from precondattn.arrays import is_distributed
 from precondattn.layers.plan import LayerPlan
@@ -20,10 +22,8 @@ from precondattn.layers.shares import Share, plan_of_device, share_of
 from precondattn.layers.torch.module import Declared, PartOfMap
 
 if TYPE_CHECKING:
-    from torch.autograd.function import FunctionCtx
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.nn import Module
 
     from precondattn.layers.maps import Map
 
@@ -72,8 +72,7 @@ def divide_weights(model: Module, mesh: DeviceMesh) -> None:
     >>> divide_tokens(model, mesh["cp"], layout="contiguous")  # doctest: +SKIP
     >>> model = fully_shard(model, mesh=mesh["dp", "cp"])  # doctest: +SKIP
     """
-    from precondattn.parallel.torch.agreement import agreed
-    from precondattn.parallel.torch.call import check_mesh, device_of
+    from precondattn.parallel.torch.processes import check_mesh, processes_of
 
     check_mesh(OWNER, mesh, "mesh['tp']")
     modules = {
@@ -90,7 +89,7 @@ def divide_weights(model: Module, mesh: DeviceMesh) -> None:
     except (TypeError, ValueError) as raised:
         error = raised
     shapes = [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters()]
-    agreed(OWNER, mesh.get_group(), device_of(mesh), "; ".join(shapes), error=error)
+    processes_of(OWNER, mesh).agree(error, "; ".join(shapes))
     for name, module in modules.items():
         _distribute(module, divided[name])
 
@@ -105,7 +104,11 @@ def _divided(name: str, module: Declared, mesh: DeviceMesh) -> DividedWeights:
         if f"{child_name}.weight" in module.declared:
             path = f"{name}.{child_name}" if name else child_name
             check_plain(path, child)
-            check_ordinary(f"{path}.weight", child.weight)
+            if type(child.weight) not in (Tensor, nn.Parameter):
+                raise TypeError(
+                    f"{path}.weight must be an ordinary tensor, of which each process takes a "
+                    f"part; found {type(child.weight).__name__}"
+                )
     devices, device = mesh.size(), mesh.get_local_rank()
     plan = getattr(module, "plan", None)
     try:
@@ -145,23 +148,15 @@ def check_apart(owner: str, mesh: DeviceMesh, other: DeviceMesh) -> None:
 
 def check_plain(name: str, module: Module) -> None:
     """Raise an error for a linear map whose module can not be called in parts."""
-    kind = type(module)
-    if kind is nn.Linear and not (module._forward_pre_hooks or module._forward_hooks):
+    kind, found = type(module), "hooks"
+    if kind is not nn.Linear:
+        found = f"{kind.__module__}.{kind.__qualname__}"
+    elif not (module._forward_pre_hooks or module._forward_hooks):
         return
-    found = "hooks" if kind is nn.Linear else f"{kind.__module__}.{kind.__qualname__}"
     raise TypeError(
         f"{name} must be an nn.Linear without hooks or adapters, since each process computes a "
         f"part of it; found {found}"
     )
-
-
-def check_ordinary(name: str, weight: Tensor) -> None:
-    """Raise an error for a weight that is not stored as floating-point numbers."""
-    if type(weight) not in (Tensor, nn.Parameter):
-        raise TypeError(
-            f"{name} must be an ordinary tensor, of which each process takes a part; "
-            f"found {type(weight).__name__}"
-        )
 
 
 class DividedWeights:
@@ -183,11 +178,10 @@ class DividedWeights:
 
     def check_same(self, arrays: Mapping[str, Tensor], error: Exception | None) -> None:
         """Raise an error on all processes if one has an error, or if their arrays differ."""
-        from precondattn.parallel.torch.agreement import agreed
-        from precondattn.parallel.torch.call import device_of
+        from precondattn.parallel.torch.processes import processes_of
 
         said = ", ".join(f"{name} {_digest(array)}" for name, array in arrays.items())
-        agreed(OWNER, self.mesh.get_group(), device_of(self.mesh), said, error=error)
+        processes_of(OWNER, self.mesh).agree(error, said)
 
     def of_first(self, x: Tensor) -> Tensor:
         """The x of the first process."""
@@ -228,18 +222,15 @@ class DividedWeights:
 
     def entering(self, x: Tensor) -> Tensor:
         """x, which is the same on all processes; its gradient is summed over processes."""
-        same: Tensor = _Entering.apply(self.mesh.get_group(), x)
-        return same
+        return _Entering.apply(self.mesh.get_group(), x)
 
     def total(self, y: Tensor) -> Tensor:
         """The sum of y over all processes."""
-        summed: Tensor = _Total.apply(self.mesh.get_group(), y)
-        return summed
+        return _Total.apply(self.mesh.get_group(), y)
 
     def gathered(self, y: Tensor) -> Tensor:
         """The y of all processes, concatenated along the last axis."""
-        joined: Tensor = _GatheredWeight.apply(self.mesh, y)
-        return joined
+        return _GatheredWeight.apply(self.mesh, y)
 
 
 class _Entering(torch.autograd.Function):

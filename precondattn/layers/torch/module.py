@@ -15,8 +15,6 @@ from precondattn.layers.maps import Map, Stored, Weight
 from precondattn.layers.parameters import FirstValues
 
 if TYPE_CHECKING:
-    from torch.nn import Module
-
     from precondattn.layers.torch.divided_weights import DividedWeights
 
 # A type is registered by its first array, which is impossible in compiled code.
@@ -48,30 +46,11 @@ class Declared(nn.Module):
         self.declared[f"{of_map.name}.{kind}"] = stored.weight(start)
 
 
-class ModuleMap(LinearMap):
-    """A linear map of a layer, computed by the module that now has its name.
-
-    It is an `nn.Linear`, or a module that a tool has put in its place: quantized, or with adapters.
-    """
-
-    def __init__(self, of_map: Map, module: Module) -> None:
-        self.map, self.module = of_map, module
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = self.map.split(self.module(self.map.joined(x)))
-        return y
-
-
 class PartOfMap(LinearMap):
     """The part of a linear map that one of several processes computes."""
 
     def __init__(self, of_map: Map, weight: Tensor, bias: Tensor | None) -> None:
-        self.map, self.weight, self.bias = of_map, weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y = nn.functional.linear(self.map.joined(x), self.weight, self.bias)
-        split: Tensor = self.map.split(y)
-        return split
+        super().__init__(of_map, lambda x: nn.functional.linear(x, weight, bias))
 
 
 def register(module: nn.Module, name: str, weight: Weight, device: Device, dtype: DType) -> None:

@@ -13,23 +13,12 @@ from torch import Tensor, nn
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Device
 from precondattn.given import Arguments, Given
+from precondattn.layers import vision
 from precondattn.layers.keywords import ChecksKeywords
 from precondattn.layers.maps import Weight
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.torch.attention import Attention, is_autocast
 from precondattn.layers.torch.module import empty_linear, fill_all, register
-from precondattn.layers.vision import (
-    NOT_CAUSAL,
-    Mechanisms,
-    affine_weights,
-    attention_arguments,
-    check_image,
-    mlp_weights,
-    norm_weights,
-    patch_weights,
-    token_weights,
-    vision_sizes,
-)
 
 
 class Affine(nn.Module):
@@ -58,7 +47,7 @@ class LayerNorm(Affine):
     """The layer norm γ (x − mean x) / √(var x + eps) + β."""
 
     def __init__(self, width: int, eps: float, made: Arguments) -> None:
-        super().__init__(norm_weights(width), made)
+        super().__init__(vision.norm_weights(width), made)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,7 +59,7 @@ class MLP(nn.Module):
 
     def __init__(self, width: int, hidden: int, made: Arguments) -> None:
         super().__init__()
-        self.weights = mlp_weights(width, hidden)
+        self.weights = vision.mlp_weights(width, hidden)
         self.fc1 = empty_linear(width, hidden, is_biased=True, **made)
         self.fc2 = empty_linear(hidden, width, is_biased=True, **made)
 
@@ -79,8 +68,7 @@ class MLP(nn.Module):
             fill_all(self.get_submodule(name), weights)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.fc2(nn.functional.gelu(self.fc1(x)))
-        return y
+        return self.fc2(nn.functional.gelu(self.fc1(x)))
 
 
 class VisionAttention(Attention):
@@ -132,12 +120,12 @@ class VisionAttention(Attention):
         width: int,
         *,
         heads: int,
-        mechanism: str | Mechanism = NOT_CAUSAL,
+        mechanism: str | Mechanism = vision.NOT_CAUSAL,
         qkv_bias: bool = True,
         recipes: Mapping[str, Recipe] | None = None,
         **sizes: Given,
     ) -> None:
-        arguments = attention_arguments(mechanism, qkv_bias, recipes)
+        arguments = vision.attention_arguments(mechanism, qkv_bias, recipes)
         super().__init__(width, heads=heads, **arguments, **sizes)
 
 
@@ -155,8 +143,7 @@ class VisionBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
-        y: Tensor = x + self.mlp(self.norm2(x))
-        return y
+        return x + self.mlp(self.norm2(x))
 
 
 class VisionTransformer(ChecksKeywords, nn.Module):
@@ -215,7 +202,7 @@ class VisionTransformer(ChecksKeywords, nn.Module):
         heads: int,
         blocks: int,
         classes: int,
-        mechanism: Mechanisms = NOT_CAUSAL,
+        mechanism: vision.Mechanisms = vision.NOT_CAUSAL,
         channels: int = 3,
         pool: str = "token",
         hidden: int | None = None,
@@ -225,15 +212,15 @@ class VisionTransformer(ChecksKeywords, nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = vision_sizes(
+        sizes = vision.vision_sizes(
             image, patch, width, blocks, classes, channels, pool, hidden, mechanism
         )
         made = {"device": device, "dtype": dtype}
         self.sizes, width, classes = sizes, sizes.width, sizes.classes
-        self._tokens = token_weights(sizes)
+        self._tokens = vision.token_weights(sizes)
         for name, weight in self._tokens.items():
             register(self, name, weight, device, dtype)
-        self.patch_embed = nn.ModuleDict({"proj": Patches(patch_weights(sizes), made)})
+        self.patch_embed = nn.ModuleDict({"proj": Patches(vision.patch_weights(sizes), made)})
         self.blocks = nn.ModuleList(
             VisionBlock(
                 width,
@@ -257,20 +244,11 @@ class VisionTransformer(ChecksKeywords, nn.Module):
         for module in self.modules():
             if isinstance(module, Affine | MLP | VisionAttention):
                 module.reset_parameters()
-        fill_all(self.head, affine_weights(self.sizes.width, self.sizes.classes))
+        fill_all(self.head, vision.affine_weights(self.sizes.width, self.sizes.classes))
 
     def forward(self, x: Tensor) -> Tensor:
         """The logits (b, classes) of images x (b, channels, rows, columns)."""
-        check_image(x, self.sizes)
+        vision.check_image(x, self.sizes)
         if x.dtype != self.pos_embed.dtype and not is_autocast(x):
             raise TypeError(f"x must be {self.pos_embed.dtype}, as the weights; found {x.dtype}")
-        tokens = self.patch_embed["proj"](x)
-        if self.sizes.pool == "token":
-            of_class = self.cls_token.to(tokens.dtype).expand(len(tokens), -1, -1)
-            tokens = torch.cat([of_class, tokens], 1)
-        tokens = tokens + self.pos_embed
-        for block in self.blocks:
-            tokens = block(tokens)
-        pooled = tokens[:, 0] if self.sizes.pool == "token" else tokens.mean(1)
-        logits: Tensor = self.head(self.norm(pooled))
-        return logits
+        return vision.logits(self, x)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 import jax
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from precondattn.parallel.divided_mechanism import DividedMechanism, Plan
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.algebra.piece import BackendNames
+from precondattn.arrays import Arrays
+from precondattn.parallel.divided_mechanism import HEADS, TOKENS, DividedMechanism, Plan
 from precondattn.parallel.heads import HeadAxes
 from precondattn.parallel.jax import heads, tokens
 from precondattn.parallel.jax.call import (
@@ -21,11 +22,6 @@ from precondattn.parallel.jax.call import (
     arguments_of,
     output_axes,
 )
-
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
-    from precondattn.algebra.piece import BackendNames
-    from precondattn.arrays import Arrays
 
 
 def context_parallel(
@@ -82,7 +78,7 @@ def context_parallel(
 class ContextParallel(DividedMechanism):
     """A mechanism whose tokens are divided among devices; made by `context_parallel`."""
 
-    _heads, _tokens = heads, tokens
+    outputs = {HEADS: heads.output, TOKENS: tokens.output}  # noqa: RUF012
 
     def __init__(
         self,
@@ -108,7 +104,7 @@ class ContextParallel(DividedMechanism):
     def __call__(self, *arrays: Array, backend: BackendNames = None, **named: Array) -> Array:
         """The output of all tokens; in a `shard_map` over the axis, of this device's tokens."""
         arguments, call, way, is_part = self._checked(arrays, named, backend)
-        function = partial(way.output, call)
+        function = partial(self.outputs[way], call)
         if is_part:
             return function(arguments)
         specs = DividedArguments(
@@ -116,7 +112,9 @@ class ContextParallel(DividedMechanism):
             {name: self._spec(MASKS[name]) for name in arguments.masks},
         )
         if self.axis in self.mesh.explicit_axes:
-            arguments = jax.tree.map(self._resharded, arguments, specs)
+            # A `shard_map` of explicit shardings expects its arguments sharded.
+            places = jax.tree.map(partial(NamedSharding, self.mesh), specs)
+            arguments = jax.tree.map(reshard, arguments, places)
         return jax.shard_map(
             function,
             mesh=self.mesh,
@@ -135,24 +133,18 @@ class ContextParallel(DividedMechanism):
     def explain(self, *arrays: Array, backend: BackendNames = None, **named: Array) -> Plan:
         """How a call with these arguments is divided, and what each device sends."""
         _, call, way, _ = self._checked(arrays, named, backend)
-        return Plan(
-            str(self.mechanism),
-            self._name_of(way),
-            f"each of {self.devices} devices",
-            call.tokens // self.devices,
-            way.during(call),
-            way.bytes_sent(call),
-        )
+        return self._plan_of(call, way, f"each of {self.devices} devices")
 
     def _checked(
         self, arrays: tuple[Array, ...], named: Arrays, backend: BackendNames
-    ) -> tuple[DividedArguments, DividedCall, ModuleType, bool]:
-        """The arguments, the call, the module that divides it, and whether they are parts."""
+    ) -> tuple[DividedArguments, DividedCall, str, bool]:
+        """The arguments, the call, how it is divided, and whether they are parts."""
         arguments, call, is_part = self._described(arrays, named, backend)
         way, refused = self._way_of(call)
         if way is None:
             raise ValueError(f"{self.owner}: {refused}")
-        way.check(call, arguments, is_part=is_part)
+        if way == TOKENS:  # In the layout `heads` the mechanism checks all tokens.
+            tokens.check(call, arguments, is_part=is_part)
         return arguments, call, way, is_part
 
     def _described(
@@ -161,53 +153,28 @@ class ContextParallel(DividedMechanism):
         """The arguments, the call, and whether the arguments are one device's parts."""
         arguments = arguments_of(self.mechanism, self.owner, arrays, named)
         is_part = self.axis in jax.sharding.get_abstract_mesh().manual_axes
-        return arguments, self._call(arguments, backend, is_part=is_part), is_part
-
-    def _call(
-        self, arguments: DividedArguments, backend: BackendNames, *, is_part: bool
-    ) -> DividedCall:
-        """The call with its sizes and the parts of its inputs."""
-        declared, inputs, shapes, parts = self.mechanism.inputs, arguments.inputs, {}, {}
-        axes = {name: HeadAxes.of_pattern(declared[name], x.shape) for name, x in inputs.items()}
-        divisor = 1 if self.order is None else self.order.divisor
-        for name, x in inputs.items():
+        declared, shapes, parts, axes = self.mechanism.inputs, {}, {}, {}
+        where = "of this device" if is_part else f"on {self.devices} devices"
+        for name, x in arguments.inputs.items():
+            axes[name] = HeadAxes.of_pattern(declared[name], x.shape)
             time, part, whole = axes[name].time, list(x.shape), list(x.shape)
             if time is not None:
-                multiple = divisor * declared[name].axes[time].multiple
-                multiple *= 1 if is_part else self.devices
+                multiple = declared[name].axes[time].multiple * (1 if is_part else self.devices)
+                multiple *= 1 if self.order is None else self.order.divisor
                 if x.shape[time] == 0 or x.shape[time] % multiple:
-                    raise ValueError(self._not_a_multiple(name, x.shape[time], multiple, is_part))
-                if is_part:
-                    whole[time] *= self.devices
-                else:
-                    part[time] //= self.devices
+                    raise ValueError(
+                        f"{self.owner}: {name} has {x.shape[time]} tokens; layout "
+                        f"{str(self.order or HEADS)!r} expects a multiple of {multiple} {where} "
+                        f"(pad them, and give lengths)"
+                    )
+                whole[time] *= self.devices if is_part else 1
+                part[time] = whole[time] // self.devices
             shapes[name] = tuple(whole)
             parts[name] = jax.ShapeDtypeStruct(tuple(part), x.dtype)
-        sizes = declared.sizes(self.owner, shapes)
-        return DividedCall(
-            self.owner,
-            self.mechanism,
-            self.axis,
-            self.devices,
-            self.order,
-            backend,
-            axes,
-            parts,
-            sizes,
-            tuple(arguments.masks),
-        )
-
-    def _not_a_multiple(self, name: str, tokens: int, multiple: int, is_part: bool) -> str:
-        where = "of this device" if is_part else f"on {self.devices} devices"
-        layout = str(self.order or "heads")
-        return (
-            f"{self.owner}: {name} has {tokens} tokens; layout {layout!r} expects a multiple "
-            f"of {multiple} {where} (pad them, and give lengths)"
-        )
-
-    def _resharded(self, x: Array, spec: P) -> Array:
-        """x with its tokens sharded, as a `shard_map` of explicit shardings expects."""
-        return reshard(x, NamedSharding(self.mesh, spec))
+        sizes, masks = declared.sizes(self.owner, shapes), tuple(arguments.masks)
+        of_mesh = self.axis, self.devices, self.order, backend
+        call = DividedCall(self.owner, self.mechanism, *of_mesh, axes, parts, sizes, masks)
+        return arguments, call, is_part
 
     def _spec(self, time: int | None) -> P:
         return P() if time is None else P(*(None,) * time, self.axis)

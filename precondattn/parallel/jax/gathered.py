@@ -13,13 +13,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.parallel.jax.piece import DividedPiece
-from precondattn.parallel.ways import gathered_inputs
+from precondattn.parallel.ways import DividedPiece, gathered_inputs
 
 
 def output(piece: DividedPiece) -> Array:
     """The output of a device's tokens."""
-    line, inputs, tokens = piece.line, piece.inputs, piece.tokens
+    line, inputs, tokens = piece.call.line, piece.inputs, piece.call.counts[0]
     whole = {
         name: _in_order(piece, lax.all_gather(inputs[name], line.axis, axis=1, tiled=True))
         for name in gathered_inputs(piece.leaf)
@@ -39,7 +38,7 @@ def output(piece: DividedPiece) -> Array:
 
 def _in_order(piece: DividedPiece, x: Array) -> Array:
     """Tokens (b, s, …) in the order of the sequence, gathered from all devices."""
-    position = piece.line.all_positions(x.shape[1] // piece.line.devices)
+    position = piece.call.line.all_positions(x.shape[1] // piece.call.line.devices)
     return x[:, jnp.argsort(jnp.reshape(position, -1))]
 
 
@@ -71,7 +70,7 @@ def _of_part(
         ids = masks["segment_ids"]
         # Masked tokens join the first segment, so that each segment stays contiguous.
         options["segment_ids"] = jnp.where(is_before, jnp.roll(ids, -end, axis=1), ids[:, :1])
-    return leaf(**inputs, **options, backend=piece.backend)
+    return leaf(**inputs, **options, backend=piece.call.backend)
 
 
 def _mask_in_order(piece: DividedPiece, of_devices: Array) -> Array:

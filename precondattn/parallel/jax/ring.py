@@ -16,37 +16,34 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Tree, upcast
-from precondattn.parallel.jax.piece import DeviceLine, DividedPiece
+from precondattn.parallel.jax.line import DeviceLine
 from precondattn.parallel.masks import DividedMasks
 from precondattn.parallel.rectangles import Rectangle, seen
-from precondattn.parallel.ring_reads import LaserOfParts, MeanOfParts, WholeRows, read_of
+from precondattn.parallel.ring_reads import MeanOfParts, WholeRows, read_of
+from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.array_functions import finite_or_zero
 from precondattn.spec.softmax import Softmax
-
-if TYPE_CHECKING:
-    from precondattn.algebra.piece import BackendNames
 
 
 def output(piece: DividedPiece) -> Array:
     """The output of a device's tokens."""
-    leaf, inputs = piece.leaf, piece.inputs
-    assert isinstance(leaf, Softmax)  # `way_of` has checked it.
-    ring = RingCall(leaf, piece.line, piece.backend)
-    out: Array = _around(ring, piece.masks, inputs["q"], inputs["k"], inputs["v"])
-    return out
+    inputs = piece.inputs
+    ring = RingCall(piece.leaf, piece.call.line, piece.call.backend)
+    return _around(ring, piece.masks, inputs["q"], inputs["k"], inputs["v"])
 
 
 class RingPair(NamedTuple):
     """The attention of some queries to some of a device's keys."""
 
-    over_parts: MeanOfParts | LaserOfParts
+    over_parts: MeanOfParts
     seen_by: Array | None
     """Which of the queries (b, t) see any of the keys; None if all of them may"""
     is_any: Array | None

@@ -10,32 +10,26 @@ pass), whose number differs between devices.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.arrays import Tree, upcast
-from precondattn.parallel.jax.piece import DividedPiece
+from precondattn.given import Arguments
 from precondattn.parallel.jax.solve_blocks import SolveBlocks
-from precondattn.parallel.masks import DividedMasks
+from precondattn.parallel.masks import DividedMasks, crossing
 from precondattn.parallel.partial_attention import with_lse, with_lse_vjp
-from precondattn.parallel.solve import BLOCK, attention_of
-from precondattn.spec.lucid import LucidSolve
+from precondattn.parallel.solve import BLOCK, attention_of, keys_of_scores
+from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.rms_norm import rms_norm_vjp
-
-if TYPE_CHECKING:
-    from precondattn.given import Arguments
 
 
 def output(piece: DividedPiece) -> Array:
     """The solved values y of a device's tokens."""
     x, leaf = piece.inputs, piece.leaf
-    assert isinstance(leaf, LucidSolve)  # `way_of` has checked it.
-    blocks = SolveBlocks(leaf, piece.line, piece.backend, x["k"].shape[1], BLOCK)
-    out: Array = _solved(blocks, piece.masks, x["k"], x["v"], x.get("lucid_beta"))
-    return out
+    blocks = SolveBlocks(leaf, piece.call.line, piece.call.backend, x["k"].shape[1], BLOCK)
+    return _solved(blocks, piece.masks, x["k"], x["v"], x.get("lucid_beta"))
 
 
 class _Stacks:
@@ -46,7 +40,7 @@ class _Stacks:
     ) -> None:
         self.blocks, self.masks = blocks, masks
         self.k = blocks.stacked(k)
-        self.unit = blocks.unit(self.k)
+        self.unit = keys_of_scores(blocks.leaf, self.k)
         self.beta = None if beta is None else blocks.stacked(upcast(beta))
         self.valid = blocks.valid(masks, k.shape[0])
         self.segment = blocks.segment(masks, blocks.line.rank)
@@ -59,19 +53,13 @@ class _Stacks:
         return arguments | {name: mask[i] for name, mask in masks.items() if mask is not None}
 
     def seen(self, number: Array, i: Array, at: int) -> tuple[Array | None, Array | None]:
-        """Which tokens (b, rows) of a block, and of the device's block i, are of one segment.
-
-        Segments are contiguous. So this segment is at the end of the broadcast block that is
-        nearer to block i: `at` is −1, its last token, if the broadcast block comes first.
-        """
+        """Which tokens (b, rows) of a block, and of the device's block i, are of one segment."""
         if self.segment is None:
             return None, None
         device, place = self.blocks.place(number)
         of_block = self.blocks.segment(self.masks, device)
         assert of_block is not None  # All devices have segments.
-        tokens = of_block[place]
-        facing = tokens[:, at : at + 1 or None]
-        return tokens == facing, self.segment[i] == facing
+        return crossing(of_block[place], self.segment[i], at)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -87,10 +75,10 @@ def _forward(
     """The solved values of a device's rows, and the residuals of the backward pass."""
     stacks = _Stacks(blocks, masks, k, beta)
 
-    def subtracted(number: Array, received: Tree, u: Array, start: Array, stop: Array) -> Array:
+    def subtracted(number: Array, received: Tree, u: Array, start: Array, stop: int) -> Array:
         """u minus Φ y of a broadcast block, for the device's blocks `start` … `stop` − 1."""
         keys, values = received
-        keys = blocks.unit(keys)
+        keys = keys_of_scores(blocks.leaf, keys)
 
         def from_block(i: Array, u: Array) -> Array:
             seen, seen_by = stacks.seen(number, i, -1)
@@ -106,22 +94,15 @@ def _forward(
         return lax.fori_loop(start, stop, from_block, u)
 
     def step(number: Array, state: Tree) -> Tree:
-        """One step of the loop, after block `number` was broadcast; −1 before the first."""
-        u, y, received = state
-        following = number + 1
-        is_own = blocks.is_own(following)
-        start, rest = blocks.earlier(following), blocks.earlier(following + 1)
-        u = subtracted(number, received, u, start, rest)
-        i = blocks.place(following)[1]
-        solved = blocks.where_own(following, lambda: upcast(blocks.leaf(**stacks.arguments(u, i))))
-        y = y.at[i].set(jnp.where(is_own, solved, y[i]))
-        coming = blocks.broadcast(following, (stacks.k, y))
-        stop = jnp.where(number < 0, rest, blocks.of_device)
-        return subtracted(number, received, u, rest, stop), y, coming
+        u, y = state
+        i = blocks.place(number)[1]
+        solved = blocks.where_own(number, lambda: upcast(blocks.leaf(**stacks.arguments(u, i))))
+        y = y.at[i].set(jnp.where(blocks.is_own(number), solved, y[i]))
+        received, start = blocks.broadcast(number, (stacks.k, y)), blocks.earlier(number + 1)
+        return subtracted(number, received, u, start, blocks.of_device), y
 
     u = blocks.stacked(upcast(v))
-    received = (jnp.zeros_like(stacks.k[0]), jnp.zeros_like(u[0]))
-    u, y, _ = lax.fori_loop(-1, blocks.all - 1, step, (u, jnp.zeros_like(u), received))
+    u, y = lax.fori_loop(0, blocks.all, step, (u, jnp.zeros_like(u)))
     return blocks.unstacked(y).astype(v.dtype), (masks, k, v, beta, u, y)
 
 
@@ -132,7 +113,7 @@ def _backward(blocks: SolveBlocks, saved: Tree, d_y: Array) -> Tree:
     def subtracted(number: Array, received: Tree, sums: Tree, start: Array, stop: Array) -> Tree:
         """r minus Φᵀ g of a broadcast block, and the key gradients, in earlier blocks."""
         keys, of_block = received
-        keys = blocks.unit(keys)
+        keys = keys_of_scores(blocks.leaf, keys)
 
         def from_block(i: Array, sums: Tree) -> Tree:
             r, d_unit, d_keys = sums
@@ -152,41 +133,31 @@ def _backward(blocks: SolveBlocks, saved: Tree, d_y: Array) -> Tree:
         return lax.fori_loop(start, stop, from_block, sums)
 
     def step(done: Array, state: Tree) -> Tree:
-        """One step in reverse, after the block that `done` blocks follow; −1 before the last."""
-        r, d_unit, solved, received = state
+        r, d_unit, solved = state
         number = blocks.all - 1 - done
-        following = number - 1
-        is_own = blocks.is_own(following)
-        stop = blocks.earlier(number)
-        rest = blocks.earlier(following)
-        sums = subtracted(number, received, (r, d_unit, jnp.zeros_like(d_unit[0])), rest, stop)
-        i = blocks.place(following)[1]
+        i, is_own = blocks.place(number)[1], blocks.is_own(number)
 
         def gradients() -> Tree:
             _, pull = blocks.leaf.vjp(**stacks.arguments(u, i))
-            pulled = pull(sums[0][i])
+            pulled = pull(r[i])
             return {name: upcast(pulled[name]) for name in solved}
 
-        of_block = blocks.where_own(following, gradients)
+        of_block = blocks.where_own(number, gradients)
         solved = {
             name: stack.at[i].set(jnp.where(is_own, of_block[name], stack[i]))
             for name, stack in solved.items()
         }
-        coming = blocks.broadcast(following, (stacks.k, solved["v"]))
-        r, d_unit, d_keys = subtracted(
-            number, received, sums, jnp.zeros_like(rest), jnp.where(done < 0, 0, rest)
-        )
-        owner, i = blocks.place(jnp.minimum(number, blocks.all - 1))
-        d_keys = jnp.where(owner == blocks.line.rank, lax.psum(d_keys, blocks.line.axis), 0)
-        return r, d_unit.at[i].add(d_keys), solved, coming
+        received, stop = blocks.broadcast(number, (stacks.k, solved["v"])), blocks.earlier(number)
+        sums = (r, d_unit, jnp.zeros_like(d_unit[0]))
+        r, d_unit, d_keys = subtracted(number, received, sums, jnp.zeros_like(stop), stop)
+        d_keys = jnp.where(is_own, lax.psum(d_keys, blocks.line.axis), 0)
+        return r, d_unit.at[i].add(d_keys), solved
 
     zeros = {"k": jnp.zeros_like(stacks.unit), "v": jnp.zeros_like(u)}
     if stacks.beta is not None:
         zeros["lucid_beta"] = jnp.zeros_like(stacks.beta)
-    received = (jnp.zeros_like(stacks.k[0]), jnp.zeros_like(u[0]))
-    r = blocks.stacked(upcast(d_y))
-    state = (r, jnp.zeros_like(stacks.unit), zeros, received)
-    _, d_unit, d_own, _ = lax.fori_loop(-1, blocks.all - 1, step, state)
+    state = (blocks.stacked(upcast(d_y)), jnp.zeros_like(stacks.unit), zeros)
+    _, d_unit, d_own = lax.fori_loop(0, blocks.all, step, state)
     d_unit, d_k = blocks.unstacked(d_unit), blocks.unstacked(d_own["k"])
     if blocks.leaf.normalize == "keys":
         d_unit = rms_norm_vjp(upcast(k), blocks.leaf.eps, d_unit)

@@ -4,9 +4,9 @@ All blocks have equally many rows, at most BLOCK. Where a part of the layout is 
 that, its last block ends with masked rows. A device stacks its blocks in one array (blocks, b,
 rows, …).
 
-Each step of the loop starts with a block that every device has received (`solve.py`). The device
-that has the next block subtracts from that block first, solves it and broadcasts it. Then all
-subtract from their other rows. A broadcast is a sum over devices, to which the others add 0.
+In each step of the loop, the device that has a block solves it and broadcasts it, and all devices
+subtract from their later rows (`solve.py`). A broadcast is a sum over devices, to which the others
+add 0.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from jax import Array, lax
 
 from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Arrays, Tree, upcast
-from precondattn.parallel.jax.piece import DeviceLine
+from precondattn.parallel.jax.line import DeviceLine
 from precondattn.parallel.masks import DividedMasks
-from precondattn.parallel.solve import keys_of_scores
 from precondattn.spec.lucid import LucidSolve
 
 
@@ -138,7 +137,3 @@ class SolveBlocks:
     def _varying(self, arrays: Tree) -> Tree:
         """Replicated arrays, marked as varying, which the checks of `shard_map` require."""
         return lax.pcast(arrays, self.line.axis, to="varying")
-
-    def unit(self, k: Array) -> Array:
-        """The keys from which the scores are computed."""
-        return keys_of_scores(self.leaf, k)

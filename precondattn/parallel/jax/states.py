@@ -14,38 +14,34 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.parallel.jax.piece import DeviceLine, DividedPiece
+from precondattn.algebra.mechanism import Leaf
+from precondattn.algebra.piece import BackendNames
+from precondattn.arrays import Tree
+from precondattn.parallel.jax.line import DeviceLine
 from precondattn.parallel.states import (
     SegmentBorders,
     StateMap,
     extended,
-    extended_vjp,
     is_scaled,
     kept,
     states_before,
     steps_of_tokens,
     with_states,
 )
-
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf
-    from precondattn.algebra.piece import BackendNames
-    from precondattn.arrays import Tree
+from precondattn.parallel.ways import DividedPiece
 
 
 def output(piece: DividedPiece) -> Array:
     """The output of a device's tokens."""
-    segments, masks = piece.masks.segment, piece.masks.of_extension(piece.line.rank)
+    segments, masks = piece.masks.segment, piece.masks.of_extension(piece.call.line.rank)
     borders = None if segments is None else SegmentBorders.of_segments(segments)
-    scan = _Scan(piece.leaf, piece.line, piece.backend)
-    out: Array = _scanned(scan, masks, borders, piece.inputs)
-    return out
+    scan = _Scan(piece.leaf, piece.call.line, piece.call.backend)
+    return _scanned(scan, (masks, borders), piece.inputs)
 
 
 @dataclass(frozen=True)
@@ -75,22 +71,13 @@ class _Scan:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scanned(
-    scan: _Scan,
-    masks: Mapping[str, Array],
-    borders: SegmentBorders | None,
-    inputs: Mapping[str, Array],
-) -> Array:
-    return _forward(scan, masks, borders, inputs)[0]
+def _scanned(scan: _Scan, of_tokens: Tree, inputs: Mapping[str, Array]) -> Array:
+    """The output of a device's tokens; `of_tokens` has their masks and the borders of segments."""
+    return _forward(scan, of_tokens, inputs)[0]
 
 
-def _forward(
-    scan: _Scan,
-    masks: Mapping[str, Array],
-    borders: SegmentBorders | None,
-    inputs: Mapping[str, Array],
-) -> tuple[Array, Tree]:
-    """The output of a device's tokens, and the residuals of the backward pass."""
+def _forward(scan: _Scan, of_tokens: Tree, inputs: Mapping[str, Array]) -> tuple[Array, Tree]:
+    masks, borders = of_tokens
     leaf, (continues, is_open) = scan.leaf, _of_device(scan.line, borders)
     steps = {
         key: step._replace(is_open=is_open)
@@ -99,16 +86,16 @@ def _forward(
     before = scan.states_before(list(steps.values()), borders, is_reversed=False)
     states = {key: kept(state, continues) for key, state in zip(steps, before, strict=True)}
     cache = with_states(leaf.init_cache(**inputs), states)
-    out, _ = extended(leaf, cache, inputs, scan.backend, masks)
+    out, _ = extended("extend", leaf, cache, inputs, scan.backend, masks)
     transitions = {key: step.transition for key, step in steps.items()}
-    return out, (masks, borders, inputs, states, transitions)
+    return out, (of_tokens, inputs, states, transitions)
 
 
 def _backward(scan: _Scan, saved: Tree, cotangent: Array) -> Tree:
-    masks, borders, inputs, states, transitions = saved
+    (masks, borders), inputs, states, transitions = saved
     leaf, (continues, is_open) = scan.leaf, _of_device(scan.line, borders)
     cache = with_states(leaf.init_cache(**inputs), states)
-    _, _, pull = extended_vjp(leaf, cache, inputs, scan.backend, masks)
+    _, _, pull = extended("extend_vjp", leaf, cache, inputs, scan.backend, masks)
     _, d_past = pull(cotangent)
     steps = [
         StateMap(transitions[key], state, is_scaled(leaf), is_open).adjoint(
@@ -118,7 +105,7 @@ def _backward(scan: _Scan, saved: Tree, cotangent: Array) -> Tree:
     ]
     of_end = scan.states_before(steps, borders, is_reversed=True)
     gradients, _ = pull(cotangent, dict(zip(states, of_end, strict=True)))
-    return None, None, {name: gradients[name].astype(x.dtype) for name, x in inputs.items()}
+    return None, {name: gradients[name].astype(x.dtype) for name, x in inputs.items()}
 
 
 def _of_device(

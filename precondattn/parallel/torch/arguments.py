@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,14 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from precondattn.algebra.declaration import Axis, Pattern
+from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Arrays, Shape, dtype_name
 from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
 from precondattn.execution.pair_masks import refuse_divided
 from precondattn.frameworks.torch.dtensor_sharding import MASKS
 from precondattn.parallel.heads import HeadAxes
-
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
 
 WHOLE = ("lengths", "cu_seqlens")
 """The masks that every process has whole: they have entries per sequence, not per token."""
@@ -61,20 +59,25 @@ class Bound(NamedTuple):
 
     def __str__(self) -> str:
         """The properties that must be the same on all processes: all but the number of tokens."""
-        said, records = [], torch.is_grad_enabled()
+        said = []
         for name, x in self.inputs.items():
-            shape = [str(n) for n in x.shape]
-            if name in self.with_tokens:
-                time, axis = self.of_time(name)
-                shape[time] = axis.letter
-            gradient = ", with gradient" if records and x.requires_grad else ""
-            said.append(f"{name} {dtype_name(x)} ({', '.join(shape)}){gradient}")
+            letters = dict([self.of_time(name)]) if name in self.with_tokens else {}
+            said.append(f"{name} {described(x, letters)}")
         for name, mask in sorted(self.masks.items()):
             if name in WHOLE:
                 said.append(f"{name} {torch.as_tensor(mask, device='cpu').tolist()}")
             else:
                 said.append(f"{name} {dtype_name(mask)} ({mask.shape[0]}, s)")
         return "; ".join(said)
+
+
+def described(x: Tensor, letters: Mapping[int, Axis] | None = None) -> str:
+    """The dtype, shape and need of a gradient of a tensor; axes in `letters` may have any size."""
+    shape = [str(n) for n in x.shape]
+    for at, axis in (letters or {}).items():
+        shape[at] = axis.letter
+    gradient = ", with gradient" if torch.is_grad_enabled() and x.requires_grad else ""
+    return f"{dtype_name(x)} ({', '.join(shape)}){gradient}"
 
 
 def bind(
@@ -116,8 +119,7 @@ def local_part(name: str, x: Tensor, time: int | None, mesh: DeviceMesh) -> Tens
             f"{name} must be {expected} on {mesh}; found {tuple(x.placements)} on {x.device_mesh}"
         )
     # Each process has one term of the gradient of an array that all have.
-    part: Tensor = x.to_local(grad_placements=[Partial() if time is None else expected])
-    return part
+    return x.to_local(grad_placements=[Partial() if time is None else expected])
 
 
 def _tokens(bound: Bound) -> tuple[int, int]:

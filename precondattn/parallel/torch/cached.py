@@ -2,7 +2,7 @@
 
 The leaves are divided as in `ways.py`. What each process keeps depends on the leaf:
 
-    local   nothing                                                      (`alone.py`)
+    local   nothing                                                      (`tokens.py`)
     ring    the keys and values of its tokens                            (`ring_cache.py`)
     solve   the keys and solved values of its tokens                     (`solve_cache.py`)
     states  the states after all tokens                                  (`states_cache.py`)
@@ -10,45 +10,41 @@ The leaves are divided as in `ways.py`. What each process keeps depends on the l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.mechanism import leaf_of
+from precondattn.algebra.mechanism import Mechanism, leaf_of
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.kinds import holding
 from precondattn.execution.cache_checks import keeps_tokens
 from precondattn.execution.masks import zero_padding
 from precondattn.given import at_least
 from precondattn.parallel import ways
-from precondattn.parallel.torch import alone, ring_cache, solve_cache, states_cache
-from precondattn.parallel.torch.call import DividedCall, MeshProcesses, tried
+from precondattn.parallel.torch import ring_cache, solve_cache, states_cache
+from precondattn.parallel.torch.call import DividedCall
 from precondattn.parallel.torch.divided_cache import (
     DividedCache,
-    Kept,
     extended,
     filled,
     rows_needed,
     tokens_stored,
 )
+from precondattn.parallel.torch.masks import masks_of, positions_of
 from precondattn.parallel.torch.new_tokens import NewTokens
-from precondattn.parallel.torch.piece import DividedPiece, masks_of, positions_of
+from precondattn.parallel.torch.processes import MeshProcesses, tried
 from precondattn.parallel.torch.step import DividedStep, PartExchanges, Shape
-from precondattn.parallel.torch.tokens import computed, like_output
-from precondattn.parallel.ways import Way, way_of
+from precondattn.parallel.torch.tokens import alone
+from precondattn.parallel.ways import DividedPiece, Way, way_of
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from precondattn.algebra.leaf_protocol import LeafProtocol
-    from precondattn.algebra.mechanism import Mechanism
+Steps = Callable[[int, Mapping[str, Tensor]], DividedStep]
 
 CACHED: Mapping[Way, ModuleType] = {
-    ways.LOCAL: alone,
     ways.RING: ring_cache,
     ways.SOLVE: solve_cache,
     ways.STATES: states_cache,
@@ -70,18 +66,21 @@ def prefill(
 
     def output_of(number: int, way: Way, piece: DividedPiece) -> Tensor:
         begins = None
+        if way is ways.LOCAL:
+            return alone(piece)
         if begin is not None:
             begins = {slot: begin.store[key] for slot, key in keys[number].items()}
-        out: Tensor
-        out, of_slots = CACHED[way].prefilled(piece, begins)
-        _keep(kept, keys[number], of_slots)
-        return out
+        of_leaf: Tensor
+        of_leaf, of_slots = CACHED[way].prefilled(piece, begins)
+        for slot, tensor in of_slots.items():  # Leaves that share a buffer store the same in it.
+            kept.setdefault(keys[number][slot], tensor)
+        return of_leaf
 
-    out = computed(call, masks, output_of)
+    out: Tensor = ways.computed(call, call.bound.inputs, masks, output_of, processes.together)
     if masks.valid is not None and KEY_MASK in cache.token_buffers:
         kept[KEY_MASK] = masks.valid[rank]
     positions = positions_of(call.parts, rank, processes.device)
-    return out, processes.together(lambda: filled(cache, _kept(cache, kept), positions, rank))
+    return out, processes.together(lambda: filled(cache, kept, positions, rank))
 
 
 def extend(
@@ -90,27 +89,28 @@ def extend(
     """The output of the new tokens, and the cache with them."""
     mechanism, rank = cache.mechanism, processes.rank
     values = zero_padding(new.inputs, mechanism.inputs, new.within, new.valid)
-    parts, past = _parts(new, processes), _Past.of_cache(cache, rank)
+    parts, steps = _parts(new, processes), _steps(cache, new, rank)
     kept: dict[str, Tensor] = {}
     for number, leaf_call in enumerate(mechanism.program.calls):
-        step, way = past.step(number, new, values), cached_way(leaf_call.leaf)
-        shape = way.part_shape(step)
-        of_all = None if shape is None else parts.of_all(shape, lambda: way.part(step))  # noqa: B023
-        result, error = tried(lambda: way.stepped(step, of_all))  # noqa: B023
+        step = steps(number, values)
+        shape = _part_shape(step)
+        of_all = None
+        if shape is not None:
+            of_all = parts.of_all(shape, partial(CACHED[_way(step)].part, step))
+        result, error = tried(partial(_stepped, step, of_all))
         if error is not None:
-            values[leaf_call.out] = like_output(step.leaf, step.inputs)
-            exchanges = _shapes(past, new, values, number + 1)
+            values[leaf_call.out] = DividedCall.like_output(step.leaf, step.inputs)
+            exchanges = _shapes(mechanism, steps, values, number + 1)
             parts.failed(next((of for _, of in exchanges if of is not None), None), error)
         assert result is not None  # `failed` has raised an error otherwise.
         values[leaf_call.out], of_slots = result
-        _keep(kept, mechanism.program.slot_keys[number], of_slots)
+        for slot, tensor in of_slots.items():
+            kept.setdefault(mechanism.program.slot_keys[number][slot], tensor)
     if KEY_MASK in cache.token_buffers:
         shape = new.sizes["b"], new.sizes["t"]
         everything = torch.ones(shape, dtype=torch.bool, device=processes.device)
         kept[KEY_MASK] = everything if new.valid is None else new.valid
-    after = processes.together(
-        lambda: extended(cache, _kept(cache, kept), new.counts, rank, donate=donate)
-    )
+    after = processes.together(lambda: extended(cache, kept, new.counts, rank, donate=donate))
     name = mechanism.program.out
     of_out = Inputs(**{name: mechanism.program.output})
     return zero_padding({name: values[name]}, of_out, new.within, new.valid)[name], after
@@ -120,8 +120,8 @@ def bytes_of_extension(
     new: NewTokens, processes: MeshProcesses, cache: DividedCache
 ) -> dict[str, int]:
     """The bytes that this process sends in `extend`, by array and value of the program."""
-    parts, past = _parts(new, processes), _Past.of_cache(cache, processes.rank)
-    shapes = _shapes(past, new, new.inputs)
+    parts, steps = _parts(new, processes), _steps(cache, new, processes.rank)
+    shapes = _shapes(cache.mechanism, steps, new.inputs)
     return {f"parts for {out}": parts.bytes_sent(shape) for out, shape in shapes if shape}
 
 
@@ -178,79 +178,69 @@ def _empty(
     )
 
 
-def _keep(kept: dict[str, Tensor], keys: Mapping[str, str], of_slots: Mapping[str, Tensor]) -> None:
-    """Add what a leaf keeps to `kept`; leaves that share a buffer store the same in it."""
-    for slot, tensor in of_slots.items():
-        kept.setdefault(keys[slot], tensor)
-
-
-def _kept(cache: DividedCache, kept: Mapping[str, Tensor]) -> Kept:
-    rows = {name: kept[name] for name in cache.token_buffers}
-    return Kept(rows, {name: x for name, x in kept.items() if name not in rows})
-
-
 def _parts(new: NewTokens, processes: MeshProcesses) -> PartExchanges:
     is_double = any(x.dtype == torch.float64 for x in new.inputs.values())
     return PartExchanges(processes, torch.float64 if is_double else torch.float32)
 
 
-class _Past(NamedTuple):
-    """The cached tokens of one process."""
+def _steps(cache: DividedCache, new: NewTokens, rank: int) -> Steps:
+    """The leaf calls of the program on new tokens, by number, with the values before them."""
+    rows, buffers, program = cache.rows_of(rank), cache.part.store, cache.mechanism.program
+    # Without rows that are unused in all sequences.
+    store = {n: x[:, :rows] if n in cache.token_buffers else x for n, x in buffers.items()}
+    seen = store.pop(KEY_MASK, None)
+    if cache.held and set(cache.held[rank]) != {rows}:
+        length = cache.part.length
+        within = torch.arange(rows, device=length.device) < length[:, None]
+        seen = within if seen is None else seen & within
 
-    mechanism: Mechanism
-    store: Mapping[str, Tensor]
-    """The buffers, without rows that are unused in all sequences"""
-    rows: int
-    seen: Tensor | None
+    def step(number: int, values: Mapping[str, Tensor]) -> DividedStep:
+        call = program.calls[number]
+        past = {slot: store[key] for slot, key in program.slot_keys[number].items()}
+        inputs = {name: values[value] for name, value in call.arguments}
+        return DividedStep(leaf_of(call), inputs, past, rows, seen, new)
 
-    @classmethod
-    def of_cache(cls, cache: DividedCache, rank: int) -> _Past:
-        rows, buffers, names = cache.rows_of(rank), cache.part.store, cache.token_buffers
-        store = {n: buffer[:, :rows] if n in names else buffer for n, buffer in buffers.items()}
-        seen = store.pop(KEY_MASK, None)
-        if cache.held and set(cache.held[rank]) != {rows}:
-            length = cache.part.length
-            within = torch.arange(rows, device=length.device) < length[:, None]
-            seen = within if seen is None else seen & within
-        return cls(cache.mechanism, store, rows, seen)
-
-    def step(self, number: int, new: NewTokens, values: Mapping[str, Tensor]) -> DividedStep:
-        """Leaf call `number` of the program on the new tokens; `values` has the earlier values."""
-        program = self.mechanism.program
-        call, keys = program.calls[number], program.slot_keys[number]
-        return DividedStep(
-            leaf_of(call),
-            {name: values[value] for name, value in call.arguments},
-            {slot: self.store[key] for slot, key in keys.items()},
-            self.rows,
-            self.seen,
-            new,
-        )
+    return step
 
 
 def _shapes(
-    past: _Past, new: NewTokens, values: Mapping[str, Tensor], start: int = 0
+    mechanism: Mechanism, steps: Steps, values: Mapping[str, Tensor], start: int = 0
 ) -> Iterator[tuple[str, Shape | None]]:
     """The shapes that the leaf calls from number `start` on exchange, by output value."""
     like = {name: x.to("meta") for name, x in values.items()}
-    calls = past.mechanism.program.calls
-    for number in range(start, len(calls)):
-        step = past.step(number, new, like)
-        yield calls[number].out, cached_way(step.leaf).part_shape(step)
-        like[calls[number].out] = like_output(step.leaf, step.inputs)
+    for number, leaf_call in enumerate(mechanism.program.calls):
+        if number >= start:
+            step = steps(number, like)
+            yield leaf_call.out, _part_shape(step)
+            like[leaf_call.out] = DividedCall.like_output(step.leaf, step.inputs)
+
+
+def _part_shape(step: DividedStep) -> Shape | None:
+    """The shape of what processes exchange for a leaf; None for nothing."""
+    way, shape = _way(step), None
+    if way in (ways.RING, ways.SOLVE):
+        shape = CACHED[way].part_shape(step)
+    return shape
+
+
+def _stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output of the new tokens, and what the leaf keeps of them by slot name."""
+    if _way(step) is ways.LOCAL:
+        return step.leaf(**step.inputs, backend=step.new.backend), {}
+    out, of_slots = CACHED[_way(step)].stepped(step, parts)
+    return out, of_slots
 
 
 def refusal(mechanism: Mechanism) -> str | None:
     """The reason why a divided call can not fill a cache; None if it can."""
     for leaf in mechanism.program.leaves:
         way = way_of(leaf)
-        if way is not None and way not in CACHED:
+        if way is not None and way not in (ways.LOCAL, *CACHED):
             return f"keeps no cache of {leaf}, whose keys are gathered"
     return None
 
 
-def cached_way(leaf: LeafProtocol) -> ModuleType:
-    """The module that keeps the tokens of a leaf."""
-    way = way_of(leaf)
+def _way(step: DividedStep) -> Way:
+    way = way_of(step.leaf)
     assert way is not None  # It has been checked.
-    return CACHED[way]
+    return way

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.algebra.piece import BackendNames
+from precondattn.arrays import Array
 from precondattn.cache import Cache
-from precondattn.parallel.divided_mechanism import DividedMechanism, Plan, advice
+from precondattn.parallel.divided_mechanism import HEADS, TOKENS, DividedMechanism, Plan, advice
 from precondattn.parallel.heads import HeadAxes
 from precondattn.parallel.torch import cached, heads, tokens
 from precondattn.parallel.torch.arguments import Bound, bind
-from precondattn.parallel.torch.call import DividedCall, check_mesh, processes_of
+from precondattn.parallel.torch.call import DividedCall
 from precondattn.parallel.torch.divided_cache import DividedCache
 from precondattn.parallel.torch.new_tokens import NewTokens, bind_new
+from precondattn.parallel.torch.processes import check_mesh, processes_of
 from precondattn.parallel.torch.start import CacheStart
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from precondattn.algebra.mechanism import Mechanism
-    from precondattn.algebra.piece import BackendNames
-    from precondattn.arrays import Array
 
 
 def context_parallel(
@@ -83,7 +80,7 @@ def context_parallel(
 class ContextParallel(DividedMechanism):
     """A mechanism whose tokens are divided among processes; made by `context_parallel`."""
 
-    _heads, _tokens = heads, tokens
+    outputs = {HEADS: heads.output, TOKENS: tokens.output}  # noqa: RUF012
 
     def __init__(self, mechanism: Mechanism | str, mesh: DeviceMesh, layout: str | None) -> None:
         super().__init__(mechanism, layout)
@@ -95,8 +92,8 @@ class ContextParallel(DividedMechanism):
 
     def __call__(self, *arrays: Array, backend: BackendNames = None, **named: Array) -> Tensor:
         """The output of this process's tokens."""
-        call, way = self._agreed(arrays, named, backend)
-        return self._as_given(call, way.output(call))
+        call = self._bound(arrays, named, backend)
+        return self._as_given(call, self.outputs[self._way(call)](call))
 
     def prefill(
         self,
@@ -142,7 +139,8 @@ class ContextParallel(DividedMechanism):
         and 0 on the others.
         """
         start = CacheStart(self.mechanism, capacity, cache)
-        call, _ = self._agreed(arrays, named, backend, start)
+        call = self._bound(arrays, named, backend, start)
+        self._way(call, is_prefill=True)
         out, divided = cached.prefill(call, self.mesh, capacity, cache)
         return self._as_given(call, out), divided
 
@@ -231,21 +229,17 @@ class ContextParallel(DividedMechanism):
                 f"{self.owner}: verb must be 'forward' or 'prefill' (for extend, pass "
                 f"the cache); found {verb!r}"
             )
-        rank = self.processes.rank
+        rank, of = self.processes.rank, f"this process of {self.processes.devices}"
         if cache is not None:
             new = self._new_tokens(cache, arrays, named)
             sent = cached.bytes_of_extension(new, self.processes, cache)
             during = f"{cache.rows_of(rank)} cached tokens and all new ones, of all heads"
-            return self._plan(cache.layout, new.sizes["t"], during, sent)
-        is_prefill = verb == "prefill"
-        start = CacheStart(self.mechanism, 1, None) if is_prefill else None
-        call, way = self._agreed(arrays, named, None, start)
-        sent = way.bytes_sent(call) | (cached.bytes_of_states(call) if is_prefill else {})
-        return self._plan(self._name_of(way), call.tokens["t"][rank], way.during(call), sent)
-
-    def _plan(self, layout: str, tokens: int, during: str, sent: Mapping[str, int]) -> Plan:
-        of = f"this process of {self.processes.devices}"
-        return Plan(str(self.mechanism), layout, of, tokens, during, sent)
+            return Plan(str(self.mechanism), cache.layout, of, new.sizes["t"], during, sent)
+        start = CacheStart(self.mechanism, 1, None) if verb == "prefill" else None
+        call = self._bound(arrays, named, None, start)
+        plan = self._plan_of(call, self._way(call, is_prefill=start is not None), of)
+        of_states = {} if start is None else cached.bytes_of_states(call)
+        return replace(plan, bytes_sent={**plan.bytes_sent, **of_states})
 
     def _new_tokens(
         self,
@@ -266,27 +260,19 @@ class ContextParallel(DividedMechanism):
         new, _ = self.processes.agree_on(bound, lambda new: f"{new} after {cache}{on}")
         return new
 
-    def _agreed(
-        self,
-        arrays: tuple[Array, ...],
-        named: Mapping[str, Array],
-        backend: BackendNames,
-        start: CacheStart | None = None,
-    ) -> tuple[DividedCall, ModuleType]:
-        """The call, and the module that divides it, after a check that the layout can."""
-        call = self._bound(arrays, named, backend, start)
-        way, refused = self._way_of(call) if start is None else self._way_of_prefill(call)
-        if way is None:
+    def _way(self, call: DividedCall, *, is_prefill: bool = False) -> str:
+        """How a call, or a prefill, is divided, after a check that the layout can."""
+        if is_prefill:
+            way: str | None = TOKENS
+            of_cache, refused = cached.refusal(self.mechanism), self._refusal_by(TOKENS, call)
+            if refused is not None:
+                refused += advice({"contiguous": self._refusal_in_order(call) or of_cache})
+            refused = refused or of_cache
+        else:
+            way, refused = self._way_of(call)
+        if way is None or refused:
             raise ValueError(f"{self.owner}: {refused}")
-        return call, way
-
-    def _way_of_prefill(self, call: DividedCall) -> tuple[ModuleType | None, str]:
-        of_cache = cached.refusal(self.mechanism)
-        refused = self._refusal_by(tokens, call)
-        if refused is None:
-            return (tokens, "") if of_cache is None else (None, of_cache)
-        advised = advice({"contiguous": self._refusal_in_order(call) or of_cache})
-        return None, refused + advised
+        return way
 
     def _bound(
         self,

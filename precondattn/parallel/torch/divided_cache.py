@@ -15,20 +15,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import take_tokens
 from precondattn.cache import Cache, append
 from precondattn.cache.conversion import ordinary
 from precondattn.cache.kinds import holding, kinds_of
 from precondattn.parallel.layouts import TokenPart
-
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
 
 Counts = tuple[tuple[int, ...], ...]
 """A number of tokens for each process and each sequence."""
@@ -80,11 +77,8 @@ class DividedCache:
         return f"a cache of {self.mechanism} with {self.lengths} tokens{rows}"
 
 
-class Kept(NamedTuple):
-    """Rows (b, t, …) of new tokens by buffer name, and new states by buffer name."""
-
-    rows: Mapping[str, Tensor]
-    states: Mapping[str, Tensor]
+Kept = Mapping[str, Tensor]
+"""Rows (b, t, …) of new tokens in `token_buffers`, and new states, by buffer name"""
 
 
 def tokens_stored(parts: Sequence[TokenPart], counts: Sequence[int], devices: int) -> Counts:
@@ -138,14 +132,12 @@ def filled(cache: DividedCache, kept: Kept, positions: Tensor, rank: int) -> Div
 
     def with_rows(buffer: Tensor, new: Tensor) -> Tensor:
         before = 0 if is_full else None
-        result: Tensor = append(buffer, new, nothing, count, donate=True, held=before)
-        return result
+        return append(buffer, new, nothing, count, donate=True, held=before)
 
     store = dict(cache.part.store)
-    for name, state in kept.states.items():
-        store[name] = state.to(store[name].dtype)
-    for name in cache.token_buffers:
-        store[name] = with_rows(store[name], kept.rows[name])
+    for name, new in kept.items():
+        is_rows = name in cache.token_buffers
+        store[name] = with_rows(store[name], new) if is_rows else new.to(store[name].dtype)
     position = cache.position
     if cache.token_buffers:
         position = with_rows(position, positions.expand(len(cache.lengths), -1))
@@ -156,7 +148,8 @@ def extended(
     cache: DividedCache, kept: Kept, counts: Sequence[int], rank: int, *, donate: bool
 ) -> DividedCache:
     """The cache after new tokens, of which the first `counts[i]` of sequence i are valid."""
-    old, store = cache.part, {**cache.part.store, **kept.states}
+    old, names = cache.part, cache.token_buffers
+    store = {n: buffer if n in names else kept[n] for n, buffer in old.store.items()}
     donate_rows = donate and ordinary(old) is old  # Rows of inference mode are copied.
     lengths = tuple(n + new for n, new in zip(cache.lengths, counts, strict=True))
     who, stored = keepers(cache.held, counts) if cache.token_buffers else ([], ())
@@ -173,11 +166,10 @@ def extended(
         before = cache.held[rank][0] if is_same else None
 
         def with_rows(buffer: Tensor, new: Tensor) -> Tensor:
-            result: Tensor = append(buffer, new, old.length, count, donate=donate_rows, held=before)
-            return result
+            return append(buffer, new, old.length, count, donate=donate_rows, held=before)
 
         position = with_rows(position, cache.length[:, None] + chosen)
         for name in cache.token_buffers:
-            store[name] = with_rows(store[name], take_tokens(kept.rows[name], chosen))
+            store[name] = with_rows(store[name], take_tokens(kept[name], chosen))
     part = holding(old, old.length + count, store)
     return replace(cache, part=part, position=position, held=stored, lengths=lengths)

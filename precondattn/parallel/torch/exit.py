@@ -20,14 +20,8 @@ THREADS = Path("/proc/self/task")
 """The folder that lists this process's threads on Linux"""
 NAME = "(pt_gloo_runloop)"
 """PyTorch's name for gloo's threads"""
-LOOK = 0.001
-"""Seconds between two checks, during which the threads can take the lock"""
-LOOKS = 3
-"""How many checks in a row must find no thread running: one of them may wake up late"""
 LONGEST = 5.0
 """Seconds after which the process ends anyway"""
-PAUSE = 0.05
-"""Seconds to wait on systems that do not list threads"""
 
 
 def wait_for_gloo() -> None:
@@ -36,15 +30,15 @@ def wait_for_gloo() -> None:
     A thread that waits for other processes is not running.
     """
     if not THREADS.exists():
-        time.sleep(PAUSE)
+        time.sleep(0.05)
         return
     idle, deadline = 0, time.monotonic() + LONGEST
-    while idle < LOOKS and time.monotonic() < deadline:
+    while idle < 3 and time.monotonic() < deadline:  # A thread may wake up late.
         states = _states()
         if not states:
             return
         idle = 0 if "R" in states else idle + 1
-        time.sleep(LOOK)
+        time.sleep(0.001)  # The threads can take the lock.
 
 
 def _states() -> list[str]:

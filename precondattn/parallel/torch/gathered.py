@@ -10,39 +10,31 @@ The gradient of a key is the sum over all processes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from precondattn.arrays import Tree
 from precondattn.parallel.heads import HeadAxes
 from precondattn.parallel.layouts import TokenPart
 from precondattn.parallel.torch.exchange import Exchange
-from precondattn.parallel.torch.piece import DividedPiece
-from precondattn.parallel.ways import gathered_inputs
-
-if TYPE_CHECKING:
-    from precondattn.arrays import Tree
+from precondattn.parallel.ways import DividedPiece, gathered_inputs
 
 
 def output(piece: DividedPiece) -> Tensor:
     """The output of this process's tokens."""
-    names, counts = gathered_inputs(piece.leaf), piece.counts
-    number = len(names)  # Every process gets the whole arrays, as arrays of one head.
-    exchange = Exchange(
-        piece.processes, (HeadAxes(1, None),) * number, (counts,) * number, (1,) * number
-    )
-    arrays = exchange.to_heads([piece.inputs[name] for name in names])
+    call = piece.call
+    # Every process gets the whole arrays, as arrays of one head.
+    exchange = Exchange(call.processes, HeadAxes(1, None), call.counts, 1)
     whole = {
-        name: _in_order(piece, x.split(counts, 1)) for name, x in zip(names, arrays, strict=True)
+        name: _in_order(piece, exchange.to_heads(piece.inputs[name]).split(call.counts, 1))
+        for name in gathered_inputs(piece.leaf)
     }
 
     def attended() -> Tensor:
-        parts = piece.own_parts(piece.processes.rank)
+        parts = call.parts_of(call.rank)
         return torch.cat([_of_part(piece, part, whole) for part in parts], 1)
 
-    out: Tensor = piece.processes.together(attended)
-    return out
+    return call.processes.together(attended)
 
 
 def _of_part(piece: DividedPiece, part: TokenPart, whole: dict[str, Tensor]) -> Tensor:
@@ -57,10 +49,9 @@ def _of_part(piece: DividedPiece, part: TokenPart, whole: dict[str, Tensor]) -> 
             inputs[name] = x[:, part.rows] if has_tokens else x
     masks = {"key_mask": piece.masks.valid, "segment_ids": piece.masks.segment}
     until = {n: _in_order(piece, of)[:, :end] for n, of in masks.items() if of is not None}
-    out: Tensor = piece.leaf(**inputs, **until, backend=piece.backend)
-    return out
+    return piece.leaf(**inputs, **until, backend=piece.call.backend)
 
 
 def _in_order(piece: DividedPiece, of_processes: Tree) -> Tensor:
     """Tokens (b, s, …) in the order of the sequence, from the tokens of every process."""
-    return torch.cat([of_processes[part.device][:, part.rows] for part in piece.parts], 1)
+    return torch.cat([of_processes[part.device][:, part.rows] for part in piece.call.parts], 1)

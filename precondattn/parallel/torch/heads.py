@@ -4,76 +4,38 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from precondattn.parallel import heads
+from precondattn.algebra.declaration import Pattern
+from precondattn.arrays import Shape
 from precondattn.parallel.heads import HeadAxes, share
-from precondattn.parallel.torch.arguments import WHOLE, Bound
-from precondattn.parallel.torch.call import DividedCall, MeshProcesses
+from precondattn.parallel.torch.arguments import WHOLE
+from precondattn.parallel.torch.call import DividedCall
 from precondattn.parallel.torch.exchange import Exchange, gathered
-
-
-def refusal(call: DividedCall) -> str | None:
-    """The reason why this layout can not divide a call; None if it can."""
-    return heads.refusal(call.mechanism, call.sizes, call.processes.devices)
 
 
 def output(call: DividedCall) -> Tensor:
     """The output of this process's tokens."""
-    bound, names, processes = call.bound, call.bound.with_tokens, call.processes
-    moved = _exchange(call).to_heads([bound.inputs[name] for name in names])
-    inputs = {**_weights(bound, processes), **dict(zip(names, moved, strict=True))}
+    bound, processes, inputs = call.bound, call.processes, {}
+    for name, x in bound.inputs.items():
+        time, axis = bound.axes[name]
+        if time is not None:
+            x = _exchange(call, bound.patterns[name], tuple(x.shape)).to_heads(x)
+        elif axis is not None:
+            part = share(x.shape[axis], processes.devices, processes.rank)
+            x = x.narrow(axis, part.start, part.stop - part.start)
+        inputs[name] = x
     masks = {
         name: mask if name in WHOLE else gathered(processes.group, mask, call.tokens["s"])
         for name, mask in bound.masks.items()
     }
     out = processes.together(lambda: call.mechanism(**inputs, **masks, backend=call.backend))
-    (part,) = _exchange_of_output(call).to_tokens([out])
-    return part
-
-
-def during(call: DividedCall) -> str:
-    """What a process has in memory during the call, in words."""
-    return heads.during(call.mechanism, call.sizes, call.processes.devices)
-
-
-def bytes_sent(call: DividedCall) -> dict[str, int]:
-    """The bytes that this process sends in the forward pass: of each input, and of `out`."""
-    processes, of_out = call.processes, call.mechanism.program.output
-    parts = {name: call.bound.inputs[name] for name in call.bound.with_tokens}
-    of_process = {letter: counts[processes.rank] for letter, counts in call.tokens.items()}
-    shapes = of_out.shape(call.sizes | of_process), of_out.shape(call.sizes)
-    return heads.bytes_sent(call.mechanism.inputs, parts, *shapes, processes.devices)
-
-
-def _exchange(call: DividedCall) -> Exchange:
-    """The exchange of all inputs with tokens."""
-    bound, names = call.bound, call.bound.with_tokens
-    axes = tuple(bound.axes[name] for name in names)
-    times = tuple(bound.times(name, call.tokens) for name in names)
-    counts = tuple(
-        1 if axis.heads is None else bound.inputs[name].shape[axis.heads]
-        for name, axis in zip(names, axes, strict=True)
-    )
-    return Exchange(call.processes, axes, times, counts)
-
-
-def _exchange_of_output(call: DividedCall) -> Exchange:
     pattern = call.mechanism.program.output
-    whole = pattern.shape(call.sizes)
-    axes = HeadAxes.of_pattern(pattern, whole)
-    assert axes.time is not None  # Every output has tokens.
-    times = call.tokens[pattern.letters[axes.time]]
-    count = 1 if axes.heads is None else whole[axes.heads]
-    return Exchange(call.processes, (axes,), (times,), (count,))
+    return _exchange(call, pattern, pattern.shape(call.sizes)).to_tokens(out)
 
 
-def _weights(bound: Bound, processes: MeshProcesses) -> dict[str, Tensor]:
-    """The inputs without tokens, restricted to this process's heads."""
-    result = {}
-    for name, x in bound.inputs.items():
-        time, axis = bound.axes[name]
-        if time is None:
-            result[name] = x
-            if axis is not None:
-                part = share(x.shape[axis], processes.devices, processes.rank)
-                result[name] = x.narrow(axis, part.start, part.stop - part.start)
-    return result
+def _exchange(call: DividedCall, pattern: Pattern, shape: Shape) -> Exchange:
+    """The exchange of an array with tokens, of this process's or of the whole shape."""
+    axes = HeadAxes.of_pattern(pattern, shape)
+    assert axes.time is not None  # It has tokens.
+    axis, count = pattern.axes[axes.time], 1 if axes.heads is None else shape[axes.heads]
+    times = tuple(axis.multiple * n for n in call.tokens[axis.letter])
+    return Exchange(call.processes, axes, times, count)

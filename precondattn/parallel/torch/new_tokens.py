@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import dtype_name, wants_gradient
 from precondattn.cache import KEY_MASK
 from precondattn.execution.array_checks import call_dtype, check_arrays
 from precondattn.execution.cache_checks import check_buffers, check_cache
-from precondattn.execution.input_names import EXTEND_OPTIONS, extending_inputs, inputs_by_name
+from precondattn.execution.input_names import (
+    EXTEND_OPTIONS,
+    extending_inputs,
+    inputs_by_name,
+    shapes_of,
+)
 from precondattn.execution.masks import ValueChecks, check_lengths, check_mask
 from precondattn.execution.pair_masks import refuse_divided
 from precondattn.parallel.torch.arguments import local_part
 from precondattn.parallel.torch.divided_cache import DividedCache
-
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
-    from precondattn.algebra.piece import BackendNames
 
 
 class NewTokens(NamedTuple):
@@ -84,12 +87,15 @@ def bind_new(
     arguments = {name: x for name, x in named.items() if name not in masks}
     declared = extending_inputs(mechanism)
     inputs = inputs_by_name(owner, declared, arrays, arguments, EXTEND_OPTIONS)
+    for name, x in inputs.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor; found {type(x).__name__}")
     kinds = {isinstance(x, DTensor) for x in inputs.values()}
-    inputs = {name: _whole(name, x, mesh) for name, x in inputs.items()}
+    inputs = {name: local_part(name, x, None, mesh) for name, x in inputs.items()}
+    of_process = {n: x.to_local() if isinstance(x, DTensor) else x for n, x in named.items()}
     check_arrays(owner, declared, inputs)
     of_cache = {"c": check_cache(owner, mechanism, cache.part, inputs), "b": len(cache.lengths)}
-    shapes = {name: tuple(x.shape) for name, x in inputs.items()}
-    sizes = declared.sizes(owner, shapes, of_cache)
+    sizes = declared.sizes(owner, shapes_of(inputs), of_cache)
     check_buffers(owner, mechanism, cache.part, sizes, call_dtype(inputs))
     if wants_gradient(*inputs.values(), *cache.part.store.values()):
         raise ValueError(
@@ -98,10 +104,9 @@ def bind_new(
         )
     like, b, t = next(iter(inputs.values())), sizes["b"], sizes["t"]
     checks = ValueChecks(owner)
-    lengths = check_lengths(owner, _local(named.get("lengths")), like, b, t, "t", checks)
-    key_mask = check_mask(
-        owner, KEY_MASK, _local(named.get(KEY_MASK)), like, (b, t), ("bool",), "(b t)"
-    )
+    lengths = check_lengths(owner, of_process.get("lengths"), like, b, t, "t", checks)
+    key_mask = of_process.get(KEY_MASK)
+    key_mask = check_mask(owner, KEY_MASK, key_mask, like, (b, t), ("bool",), "(b t)")
     if key_mask is not None and cache.token_buffers and KEY_MASK not in cache.token_buffers:
         raise ValueError(
             f"{owner}: this cache stores no key_mask; give one to prefill, of True if nothing is "
@@ -142,14 +147,3 @@ def check_not_donated(owner: str, cache: DividedCache) -> None:
         raise ValueError(
             f"{owner}: this cache was donated by extend(..., donate=True) and can not be used again"
         )
-
-
-def _whole(name: str, x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The local tensor of an array that is the same on all processes."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor; found {type(x).__name__}")
-    return local_part(name, x, None, mesh)
-
-
-def _local(mask: Tensor) -> Tensor:
-    return mask.to_local() if isinstance(mask, DTensor) else mask

@@ -5,16 +5,17 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from precondattn.arrays import fresh, wants_gradient
 from precondattn.cache import Cache
 from precondattn.cache.capacity import grown
 from precondattn.cache.kinds import holding
 from precondattn.given import Given, whole_number
-from precondattn.parallel.torch.call import processes_of
 from precondattn.parallel.torch.divided_cache import DividedCache
-from precondattn.parallel.torch.exchange import Pieces, exchanged
+from precondattn.parallel.torch.exchange import exchanged
 from precondattn.parallel.torch.new_tokens import check_not_donated
+from precondattn.parallel.torch.processes import processes_of
 
 
 def redistribute(
@@ -79,24 +80,25 @@ def redistribute(
     def rows_of(process: int, reader: int) -> int:
         return cache.rows_of(process) if to in (None, reader) else 0
 
-    sent = [
-        [x[:, : rows_of(rank, reader)].contiguous() for x in tensors] for reader in range(devices)
+    received = [
+        exchanged(
+            processes.group,
+            rank,
+            [x[:, : rows_of(rank, reader)].contiguous() for reader in range(devices)],
+            [(x.shape[0], rows_of(process, rank), *x.shape[2:]) for process in range(devices)],
+        )
+        for x in tensors
     ]
-    shapes = [
-        [(x.shape[0], rows_of(process, rank), *x.shape[2:]) for x in tensors]
-        for process in range(devices)
-    ]
-    received = exchanged(processes.group, rank, sent, shapes)
     return processes.together(lambda: _joined(cache, received, capacity) if is_given else None)
 
 
-def _joined(cache: DividedCache, received: Pieces, capacity: int | None) -> Cache:
-    """The cache with all rows in place; `received` has each process's positions and rows."""
+def _joined(cache: DividedCache, received: list[list[Tensor]], capacity: int | None) -> Cache:
+    """The cache with all rows in place, from the positions and each buffer's rows by process."""
     part, most = cache.part, cache.capacity if capacity is None else capacity
     assert most is not None  # The cache has token buffers.
     no_rows = {n: x[:, :0] if n in cache.token_buffers else x for n, x in part.store.items()}
     whole = grown(holding(part, cache.length, no_rows), most)
-    for counts, (position, *tensors) in zip(cache.held, received, strict=True):
+    for counts, (position, *tensors) in zip(cache.held, zip(*received, strict=True), strict=True):
         row = torch.arange(position.shape[1], device=position.device)
         count = torch.tensor(counts, device=position.device)
         sequence, row = (row < count[:, None]).nonzero(as_tuple=True)

@@ -23,32 +23,30 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from precondattn.arrays import upcast
-from precondattn.parallel.ring_reads import LaserOfParts, MeanOfParts, WholeRows, read_of
-from precondattn.parallel.torch.call import tried
+from precondattn.parallel.masks import crossing
+from precondattn.parallel.ring_reads import MeanOfParts, WholeRows, read_of
 from precondattn.parallel.torch.exchange import passed
-from precondattn.parallel.torch.piece import DividedPiece, crossing
+from precondattn.parallel.torch.processes import tried
+from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.softmax import Softmax
-
-if TYPE_CHECKING:
-    from torch.autograd.function import FunctionCtx
 
 
 def output(piece: DividedPiece) -> Tensor:
     """The output of this process's tokens."""
-    out: Tensor = _Around.apply(RingCall(piece), *(piece.inputs[name] for name in "qkv"))
-    return out
+    return _Around.apply(RingCall(piece), *(piece.inputs[name] for name in "qkv"))
 
 
 class RingPair(NamedTuple):
     """The attention of some of this process's queries to some of another process's keys."""
 
-    over_parts: MeanOfParts | LaserOfParts
+    over_parts: MeanOfParts
     queries: slice
     keys: slice
     seen_by: Tensor | None
@@ -67,11 +65,10 @@ class RingCall:
         With a causal mask there is no pair with later keys. All earlier parts of keys form one
         pair, and so do all later ones. Pairs of which no key is visible are left out.
         """
-        leaf, masks, rank = self.piece.leaf, self.piece.masks, self.piece.processes.rank
-        assert isinstance(leaf, Softmax)
+        leaf, masks, rank = self.piece.leaf, self.piece.masks, self.piece.call.rank
         everywhere = replace(leaf, causal=False)
-        keys = self.piece.own_parts(source)
-        for part in self.piece.own_parts(rank):
+        keys = self.piece.call.parts_of(source)
+        for part in self.piece.call.parts_of(rank):
             before = [other for other in keys if other.first < part.first]
             after = [other for other in keys if other.first > part.first]
             if source == rank:
@@ -82,21 +79,21 @@ class RingCall:
                     continue
                 rows = slice(others[0].rows.start, others[-1].rows.stop)
                 of_keys = masks.of_rows(source, rows)
-                seen_by, visible = crossing(masks.segment, (rank, part.rows), at, (source, rows))
-                if visible is not None:
+                seen_by = None
+                if masks.segment is not None:
+                    run, segments = masks.segment[rank][:, part.rows], of_keys.pop("segment_ids")
+                    seen_by, visible = crossing(run, segments, at)
                     if not bool(visible.any()):
                         continue
-                    del of_keys["segment_ids"]
                     of_keys["key_mask"] = visible & of_keys.get("key_mask", visible)
                 yield RingPair(self._read(everywhere, of_keys), part.rows, rows, seen_by)
 
-    def _read(self, softmax: Softmax, masks: dict[str, Tensor]) -> MeanOfParts | LaserOfParts:
-        return read_of(softmax, {**masks, "backend": self.piece.backend})
+    def _read(self, softmax: Softmax, masks: dict[str, Tensor]) -> MeanOfParts:
+        return read_of(softmax, {**masks, "backend": self.piece.call.backend})
 
     def rounds(self, *arrays: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """For each round, a process and its arrays (b, keys, …); this process comes first."""
-        processes = self.piece.processes
-        rank, devices = processes.rank, processes.devices
+        rank, devices = self.piece.call.rank, self.piece.call.devices
         current = [x.contiguous() for x in arrays]
         for distance in range(devices):
             source = (rank - distance) % devices
@@ -106,13 +103,12 @@ class RingCall:
 
     def passed_on(self, arrays: list[Tensor], source: int) -> list[Tensor]:
         """The arrays of the process before this one: keys of process `source`, and the like."""
-        processes = self.piece.processes
-        rank, devices = processes.rank, processes.devices
-        if devices == 1:
+        call = self.piece.call
+        if call.devices == 1:
             return arrays
-        shapes = [(x.shape[0], self.piece.count(source), *x.shape[2:]) for x in arrays]
-        around = (rank + 1) % devices, (rank - 1) % devices
-        return passed(processes.group, arrays, *around, shapes) or []
+        shapes = [(x.shape[0], call.counts[source], *x.shape[2:]) for x in arrays]
+        around = (call.rank + 1) % call.devices, (call.rank - 1) % call.devices
+        return passed(call.processes.group, arrays, *around, shapes) or []
 
 
 class _Around(torch.autograd.Function):  # type: ignore[misc]
@@ -125,10 +121,22 @@ class _Around(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: FunctionCtx, ring: RingCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         done: dict[int, tuple[Tensor, Tensor]] = {}
         error: Exception | None = None
+
+        def attend(source: int, keys: Tensor, values: Tensor) -> None:
+            """Merge the attention to a process's keys into `done`, by the first query of a part."""
+            for over_parts, of_q, of_k, seen_by in ring.pairs(source):
+                tokens = [upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k])]
+                out, lse = over_parts.attend(*tokens)
+                if seen_by is not None:
+                    lse = lse.masked_fill(~seen_by[..., None], -math.inf)
+                if of_q.start in done:
+                    out, lse = over_parts.merged(done[of_q.start], (out, lse))
+                done[of_q.start] = out, lse
+
         for source, keys_values in ring.rounds(k, v):
             if error is None:
-                _, error = tried(partial(_attend, ring, done, source, q, *keys_values))
-        ring.piece.processes.agree(error)
+                _, error = tried(partial(attend, source, *keys_values))
+        ring.piece.call.processes.agree(error)
         out, lse = (torch.cat(x, 1) for x in zip(*(done[i] for i in sorted(done)), strict=True))
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, lse)
@@ -140,50 +148,24 @@ class _Around(torch.autograd.Function):  # type: ignore[misc]
         ring: RingCall = ctx.ring
         q, k, v, out, lse = ctx.saved_tensors
         d_q, *zeros = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-        of_queries = (q, out, lse, d_out.to(lse.dtype))
+        whole = out, lse, d_out.to(lse.dtype)
         error: Exception | None = None
+
+        def pull(source: int, keys: Tensor, values: Tensor, d_k: Tensor, d_v: Tensor) -> None:
+            """Add the gradients of this process's queries, and of a process's keys and values."""
+            for over_parts, of_q, of_k, seen_by in ring.pairs(source):
+                tokens = [upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k])]
+                out, lse, d_out = (x[:, of_q] for x in whole)
+                rows = WholeRows.of_output(out, lse, d_out, seen_by)
+                gradients = over_parts.pulled(tokens, rows)
+                d_q[:, of_q] += gradients["q"]
+                d_k[:, of_k] += gradients["k"]
+                d_v[:, of_k] += gradients["v"]
+
         for source, of_keys in ring.rounds(k, v, *zeros):
             if error is None:
-                _, error = tried(partial(_pull, ring, source, of_queries, of_keys, d_q))
+                _, error = tried(partial(pull, source, *of_keys))
         # The gradients of the next process's keys are complete, and go to that process.
-        home = ring.passed_on(of_keys[2:], ring.piece.processes.rank)
-        ring.piece.processes.agree(error)
+        home = ring.passed_on(of_keys[2:], ring.piece.call.processes.rank)
+        ring.piece.call.processes.agree(error)
         return (None, d_q.to(q.dtype), *(d.to(x.dtype) for d, x in zip(home, (k, v), strict=True)))
-
-
-def _attend(
-    ring: RingCall,
-    done: dict[int, tuple[Tensor, Tensor]],
-    source: int,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-) -> None:
-    """Merge the attention to a process's keys into `done`, by the first token of a query part."""
-    for over_parts, of_q, of_k, seen_by in ring.pairs(source):
-        tokens = [upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k])]
-        out, lse = over_parts.attend(*tokens)
-        if seen_by is not None:
-            lse = lse.masked_fill(~seen_by[..., None], -math.inf)
-        if of_q.start in done:
-            out, lse = over_parts.merged(done[of_q.start], (out, lse))
-        done[of_q.start] = out, lse
-
-
-def _pull(
-    ring: RingCall,
-    source: int,
-    of_queries: tuple[Tensor, ...],
-    of_keys: list[Tensor],
-    d_q: Tensor,
-) -> None:
-    """Add the gradients of this process's queries, and of a process's keys and values."""
-    q, *whole = of_queries
-    keys, values, d_k, d_v = of_keys
-    for over_parts, of_q, of_k, seen_by in ring.pairs(source):
-        tokens = [upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k])]
-        out, lse, d_out = (x[:, of_q] for x in whole)
-        gradients = over_parts.pulled(tokens, WholeRows.of_output(out, lse, d_out, seen_by))
-        d_q[:, of_q] += gradients["q"]
-        d_k[:, of_k] += gradients["k"]
-        d_v[:, of_k] += gradients["v"]

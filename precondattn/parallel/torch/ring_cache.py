@@ -18,9 +18,8 @@ from torch import Tensor
 from precondattn.arrays import upcast
 from precondattn.parallel.ring_reads import read_of
 from precondattn.parallel.torch import ring
-from precondattn.parallel.torch.piece import DividedPiece
 from precondattn.parallel.torch.step import DividedStep, Shape
-from precondattn.spec.softmax import Softmax
+from precondattn.parallel.ways import DividedPiece
 
 
 def prefilled(
@@ -37,7 +36,7 @@ def part_shape(step: DividedStep) -> Shape:
 
 def part(step: DividedStep) -> Tensor:
     """o_r and λ_r over this process's keys."""
-    leaf, q = _softmax(step), upcast(step.inputs["q"])
+    leaf, q = step.leaf, upcast(step.inputs["q"])
     if not step.rows:
         empty = q.new_zeros(part_shape(step))
         empty[..., -1] = -math.inf
@@ -51,13 +50,8 @@ def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, 
     """The output of the new tokens, and their rows by slot name."""
     assert parts is not None  # `part_shape` is not None.
     q, k, v = (step.inputs[name] for name in "qkv")
-    over_parts = read_of(_softmax(step), step.of_new())
+    over_parts = read_of(step.leaf, step.of_new())
     whole = over_parts.attend(upcast(q), upcast(k), upcast(v))
     for packed in parts:
         whole = over_parts.merged(whole, (packed[..., :-1], packed[..., -1]))
     return whole[0].to(v.dtype), {"key": k, "value": v}
-
-
-def _softmax(step: DividedStep) -> Softmax:
-    assert isinstance(step.leaf, Softmax)
-    return step.leaf

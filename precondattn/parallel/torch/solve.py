@@ -42,17 +42,16 @@ from torch.autograd.function import FunctionCtx
 from precondattn.arrays import upcast
 from precondattn.parallel.layouts import TokenPart
 from precondattn.parallel.partial_attention import part_vjp, with_lse
-from precondattn.parallel.solve import attention_of
-from precondattn.parallel.torch.piece import DividedPiece
+from precondattn.parallel.solve import attention_of, keys_of_scores
 from precondattn.parallel.torch.solve_blocks import Failed, SolveBlocks, added, in_order
+from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.rms_norm import rms_norm_vjp
 
 
 def output(piece: DividedPiece) -> Tensor:
     """The solved values y of this process's tokens."""
     x = piece.inputs
-    out: Tensor = _Solved.apply(SolveBlocks(piece), x["k"], x["v"], x.get("lucid_beta"))
-    return out
+    return _Solved.apply(SolveBlocks(piece), x["k"], x["v"], x.get("lucid_beta"))
 
 
 class _Solved(torch.autograd.Function):  # type: ignore[misc]
@@ -63,7 +62,7 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
         ctx: FunctionCtx, blocks: SolveBlocks, k: Tensor, v: Tensor, beta: Tensor | None
     ) -> Tensor:
         u = upcast(v).clone()
-        y, unit = torch.zeros_like(u), blocks.unit(k)
+        y, unit = torch.zeros_like(u), keys_of_scores(blocks.leaf, k)
         softmax, shift = attention_of(blocks.leaf, k.shape[-1])
         failed = Failed()
 
@@ -74,15 +73,15 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
             visible, seen_by, masks = blocks.visible(block, rows, is_later=True)
             if not visible:
                 return
-            tokens = (unit[:, rows], blocks.unit(keys), values)
-            out, lse = with_lse(softmax, *tokens, **masks, backend=blocks.piece.backend)
+            tokens = (unit[:, rows], keys_of_scores(blocks.leaf, keys), values)
+            out, lse = with_lse(softmax, *tokens, **masks, backend=blocks.piece.call.backend)
             product = torch.exp(lse - shift)[..., None] * out
             if seen_by is not None:
                 product = product.masked_fill(~seen_by[..., None, None], 0)
             u[:, rows] -= product
 
         in_order(blocks, blocks.all, (k, y), blocks.later, solve, subtract, failed)
-        blocks.piece.processes.agree(failed.error)
+        blocks.processes.agree(failed.error)
         ctx.blocks = blocks
         ctx.save_for_backward(k, v, u, y, *(() if beta is None else (beta,)))
         return y.to(v.dtype)
@@ -93,7 +92,7 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
         blocks: SolveBlocks = ctx.blocks
         k, v, u, y, *more = ctx.saved_tensors
         beta = more[0] if more else None
-        unit = blocks.unit(k)
+        unit = keys_of_scores(blocks.leaf, k)
         r, g = d_y.to(u.dtype).clone(), torch.zeros_like(u)
         d_unit, d_k = torch.zeros_like(unit), torch.zeros_like(unit)
         d_beta = None if beta is None else torch.zeros_like(upcast(beta))
@@ -113,12 +112,12 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
             visible, seen_by, masks = blocks.visible(block, rows, is_later=False)
             if not visible:
                 return
-            tokens = {"q": blocks.unit(keys), "k": unit[:, rows], "v": y[:, rows]}
+            tokens = {"q": keys_of_scores(blocks.leaf, keys), "k": unit[:, rows], "v": y[:, rows]}
             shifts = torch.full_like(of_block[..., 0], shift)
             if seen_by is not None:
                 shifts = shifts.masked_fill(~seen_by[..., None], math.inf)
             at = (torch.zeros_like(of_block), shifts, -of_block)
-            gradients = part_vjp(softmax, tokens, *at, **masks, backend=blocks.piece.backend)
+            gradients = part_vjp(softmax, tokens, *at, **masks, backend=blocks.piece.call.backend)
             d_unit[:, rows] += gradients["k"]
             r[:, rows] += gradients["v"]
             parts[block.first] = parts.get(block.first, 0) + gradients["q"]
@@ -126,14 +125,14 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
         def collect(block: TokenPart, keys: Tensor) -> None:
             total = parts.pop(block.first, None)
             if total is None:
-                total = torch.zeros_like(blocks.unit(keys))
+                total = torch.zeros_like(keys_of_scores(blocks.leaf, keys))
             total = added(blocks, block, total.contiguous())
             if block.device == blocks.rank:
                 d_unit[:, block.rows] += total
 
         order = blocks.all[::-1]
         in_order(blocks, order, (k, g), blocks.earlier, solve, subtract, failed, collect)
-        blocks.piece.processes.agree(failed.error)
+        blocks.processes.agree(failed.error)
         if blocks.leaf.normalize == "keys":
             d_k += rms_norm_vjp(upcast(k), blocks.leaf.eps, d_unit)
         else:

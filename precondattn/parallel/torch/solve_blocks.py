@@ -16,9 +16,10 @@ from torch import Tensor
 
 from precondattn.arrays import Arrays, Tree, upcast
 from precondattn.parallel.layouts import TokenPart
-from precondattn.parallel.solve import BLOCK, keys_of_scores
-from precondattn.parallel.torch.call import tried
-from precondattn.parallel.torch.piece import DividedPiece, crossing
+from precondattn.parallel.masks import crossing
+from precondattn.parallel.solve import BLOCK
+from precondattn.parallel.torch.processes import MeshProcesses, tried
+from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.lucid import LucidSolve
 
 
@@ -33,7 +34,7 @@ class SolveBlocks:
         """All blocks, in the order of the sequence."""
         return tuple(
             TokenPart(part.device, slice(start, min(start + BLOCK, part.rows.stop)), position)
-            for part in self.piece.parts
+            for part in self.piece.call.parts
             for start, position in zip(
                 range(part.rows.start, part.rows.stop, BLOCK),
                 range(part.first, part.first + part.tokens, BLOCK),
@@ -42,13 +43,17 @@ class SolveBlocks:
         )
 
     @property
+    def processes(self) -> MeshProcesses:
+        processes: MeshProcesses = self.piece.call.processes
+        return processes
+
+    @property
     def rank(self) -> int:
-        return self.piece.processes.rank
+        return self.processes.rank
 
     @property
     def leaf(self) -> LucidSolve:
-        leaf = self.piece.leaf
-        assert isinstance(leaf, LucidSolve)
+        leaf: LucidSolve = self.piece.leaf
         return leaf
 
     @cached_property
@@ -58,7 +63,7 @@ class SolveBlocks:
 
     def later(self, block: TokenPart) -> slice:
         """This process's rows after a block."""
-        count = self.piece.count(self.rank)
+        count = self.piece.call.counts[self.rank]
         starts = (mine.rows.start for mine in self.of_process if mine.first > block.first)
         return slice(next(starts, count), count)
 
@@ -66,10 +71,6 @@ class SolveBlocks:
         """This process's rows before a block."""
         stops = (mine.rows.stop for mine in reversed(self.of_process) if mine.first < block.first)
         return slice(0, next(stops, 0))
-
-    def unit(self, k: Tensor) -> Tensor:
-        """The keys from which the scores are computed."""
-        return keys_of_scores(self.leaf, k)
 
     def of_block(self, block: TokenPart, k: Tensor, u: Tensor, beta: Tensor | None) -> Arrays:
         """The arguments of the solve of one block, with the right-hand sides u."""
@@ -80,7 +81,7 @@ class SolveBlocks:
         return {
             **tokens,
             **self.piece.masks.of_rows(self.rank, rows),
-            "backend": self.piece.backend,
+            "backend": self.piece.call.backend,
         }
 
     def visible(
@@ -91,22 +92,22 @@ class SolveBlocks:
         The later ones are the queries. The results are whether a key is visible, which queries
         (b, t) see any (None if all do), and the keys' mask as an argument.
         """
-        at, of_rows = -1 if is_later else 0, (self.rank, rows)
-        both = crossing(self.piece.masks.segment, (block.device, block.rows), at, of_rows)
+        segments, is_any = self.piece.masks.segment, rows.start < rows.stop
+        if segments is None or not is_any:
+            return is_any, None, {}
+        run, others = segments[block.device][:, block.rows], segments[self.rank][:, rows]
+        both = crossing(run, others, -1 if is_later else 0)
         keys, queries = both if is_later else both[::-1]
-        others = both[1]
-        is_any = rows.start < rows.stop and (others is None or bool(others.any()))
-        return is_any, queries, {} if keys is None else {"key_mask": keys}
+        return bool(both[1].any()), queries, {"key_mask": keys}
 
     def broadcast(self, block: TokenPart, arrays: Sequence[Tensor]) -> tuple[list[Tensor], Tree]:
         """The owner's rows of the block on all processes, and the work handle to wait for."""
-        processes = self.piece.processes
-        group, rank, devices = processes.group, processes.rank, processes.devices
-        if block.device == rank:
+        group = self.processes.group
+        if block.device == self.rank:
             sent = [x[:, block.rows].contiguous() for x in arrays]
         else:
             sent = [x.new_empty(x.shape[0], block.tokens, *x.shape[2:]) for x in arrays]
-        if devices == 1:
+        if self.processes.devices == 1:
             return sent, ()
         source = dist.get_global_rank(group, block.device)
         return sent, [dist.broadcast(x, source, group=group, async_op=True) for x in sent]
@@ -164,8 +165,7 @@ def in_order(
 
 def added(blocks: SolveBlocks, block: TokenPart, x: Tensor) -> Tensor:
     """The sum of x over all processes, on the process that has the block."""
-    processes = blocks.piece.processes
-    group, devices = processes.group, processes.devices
-    if devices > 1:
+    group = blocks.processes.group
+    if blocks.processes.devices > 1:
         dist.reduce(x, dist.get_global_rank(group, block.device), group=group)
     return x

@@ -18,8 +18,8 @@ from precondattn.arrays import upcast
 from precondattn.parallel.partial_attention import with_lse
 from precondattn.parallel.solve import attention_of
 from precondattn.parallel.torch import solve
-from precondattn.parallel.torch.piece import DividedPiece
 from precondattn.parallel.torch.step import DividedStep, Shape
+from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.rms_norm import rms, rms_norm
 
@@ -29,7 +29,6 @@ def prefilled(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """y of this process's tokens, and their rows by slot name."""
     y = solve.output(piece)
-    assert isinstance(piece.leaf, LucidSolve)
     return y, _rows(piece.leaf, piece.inputs["k"], y)
 
 
@@ -40,7 +39,7 @@ def part_shape(step: DividedStep) -> Shape:
 
 def part(step: DividedStep) -> Tensor:
     """The sum of Φ y over this process's rows."""
-    leaf, k = _leaf(step), upcast(step.inputs["k"])
+    leaf, k = step.leaf, upcast(step.inputs["k"])
     if not step.rows:
         return torch.zeros(part_shape(step), dtype=k.dtype, device=k.device)
     keys, y = upcast(step.past["key"]), upcast(step.past["solved"])
@@ -49,8 +48,7 @@ def part(step: DividedStep) -> Tensor:
         k, keys = rms_norm(k, leaf.eps), keys / torch.where(r > 0, r, 1.0)
     softmax, shift = attention_of(leaf, k.shape[-1])
     out, lse = with_lse(softmax, k, keys, y, **step.of_past())
-    product: Tensor = torch.exp(lse - shift)[..., None] * out
-    return product
+    return torch.exp(lse - shift)[..., None] * out
 
 
 def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -59,7 +57,7 @@ def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, 
     inputs = {name: upcast(x) for name, x in step.inputs.items()}
     inputs["v"] = inputs["v"] - parts.sum(0)
     y = step.leaf(**inputs, **step.of_new()).to(step.inputs["v"].dtype)
-    return y, _rows(_leaf(step), step.inputs["k"], y)
+    return y, _rows(step.leaf, step.inputs["k"], y)
 
 
 def _rows(leaf: LucidSolve, k: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -67,8 +65,3 @@ def _rows(leaf: LucidSolve, k: Tensor, y: Tensor) -> dict[str, Tensor]:
     if leaf.normalize == "keys":
         rows["rms"] = rms(upcast(k), leaf.eps)[..., 0]
     return rows
-
-
-def _leaf(step: DividedStep) -> LucidSolve:
-    assert isinstance(step.leaf, LucidSolve)
-    return step.leaf

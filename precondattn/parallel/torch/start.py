@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-import torch
-
-from precondattn.arrays import dtype_name
+from precondattn.algebra.mechanism import Mechanism
 from precondattn.cache import Cache
 from precondattn.execution.array_checks import call_dtype
 from precondattn.execution.cache_checks import (
@@ -15,12 +13,10 @@ from precondattn.execution.cache_checks import (
     check_cacheable,
     keeps_tokens,
 )
+from precondattn.execution.input_names import shapes_of
 from precondattn.given import at_least
 from precondattn.parallel.layouts import ORDERS, TokenOrder
-from precondattn.parallel.torch.arguments import Bound
-
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
+from precondattn.parallel.torch.arguments import Bound, described
 
 
 class CacheStart(NamedTuple):
@@ -43,19 +39,14 @@ class CacheStart(NamedTuple):
             if name in bound.masks:
                 raise TypeError(f"{name} belong to a full call; each sequence has its own cache")
         if keeps_tokens(self.mechanism):
-            self._check_capacity()
-        if self.cache is not None:
-            self._check_cache(bound)
-
-    def _check_capacity(self) -> None:
-        if self.capacity is None:
-            raise TypeError(
-                "missing capacity, the greatest number of tokens per sequence, of all processes "
-                "together"
-            )
-        at_least(1, "capacity", self.capacity)
-
-    def _check_cache(self, bound: Bound) -> None:
+            if self.capacity is None:
+                raise TypeError(
+                    "missing capacity, the greatest number of tokens per sequence, of all "
+                    "processes together"
+                )
+            at_least(1, "capacity", self.capacity)
+        if self.cache is None:
+            return
         if not isinstance(self.cache, Cache):
             raise TypeError(
                 f"cache must be an ordinary Cache, of an earlier call on one device or from "
@@ -68,9 +59,8 @@ class CacheStart(NamedTuple):
                 f"cache must be of states only, for its tokens are not divided; that of "
                 f"{self.mechanism} has tokens"
             )
-        shapes = {name: tuple(x.shape) for name, x in bound.inputs.items()}
         of_cache = {"b": self.cache.length.shape[0]}
-        sizes = self.mechanism.inputs.sizes(owner, shapes, of_cache)
+        sizes = self.mechanism.inputs.sizes(owner, shapes_of(bound.inputs), of_cache)
         check_buffers(owner, self.mechanism, self.cache, sizes, call_dtype(bound.inputs))
         if min(self.cache.length.tolist(), default=0) < 0:
             raise ValueError("the cache's length is negative: a sequence of it is invalid")
@@ -79,10 +69,5 @@ class CacheStart(NamedTuple):
         """The properties that must be the same on all processes."""
         if self.cache is None:
             return f"with a cache for {self.capacity} tokens"
-        records = torch.is_grad_enabled()
-        states = ", ".join(
-            f"{name} {dtype_name(x)} {tuple(x.shape)}"
-            + (", with gradient" if records and x.requires_grad else "")
-            for name, x in self.cache.store.items()
-        )
+        states = ", ".join(f"{name} {described(x)}" for name, x in self.cache.store.items())
         return f"after {self.cache.length.tolist()} tokens with states {states}"

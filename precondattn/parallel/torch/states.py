@@ -25,14 +25,15 @@ from precondattn.arrays import Tree
 from precondattn.parallel.states import (
     SegmentBorders,
     StateMap,
-    extended_vjp,
+    extended,
     kept,
     states_before,
     steps_of_tokens,
     with_states,
 )
 from precondattn.parallel.torch.exchange import passed
-from precondattn.parallel.torch.piece import DividedPiece
+from precondattn.parallel.torch.processes import MeshProcesses
+from precondattn.parallel.ways import DividedPiece
 
 
 def output(piece: DividedPiece) -> Tensor:
@@ -49,14 +50,14 @@ def scanned(
     `begin` has the states before the first token, by their names in the leaf's cache. If `with_end`
     is False, no states are broadcast or returned.
     """
-    leaf, processes = piece.leaf, piece.processes
+    leaf, processes = piece.leaf, piece.call.processes
     masks = piece.masks.of_extension(processes.rank)
     segments = piece.masks.segment
     borders = None if segments is None else SegmentBorders.of_segments(segments)
 
     def steps() -> dict[str, StateMap]:
         with torch.no_grad():
-            steps = steps_of_tokens(leaf, piece.inputs, piece.backend, masks)
+            steps = steps_of_tokens(leaf, piece.inputs, piece.call.backend, masks)
         is_open = None if borders is None else borders.is_open[processes.rank]
         return {key: step._replace(is_open=is_open) for key, step in steps.items()}
 
@@ -78,27 +79,29 @@ class _Scan:
     with_end: bool
 
     @property
+    def processes(self) -> MeshProcesses:
+        processes: MeshProcesses = self.piece.call.processes
+        return processes
+
+    @property
     def is_first(self) -> bool:
-        return self.piece.processes.rank == 0
+        return self.processes.rank == 0
 
     @property
     def last(self) -> int:
         """The global rank of the last process."""
-        processes = self.piece.processes
-        group, devices = processes.group, processes.devices
-        return int(dist.get_global_rank(group, devices - 1))
+        return int(dist.get_global_rank(self.processes.group, self.processes.devices - 1))
 
     @property
     def is_last(self) -> bool:
-        return self.piece.processes.rank == self.piece.processes.devices - 1
+        return self.processes.rank == self.processes.devices - 1
 
     def states_before(self, steps: Sequence[StateMap], *, is_reversed: bool) -> list[Tensor] | None:
         """The states before this process's tokens; in reverse, the gradients of its last ones.
 
         None for the first process, whose states are 0.
         """
-        processes, borders = self.piece.processes, self.borders
-        group, rank, devices = processes.group, processes.rank, processes.devices
+        group, rank, devices = self.processes.group, self.processes.rank, self.processes.devices
 
         def from_before(arrays: Tree, distance: int) -> Tree:
             """The arrays of the process `distance` places before this one."""
@@ -111,31 +114,27 @@ class _Scan:
             each = iter(received)
             return [tuple(None if x is None else next(each) for x in pair) for pair in arrays]
 
-        return states_before(devices, steps, from_before, borders, rank, is_reversed=is_reversed)
+        return states_before(
+            devices, steps, from_before, self.borders, rank, is_reversed=is_reversed
+        )
 
     def of_segment(self, state: Tensor) -> Tensor:
         """A state before this process's tokens, or its gradient; 0 if a segment begins there."""
         borders = self.borders
-        return kept(
-            state, None if borders is None else borders.continues[self.piece.processes.rank]
-        )
+        return kept(state, None if borders is None else borders.continues[self.processes.rank])
 
     def given_to_all(self, states: Sequence[Tensor]) -> list[Tensor]:
         """The states of the last process, on every process."""
-        processes = self.piece.processes
-        group, devices = processes.group, processes.devices
         whole = [x.contiguous() if self.is_last else torch.empty_like(x) for x in states]
-        for x in whole if devices > 1 else ():
-            dist.broadcast(x, self.last, group=group)
+        for x in whole if self.processes.devices > 1 else ():
+            dist.broadcast(x, self.last, group=self.processes.group)
         return whole
 
     def added_up(self, gradients: Sequence[Tensor]) -> dict[str, Tensor] | None:
         """The gradients of the last states, summed over processes, on the last process."""
-        processes = self.piece.processes
-        group, devices = processes.group, processes.devices
         sums = [x.clone(memory_format=torch.contiguous_format) for x in gradients]
-        for x in sums if devices > 1 else ():
-            dist.reduce(x, self.last, group=group)
+        for x in sums if self.processes.devices > 1 else ():
+            dist.reduce(x, self.last, group=self.processes.group)
         return dict(zip(self.steps, sums, strict=True)) if self.is_last else None
 
 
@@ -144,7 +143,7 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: FunctionCtx, scan: _Scan, *arrays: Tensor) -> Tensor:
-        leaf, processes = scan.piece.leaf, scan.piece.processes
+        leaf, backend = scan.piece.leaf, scan.piece.call.backend
         inputs = dict(zip(scan.piece.inputs, arrays, strict=False))
         cache, steps = leaf.init_cache(**inputs), dict(scan.steps)
         if scan.has_begin and scan.is_first:
@@ -158,8 +157,8 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
         if before is not None:
             states = map(scan.of_segment, before)
             cache = with_states(cache, dict(zip(steps, states, strict=True)))
-        out, after, ctx.pull = processes.together(
-            lambda: extended_vjp(leaf, cache, inputs, scan.piece.backend, scan.masks)
+        out, after, ctx.pull = scan.processes.together(
+            lambda: extended("extend_vjp", leaf, cache, inputs, backend, scan.masks)
         )
         ctx.scan = scan
         end = scan.given_to_all([after.store[key] for key in steps]) if scan.with_end else []
@@ -170,7 +169,7 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: FunctionCtx, cotangent: Tensor, *d_end: Tensor) -> tuple[Tensor | None, ...]:
         scan: _Scan = ctx.scan
         d_last = scan.added_up(d_end) if scan.with_end else None
-        gradients, d_past = scan.piece.processes.together(lambda: ctx.pull(cotangent, d_last))
+        gradients, d_past = scan.processes.together(lambda: ctx.pull(cotangent, d_last))
         d_before = {key: scan.of_segment(d) for key, d in d_past.items()}
         steps = [
             step.adjoint(d_before[key].to(step.state.dtype)) for key, step in scan.steps.items()

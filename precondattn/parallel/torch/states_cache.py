@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from precondattn.algebra.mechanism import Leaf
 from precondattn.parallel.states import with_states
-from precondattn.parallel.torch.piece import DividedPiece
 from precondattn.parallel.torch.states import scanned
-from precondattn.parallel.torch.step import DividedStep, Shape
-
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf
+from precondattn.parallel.torch.step import DividedStep
+from precondattn.parallel.ways import DividedPiece
 
 
 def prefilled(
@@ -27,11 +24,6 @@ def prefilled(
     begins = None if begin is None else {keys[slot]: state for slot, state in begin.items()}
     out, end = scanned(piece, begins, with_end=True)
     return out, {slot: end[key] for slot, key in keys.items()}
-
-
-def part_shape(step: DividedStep) -> Shape | None:
-    """None: nothing is exchanged."""
-    return None
 
 
 def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:

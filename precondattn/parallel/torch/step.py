@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from precondattn.parallel.torch.call import MeshProcesses, tried
+from precondattn.arrays import Arrays
+from precondattn.parallel.torch.processes import MeshProcesses, tried
+from precondattn.parallel.ways import LeafOfWay
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf
-    from precondattn.arrays import Arrays
     from precondattn.parallel.torch.new_tokens import NewTokens
 
 Shape = tuple[int, ...]
@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 class DividedStep(NamedTuple):
     """A leaf call on new tokens."""
 
-    leaf: Leaf
+    leaf: LeafOfWay
     inputs: Mapping[str, Tensor]
     """The new tokens by the leaf's input names, the same on all processes"""
     past: Mapping[str, Tensor]

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 from transformers import DynamicCache, StaticCache
-from transformers.masking_utils import or_masks
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, or_masks
 
 import precondattn as pa
 from precondattn.integrations.transformers import (
@@ -22,10 +22,6 @@ from precondattn.integrations.transformers import (
     static_cache,
 )
 from precondattn.integrations.transformers.attention import NAME
-from precondattn.integrations.transformers.interface import (
-    bidirectional_mask_function,
-    causal_mask_function,
-)
 from precondattn.integrations.transformers.masks import masks_of, traced_sequences
 from precondattn.layers.recipes import Rotary
 from tests.integrations.transformers.small_models import (

@@ -1,10 +1,7 @@
 """A model class for Transformers, registered with its Auto classes."""
 
-from precondattn.integrations.transformers.interface import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
 from precondattn.integrations.transformers.model.cache import PrecondattnCache
 from precondattn.integrations.transformers.model.configuration import PrecondattnConfig
 from precondattn.integrations.transformers.model.modeling import (

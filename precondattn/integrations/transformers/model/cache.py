@@ -11,13 +11,13 @@ from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache as HFCache
+from transformers.cache_utils import CacheLayerMixin
 
 from precondattn.cache import Cache
 from precondattn.cache.kept import without_kept, without_way_back
 from precondattn.given import Given, at_least
-from precondattn.integrations.transformers.drafts import DraftRecording, Extend
-from precondattn.integrations.transformers.interface import Cache as HFCache
-from precondattn.integrations.transformers.interface import CacheLayerMixin, HFConfig
+from precondattn.integrations.transformers.drafts import DraftRecording, Extend, RecordedCall
 from precondattn.integrations.transformers.rollback import undone_if_failed
 from precondattn.layers.torch import Attention
 
@@ -62,7 +62,7 @@ class LayerCache(CacheLayerMixin):
         """Whether the cache before a call is kept, so that the call must not write to it."""
         if self.recording is None or cache.can_crop:
             return False
-        self.recording.add(cache, self.seen, extend)
+        self.recording.append(RecordedCall(cache, self.seen, extend))
         return True
 
     def drafts(self, cache: Cache, count: int) -> int:
@@ -82,8 +82,7 @@ class LayerCache(CacheLayerMixin):
         return self.cache is not None and self.cache.can_crop
 
     def activate_past_recording(self) -> None:
-        if self.recording is None:
-            self.recording = DraftRecording()
+        self.recording = self.recording or DraftRecording()
 
     def crop(self, left: int, lengths: Given) -> None:
         """Keep `left` columns, which are `lengths` valid tokens of each sequence."""
@@ -97,8 +96,7 @@ class LayerCache(CacheLayerMixin):
         """Whether `crop` can keep `left` columns."""
         if self.is_croppable or self.seen - left <= self.kept:
             return True
-        calls = () if self.recording is None else self.recording.calls
-        return any(call.seen <= left for call in calls)
+        return any(call.seen <= left for call in self.recording or ())
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -166,7 +164,7 @@ class PrecondattnCache(HFCache):
     (3, False)
     """
 
-    def __init__(self, config: HFConfig, capacity: int | None = None) -> None:
+    def __init__(self, config: Given, capacity: int | None = None) -> None:
         capacity = None if capacity is None else at_least(1, "capacity", capacity)
         super().__init__(layers=[LayerCache(capacity) for _ in range(config.num_hidden_layers)])
         self.valid: Tensor | None = None
@@ -176,8 +174,7 @@ class PrecondattnCache(HFCache):
 
     def undone_if_failed(self) -> AbstractContextManager[None]:
         """A block after whose failure the cache is as before, but donated parts stay refused."""
-        recordings = [each.recording for each in self.layers if each.recording is not None]
-        return undone_if_failed(self, *self.layers, *recordings)
+        return undone_if_failed(self, *self.layers)
 
     def reset(self) -> None:
         super().reset()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
 from precondattn.algebra.other_names import NO_DROPOUT, is_dropout, keyword_elsewhere
 from precondattn.given import Arguments, Given
-from precondattn.integrations.transformers.interface import PreTrainedConfig, strict
 from precondattn.integrations.transformers.model.layer_arguments import (
     DEFAULT,
     attention_arguments,

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from precondattn.algebra.given_mechanism import not_a_mechanism
 from precondattn.algebra.mechanism import Mechanism, parse
 from precondattn.given import Given
-from precondattn.integrations.transformers.interface import HFConfig
 from precondattn.integrations.transformers.model.recipes import from_json, to_json
 from precondattn.json_types import JsonObject
 from precondattn.layers.decoder import check_mlp
 from precondattn.layers.plan import plan_for
+from precondattn.layers.sizes import LayerSizes
 
 DEFAULT = "softmax"
 SIZES = {
@@ -72,7 +72,7 @@ def attention_arguments(
     return plain
 
 
-def layer_arguments(config: HFConfig) -> list[JsonObject]:
+def layer_arguments(config: Given) -> list[JsonObject]:
     """The arguments of `Attention` for each layer of a configuration."""
     count = config.num_hidden_layers
     types = config.layer_types or [config.mechanism] * count
@@ -91,9 +91,9 @@ def layer_arguments(config: HFConfig) -> list[JsonObject]:
     return arguments
 
 
-def check_layers(config: HFConfig) -> None:
+def check_layers(config: Given) -> None:
     """Raise the error that constructing the layers would raise."""
     check_mlp(config.mlp)
     for arguments in layer_arguments(config):
-        options = {name: value for name, value in arguments.items() if name != "depth"}
-        plan_for(config.hidden_size, options.pop("heads"), options.pop("mechanism"), **options)
+        sizes = LayerSizes(config.hidden_size, **{n: arguments[n] for n in ("heads", *SIZES)})
+        plan_for(arguments["mechanism"], sizes, arguments["recipes"])

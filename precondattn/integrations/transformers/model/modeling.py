@@ -9,30 +9,18 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
 
 from precondattn.arrays import Tree
 from precondattn.cache import Cache
 from precondattn.given import Given, at_least
-from precondattn.integrations.transformers.interface import (
-    BaseModelOutputWithPast,
-    CausalLMOutputWithPast,
-    GenerationMixin,
-    GradientCheckpointingLayer,
-    PreTrainedModel,
-    can_return_tuple,
-    capture_outputs,
-)
+from precondattn.integrations.transformers.model import inputs
 from precondattn.integrations.transformers.model.cache import PrecondattnCache
 from precondattn.integrations.transformers.model.configuration import PrecondattnConfig
-from precondattn.integrations.transformers.model.inputs import (
-    LOSS,
-    RECORDED,
-    check_arguments,
-    check_cache,
-    check_positions,
-    mask_of_new,
-    pairs_of_new,
-)
 from precondattn.integrations.transformers.model.layer_arguments import layer_arguments
 from precondattn.layers.torch import Block
 from precondattn.layers.torch.block import Norm
@@ -155,8 +143,8 @@ class PrecondattnModel(PrecondattnPreTrainedModel):
         **kwargs: Given,
     ) -> Tree:
         """The hidden states (b, t, width); arguments as of `PrecondattnForCausalLM`."""
-        check_arguments(kwargs, ())
-        check_cache(past_key_values, len(self.layers))
+        inputs.check_arguments(kwargs, ())
+        inputs.check_cache(past_key_values, len(self.layers))
         if use_cache is None:
             use_cache = self.config.use_cache and not torch.is_grad_enabled()
         if self.gradient_checkpointing and self.training and (use_cache or past_key_values):
@@ -166,11 +154,11 @@ class PrecondattnModel(PrecondattnPreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = PrecondattnCache(self.config)
-        check_positions(position_ids, attention_mask, past_key_values)
+        inputs.check_positions(position_ids, attention_mask, past_key_values)
         new = x.shape[0], x.shape[1], past_key_values
-        pairs = pairs_of_new(attention_mask, *new, self.layers)
+        pairs = inputs.pairs_of_new(attention_mask, *new, self.layers)
         with nullcontext() if past_key_values is None else past_key_values.undone_if_failed():
-            mask = mask_of_new(attention_mask if pairs is None else None, *new)
+            mask = inputs.mask_of_new(attention_mask if pairs is None else None, *new)
             for block in self.layers:
                 x = block(
                     x,
@@ -253,7 +241,7 @@ class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
         prefix : integer tensor (b,), optional
             The number of first valid tokens that all tokens of a sequence see, as in `Attention`.
         """
-        check_arguments(kwargs, () if labels is None else LOSS)
+        inputs.check_arguments(kwargs, () if labels is None else inputs.LOSS)
         is_index = isinstance(logits_to_keep, Tensor)
         if not is_index:
             logits_to_keep = at_least(0, "logits_to_keep", logits_to_keep)
@@ -268,13 +256,13 @@ class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             prefix=prefix,
-            **{name: kwargs.pop(name) for name in RECORDED if name in kwargs},
+            **{name: kwargs.pop(name) for name in inputs.RECORDED if name in kwargs},
         )
         kept = logits_to_keep if is_index else slice(-logits_to_keep, None)
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            options = {name: kwargs[name] for name in LOSS if name in kwargs}
+            options = {name: kwargs[name] for name in inputs.LOSS if name in kwargs}
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **options)
         return CausalLMOutputWithPast(
             loss=loss,
@@ -296,7 +284,7 @@ class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
         if early is not None:
             raise ValueError(f"assistant_early_exit: this model runs all layers; found {early!r}")
         cache = model_kwargs.get("past_key_values")
-        check_cache(cache, len(self.model.layers))
+        inputs.check_cache(cache, len(self.model.layers))
         kind = generation_config.cache_implementation
         if cache is not None or generation_config.use_cache is False:
             super()._prepare_cache_for_generation(

@@ -1,20 +1,15 @@
-"""One leaf call of a divided call, in the program that every device of JAX runs."""
+"""The devices along an axis of a mesh, and the masks of their tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.parallel.layouts import TokenOrder
 from precondattn.parallel.masks import DividedMasks
-
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf
-    from precondattn.algebra.piece import BackendNames
 
 
 class DeviceLine(NamedTuple):
@@ -56,30 +51,3 @@ def masks_of(line: DeviceLine, arguments: Mapping[str, Array], tokens: int) -> D
         within = line.all_positions(tokens)[:, None] < arguments["lengths"][:, None]
         valid = within if valid is None else valid & within
     return DividedMasks(within, valid, of_devices("segment_ids"))
-
-
-class DividedPiece(NamedTuple):
-    """A leaf call whose tokens are divided."""
-
-    leaf: Leaf
-    tokens: int
-    """The number of tokens of each device"""
-    inputs: dict[str, Array]
-    """Arrays by the leaf's input names; in a plan, their shapes and dtypes"""
-    masks: DividedMasks
-    line: DeviceLine
-    backend: BackendNames
-    broadcasts: int = 2
-    """A broadcast is an all-reduce, which sends 2 (P − 1) / P times the bytes of its result."""
-    place: int = 0
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        return (self.tokens,) * self.line.devices
-
-    def states(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes and dtypes of the leaf's states."""
-        shapes: dict[str, jax.ShapeDtypeStruct] = jax.eval_shape(
-            lambda inputs: self.leaf.init_cache(**inputs).store, self.inputs
-        )
-        return shapes
