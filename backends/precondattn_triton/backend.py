@@ -1,8 +1,8 @@
 """The Triton backend: which leaves are computed by which kernels.
 
 LUCID's solve, LASER, PaTH, softmax attention with options, rows of unit norm, and leaves with a
-state: the linear family, the delta rule, gated slot attention, Mesa's query, and CCQ's, alone and
-with its backbone. Softmax attention without options is computed by the backend `torch`. Where
+state: the linear family, the delta rule, gated slot attention, and CCQ's query, alone and with its
+backbone. Softmax attention without options is computed by the backend `torch`. Where
 Triton interprets its kernels, on a machine without a GPU, they are for checking only: the backend
 then supports arrays on a CPU, and runs only if it is requested by name.
 """
@@ -69,7 +69,6 @@ KERNELS: KernelTable = {
         otherwise=_RECURRENCE,
     ),
     **dict.fromkeys((*RECURRENCES, pa.PreconditionedKey), _RECURRENCE),
-    pa.MesaQuery: "precondattn_triton.recurrence.mesa_query:SolvedQuery",
     pa.Softmax: ByOption(
         "read",
         {

@@ -85,7 +85,6 @@ CHOSEN: Shipped = (
     ("ccq(kda)", (torch.bfloat16,), ((128, 128),)),
     ("ccq(gla)", (torch.bfloat16,), ((256, 512),)),
     ("conditioned_query", (torch.bfloat16, torch.float32), ((256, 256), (128, 128), (64, 64))),
-    ("mesa_query[decay=head,beta=true]", (torch.float32,), ((128, 128), (64, 64))),
 )
 """Mechanisms with configurations of their own, and the widths of these; listed by hand."""
 

@@ -12,7 +12,6 @@ import precondattn as pa
 from precondattn_kernel_tools.absent_device.absent_gpu import absent_gpu
 from precondattn_kernel_tools.absent_device.call_counts import counts_of
 from tests.kernel_tools.headline_calls import (
-    BOTH,
     CALLS,
     STEP,
     HeadlineCall,
@@ -24,7 +23,6 @@ from tests.kernel_tools.headline_calls import (
 
 _OF_PATH = "lucid(path)", "lucid(path[flush=64])"
 STEPS = [HeadlineCall(name, STEP) for name in ("laser", "gla", "ccq(gated_delta)", *_OF_PATH)]
-MESA = [HeadlineCall("mesa", BOTH, 256)]  # It reads whether it has solved, unless it is captured.
 
 
 def main() -> None:
@@ -32,7 +30,7 @@ def main() -> None:
     with absent_gpu() as (device, launches), as_on_a_gpu():
         for place, context in (("eager", nullcontext), ("captured", captured)):
             with context():
-                calls = [*CALLS, *([*STEPS, *MESA] if place == "captured" else [])]
+                calls = [*CALLS, *(STEPS if place == "captured" else [])]
                 found[place] = {c.name: counts_of(ready(c, device), launches)[:2] for c in calls}
         found["masked"] = masked(device)
         found["refused"] = refused(device)

@@ -132,7 +132,6 @@ def test_the_largest_supported_calls_are_accepted(expression, sizes):
         ("gsa", {"m": 257}, "m=257"),
         ("linear", {"b": 40000, "n": 2}, "65535 heads"),
         ("conditioned_query", {"d": 300}, "d=300"),
-        ("mesa_query[decay=head]", {"d": 160}, "d <= 128; found d=160"),
         ("ccq(rwkv6)", {}, "no kernels"),
         ("ccq[covariance=decayed](retention)", {}, "no decay"),
         ("ccq(linear[normalize=true])", {}, "one recurrence"),
