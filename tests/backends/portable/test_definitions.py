@@ -10,16 +10,12 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn.algebra.group import group_of, read_program
 from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
 from precondattn_portable import chunkwise, lucid_solve
 from precondattn_portable.layout import ROWS
-from precondattn_portable.preconditioned_delta import is_preconditioned_delta
 from precondattn_portable.preconditioned_key import KEY_CHUNK
 
 CHUNK = chunkwise.CHUNK
-ATK = "y1 = preconditioned_key"
-"""The name of the group `atk(gated_delta)` in the plan of a call."""
 OUTLOOK = "outlook.OutlookRows.entries_together"
 DIRECT = "symmetric_lucid.DIRECT"
 WINDOWS = "windowed.WindowedBlocks.entries_together"
@@ -117,13 +113,8 @@ ROWS_OF_TABLE = (
             ("[learned=true]", "kda", 3 * CHUNK + 17),
         )
     ),
-    *(
-        row("atk(gated_delta)", 7 * CHUNK + 1, n=4, **{"chunkwise.GROUP": groups * 8 * CHUNK**2})
-        for groups in (1, 3)
-    ),
     row("atk(gated_delta)", 20 * CHUNK + 3, h=1, n=1),  # More keys than one block has.
     row("atk[learned=true](gated_delta)", 2 * CHUNK + 9, n=4, library="array_api_strict"),
-    row("atk(gated_delta)", 4 * CHUNK + 7, t=CHUNK + 3, n=4),
 )
 
 
@@ -147,7 +138,6 @@ def test_output_and_gradients_are_those_of_the_definition(made, small_blocks_of,
     with monkeypatch.context() as patched:
         if expression.startswith("lucid_solve"):
             patched.setattr(lucid_solve.LucidSolveBlocks, "_view", None)
-        # Without a gradient, the pieces of a group are computed at once.
         forward = m(**given, **masks_given, backend="portable")
     out, pullback = m.vjp(**given, **masks_given, backend="portable")
     cotangent = np.random.default_rng(2).normal(size=out.shape)
@@ -182,48 +172,16 @@ def test_more_tokens_than_a_block_are_divided():
     assert lucid_solve.is_one_block({"k": k[:, 1:]})
 
 
-def inputs_of_atk(m, s, values_per_head=1):
-    layout = CallLayout("x", t=s, s=s, h=3, n=3, d=8, e=6, values_per_head=values_per_head)
-    return make_inputs(m, layout, "clustered")
-
-
-@pytest.mark.parametrize(
-    ("expression", "s", "options", "is_group"),
-    [
-        *(
-            (f"atk{option}({base})", 2 * CHUNK, {}, True)
-            for option, base in (("", "delta"), ("[learned=true]", "kda"), ("", "gated_delta"))
-        ),
-        ("atk(gated_delta)", CHUNK, {}, False),
-        ("atk(gated_delta)", 200, {"values_per_head": 2}, False),
-        ("atk(gated_delta)", 200, {"verb": "vjp"}, False),
-        ("atk(gated_delta)", 200, {"key_mask": np.ones((2, 200), bool)}, False),
-        ("atk(gdn2)", 200, {}, False),
-    ],
-)
-def test_which_calls_of_atk_are_computed_at_once(expression, s, options, is_group):
-    m = pa.parse(expression)
-    x = inputs_of_atk(m, s, options.pop("values_per_head", 1))
-    assert (ATK in str(m.explain(**x, **options))) == is_group
-
-
 def test_channels_of_atk_that_no_key_has_filled_with_a_small_eps():
     """e^{−c} ε underflows in float32."""
     m = pa.parse("atk[eps=1e-35,center=30](gated_delta)")
-    x = {n: a.astype(np.float32) for n, a in inputs_of_atk(m, 2 * CHUNK + 2).items()}
+    s = 2 * CHUNK + 2
+    x = make_inputs(m, CallLayout("x", t=s, s=s, h=3, n=3, d=8, e=6), "clustered")
+    x = {name: array.astype(np.float32) for name, array in x.items()}
     x["k"][:, : CHUNK + 6] = 0
     x["k"][..., 2] = 0
     expected = m(**x, backend="reference")
     np.testing.assert_allclose(m(**x), expected, rtol=1e-4, atol=1e-6)
-
-
-def test_a_group_that_also_reads_the_made_keys_is_left_alone():
-    text = str(group_of("atk(gated_delta)"))
-    key, rule = text.split("; ")
-    name = key.split(" = ")[0]
-    program = read_program(f"{key}; {rule.replace('(q, ', f'(q={name}, ')}")
-    assert is_preconditioned_delta(read_program(text))
-    assert not is_preconditioned_delta(program)
 
 
 @pytest.mark.parametrize("first", [4, 5, 7])
