@@ -88,34 +88,6 @@ class LucidPlan(NamedTuple):
         return -(-self.s // self.super_block) * self.super_block
 
 
-def plan_of(leaf: LucidSolve, k: Array, v: Array, *, interpret: bool) -> LucidPlan:
-    s, d = k.shape[1], k.shape[3]
-    e = v.shape[3]
-    half = k.dtype.itemsize == 2 and leaf.normalize == "keys"
-    widest = max(padded_width(d), min(padded_width(e), WIDEST_CHUNK))
-    scale = leaf.scale_for(d)
-    multiplied = products(k.dtype, interpret=interpret)
-    if half:
-        multiplied = multiplied._replace(tf32=True)  # Φ has 16 bits.
-    phi = Phi(scale * LOG2_E, scale * d * LOG2_E, multiplied)
-    inverse, update, gradient = (
-        configuration(f"lucid_{name}", widest, half) for name in ("inverse", "update", "gradient")
-    )
-    return LucidPlan(
-        d,
-        e,
-        s,
-        leaf.eps if leaf.normalize == "keys" else None,
-        leaf.beta,
-        phi,
-        scale,
-        half,
-        inverse,
-        update,
-        gradient,
-    )
-
-
 class SolveInputs(NamedTuple):
     """The inputs of a forward or backward solve."""
 
@@ -212,8 +184,28 @@ def _backward(
 class LucidSolveKernels:
     """Algorithm of the leaf `LucidSolve`."""
 
+    solved, pulled = staticmethod(_forward), staticmethod(_backward)
+    """Both directions of a call with a plan."""
+
     def __init__(self, *, interpret: Interpret) -> None:
         self.interpret = interpret
+
+    def plan(self, leaf: LucidSolve, x: Mapping[str, Array]) -> tuple[object, ...]:
+        """The sizes and options of a call."""
+        k, (s, d), e = x["k"], x["k"].shape[1::2], x["v"].shape[3]
+        half = k.dtype.itemsize == 2 and leaf.normalize == "keys"
+        widest = max(padded_width(d), min(padded_width(e), WIDEST_CHUNK))
+        scale = leaf.scale_for(d)
+        multiplied = products(k.dtype, interpret=self.interpret)
+        if half:
+            multiplied = multiplied._replace(tf32=True)  # Φ has 16 bits.
+        phi = Phi(scale * LOG2_E, scale * d * LOG2_E, multiplied)
+        tiles = (
+            configuration(f"lucid_{name}", widest, half)
+            for name in ("inverse", "update", "gradient")
+        )
+        eps = leaf.eps if leaf.normalize == "keys" else None
+        return LucidPlan(d, e, s, eps, leaf.beta, phi, scale, half, *tiles)
 
     def refuses(self, leaf: LucidSolve, request: Request) -> str | None:
         if leaf.metric != DOT:
@@ -235,9 +227,9 @@ class LucidSolveKernels:
     def forward(
         self, leaf: LucidSolve, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        plan = plan_of(leaf, x["k"], x["v"], interpret=self.interpret)
-        result: tuple[Array, Residuals] = _forward(
-            plan, x["k"], x["v"], x.get("lucid_beta"), frame.k_valid, frame.k_segment
+        beta, masks = x.get("lucid_beta"), (frame.k_valid, frame.k_segment)
+        result: tuple[Array, Residuals] = self.solved(
+            self.plan(leaf, x), x["k"], x["v"], beta, *masks
         )
         return result
 
@@ -250,11 +242,9 @@ class LucidSolveKernels:
         residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
-        plan = plan_of(leaf, x["k"], x["v"], interpret=self.interpret)
+        beta, masks = x.get("lucid_beta"), (frame.k_valid, frame.k_segment)
         (rho,) = residuals or (None,)
-        result: Arrays = _backward(
-            plan, x["k"], x.get("lucid_beta"), frame.k_valid, frame.k_segment, out, rho, cotangent
-        )
+        result: Arrays = self.pulled(self.plan(leaf, x), x["k"], beta, *masks, out, rho, cotangent)
         return result
 
     def residual_shapes(

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from precondattn.arrays import Array, Arrays, Residuals
-from precondattn.frame import Frame
+from precondattn.arrays import Array
 from precondattn.spec.lucid import LucidSolve
 from precondattn_pallas.launch import Interpret
 from precondattn_pallas.lucid.arrays import (
@@ -46,13 +45,6 @@ class TpuLucidPlan(NamedTuple):
     scale: float
     phi: Phi
     interpret: Interpret
-
-
-def plan_of(leaf: LucidSolve, k: Array, *, interpret: Interpret) -> TpuLucidPlan:
-    scale, d = leaf.scale_for(k.shape[3]), k.shape[3]
-    phi = Phi(scale * LOG2_E, scale * d * LOG2_E, products(k.dtype))
-    eps = leaf.eps if leaf.normalize == "keys" else None
-    return TpuLucidPlan(eps, leaf.beta, scale, phi, interpret)
 
 
 class TpuSolveInputs(NamedTuple):
@@ -152,27 +144,10 @@ def _backward(
 class TpuLucidSolve(LucidSolveKernels):
     """Algorithm of the leaf `LucidSolve`."""
 
-    def forward(
-        self, leaf: LucidSolve, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        plan = plan_of(leaf, x["k"], interpret=self.interpret)
-        result: tuple[Array, Residuals] = _forward(
-            plan, x["k"], x["v"], x.get("lucid_beta"), frame.k_valid, frame.k_segment
-        )
-        return result
+    solved, pulled = staticmethod(_forward), staticmethod(_backward)
 
-    def backward(
-        self,
-        leaf: LucidSolve,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
-    ) -> Arrays:
-        plan = plan_of(leaf, x["k"], interpret=self.interpret)
-        (rho,) = residuals or (None,)
-        result: Arrays = _backward(
-            plan, x["k"], x.get("lucid_beta"), frame.k_valid, frame.k_segment, out, rho, cotangent
-        )
-        return result
+    def plan(self, leaf: LucidSolve, x: Mapping[str, Array]) -> TpuLucidPlan:
+        scale, d = leaf.scale_for(x["k"].shape[3]), x["k"].shape[3]
+        phi = Phi(scale * LOG2_E, scale * d * LOG2_E, products(x["k"].dtype))
+        eps = leaf.eps if leaf.normalize == "keys" else None
+        return TpuLucidPlan(eps, leaf.beta, scale, phi, self.interpret)
