@@ -13,6 +13,7 @@ from precondattn.arrays import Array, Arrays, Residuals, cast
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
+from precondattn.kernel_backend.attention_options import logs_and_unrounded
 from precondattn.spec.softmax import Softmax
 from precondattn_cupy.layout import empty, in_one_piece
 from precondattn_cupy.softmax.attention import (
@@ -72,10 +73,7 @@ class SoftmaxKernels:
     def residual_shapes(
         self, leaf: Softmax, inputs: Mapping[str, ArraySpec]
     ) -> tuple[ArraySpec, ...]:
-        b, t, h, _ = inputs["q"].shape
-        (*_, e), dtype = inputs["v"]
-        kept = ArraySpec((b, h, t), "float32")
-        return (kept,) if dtype == "float32" else (kept, ArraySpec((b, t, h, e), "float32"))
+        return logs_and_unrounded(inputs)
 
 
 def inputs_of(x: Mapping[str, Array]) -> tuple[Array, Array, Array]:

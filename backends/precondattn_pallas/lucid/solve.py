@@ -26,11 +26,10 @@ import jax
 import jax.numpy as jnp
 
 from precondattn.arrays import Array, Arrays, Residuals
-from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
-from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
+from precondattn.kernel_backend.limits import padded_width
+from precondattn.kernel_backend.lucid_solve import LucidSolveSupport
 from precondattn.spec.lucid import LucidSolve
-from precondattn.spec.metric import DOT
 from precondattn_pallas.configurations import Configuration, configuration
 from precondattn_pallas.launch import Interpret
 from precondattn_pallas.lucid import gradient as lucid_gradient
@@ -181,7 +180,7 @@ def _backward(
     return result
 
 
-class LucidSolveKernels:
+class LucidSolveKernels(LucidSolveSupport):
     """Algorithm of the leaf `LucidSolve`."""
 
     solved, pulled = staticmethod(_forward), staticmethod(_backward)
@@ -207,23 +206,6 @@ class LucidSolveKernels:
         eps = leaf.eps if leaf.normalize == "keys" else None
         return LucidPlan(d, e, s, eps, leaf.beta, phi, scale, half, *tiles)
 
-    def refuses(self, leaf: LucidSolve, request: Request) -> str | None:
-        if leaf.metric != DOT:
-            return "its solve is for the dot product"
-        if not leaf.has_unit_diagonal:
-            return f"its solve has a unit diagonal, unlike normalize={leaf.normalize!r}"
-        if leaf.window is not None:
-            return "its solve has no window"
-        shapes = dict(request.shapes)
-        d, e = shapes["k"][3], shapes["v"][3]
-        if d > 256 or e > 512:
-            return f"its solve supports d <= 256 and e <= 512; found d={d}, e={e}"
-        if 0 in shapes["v"]:
-            return "its solve supports no empty arrays"
-        if shapes["k"][0] * shapes["k"][2] > MOST_HEADS:
-            return f"its solve supports at most {MOST_HEADS} heads of all sequences together"
-        return None
-
     def forward(
         self, leaf: LucidSolve, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
@@ -246,8 +228,3 @@ class LucidSolveKernels:
         (rho,) = residuals or (None,)
         result: Arrays = self.pulled(self.plan(leaf, x), x["k"], beta, *masks, out, rho, cotangent)
         return result
-
-    def residual_shapes(
-        self, leaf: LucidSolve, inputs: Mapping[str, ArraySpec]
-    ) -> tuple[ArraySpec, ...]:
-        return (ArraySpec(*inputs["v"]),) if leaf.beta else ()

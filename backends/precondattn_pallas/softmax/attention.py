@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
-from precondattn.kernel_backend.attention_options import declined_option
+from precondattn.kernel_backend.attention_options import declined_option, logs_and_unrounded
 from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
 from precondattn.spec.metric import DOT
 from precondattn.spec.softmax import Softmax
@@ -155,10 +155,7 @@ class SoftmaxKernels:
     def residual_shapes(
         self, leaf: Softmax, inputs: Mapping[str, ArraySpec]
     ) -> tuple[ArraySpec, ...]:
-        b, t, h, _ = inputs["q"].shape
-        (*_, e), dtype = inputs["v"]
-        kept = ArraySpec((b, h, t), "float32")
-        return (kept,) if dtype == "float32" else (kept, ArraySpec((b, t, h, e), "float32"))
+        return logs_and_unrounded(inputs)
 
 
 def _inputs(x: Mapping[str, Array]) -> tuple[Array, Array, Array]:
