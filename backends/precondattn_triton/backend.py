@@ -27,8 +27,6 @@ from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 
 DTYPES = ("float32", "bfloat16", "float16")
-OLDEST = (3, 6)
-"""The oldest supported version, that of the extra `triton`. Older PyTorch installs older ones."""
 
 WIDEST_ON_AMD = 64
 """Wider tiles have been compiled for NVIDIA's multiprocessors only, and do not fit AMD's."""
@@ -122,8 +120,6 @@ class Triton(KernelBackend):
             device, reason = "cpu", "interprets its kernels:"
         if request.device != device:
             return f"{reason} it supports arrays on {device}; found {request.device}"
-        if _version() < OLDEST:
-            return f"needs Triton {_dotted(OLDEST)} or newer; found {_dotted(_version())}"
         if request.dtype not in DTYPES:
             return f"supports {', '.join(DTYPES)}; found {request.dtype}"
         if request.mapped:
@@ -161,17 +157,6 @@ def _is_amd() -> bool:
 @cache
 def _has_triton() -> bool:
     return is_installed("triton")
-
-
-@cache
-def _version() -> tuple[int, ...]:
-    import triton
-
-    return tuple(map(int, triton.__version__.split(".")[:2]))
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
 
 
 NOTHING: AbstractContextManager[None] = nullcontext()

@@ -143,7 +143,7 @@ these states, or the gradients of new ones, differ from those of full calls."""
 TOKENS, HEADS, BATCH, SLOTS, FEW, MANY = 4096, 16, 2, 64, 15, 256
 DISTINGUISHING = (
     *("ROWS", "COLUMNS", "CHUNK", "TILE", "STEP", "BACKWARD", "BY_ROW", "PART"),
-    *("KEYS", "BLOCK", "DECAY", "GATE_STEP", "HAS_BORDERS", "UNDECAYED", "PARTS", "WITH_KEYS"),
+    *("KEYS", "BLOCK", "DECAY", "GATE_STEP", "HAS_BORDERS", "UNDECAYED", "PARTS"),
     "IS_STEP",
 )
 """The constants of a kernel that depend on its configuration or select a code path."""
@@ -289,8 +289,6 @@ def _way(launch: TritonLaunch) -> str:
         name += " of values alone"
     if "erase_scores" in launch.values and launch.values.get("reading") is not None:
         name += " with factors"
-    if launch.values.get("WITH_KEYS") is False:
-        name += " of values"
     if any(_has(launch, each) for each in ("initial", "d_final")):
         name += " after states"
     if launch.values.get("COLUMNS") and _has(launch, "moments"):
