@@ -51,6 +51,18 @@ WIDEST_CHUNK = 128
 """Value channels that a program processes at once."""
 
 
+class SolveInputs(NamedTuple):
+    """The inputs of a forward or backward solve."""
+
+    keys: Array
+    """k̂ (m, T, key_width)"""
+    reciprocal: Array
+    """1 / rms (b, s, n)"""
+    factor: Array
+    """β, and 0 at padding (m, T)"""
+    segments: SegmentBounds | None
+
+
 class LucidPlan(NamedTuple):
     """Sizes and options of a call, which are known before it runs."""
 
@@ -86,64 +98,54 @@ class LucidPlan(NamedTuple):
         """s, padded to whole super-blocks."""
         return -(-self.s // self.super_block) * self.super_block
 
+    def prepared(self, k: Array, beta: Array, valid: Array, segment: Array) -> SolveInputs:
+        keys = where_valid(valid, k).astype(jnp.float32)
+        reciprocal = reciprocal_rms(keys, self.eps)
+        keys = (keys * reciprocal[..., None]).astype(jnp.float16 if self.half else jnp.float32)
+        return SolveInputs(
+            by_heads(keys, self.tokens, self.key_width),
+            reciprocal,
+            by_heads(factor_of(beta, valid, k)[..., None], self.tokens, 1)[..., 0],
+            segments_of(segment, self.tokens),
+        )
 
-class SolveInputs(NamedTuple):
-    """The inputs of a forward or backward solve."""
+    def solve(self, x: SolveInputs, right: Array, *, backward: bool) -> lucid_substitution.Solved:
+        """The solution of the system or its transpose; right (b, s, n, e)."""
+        inverse = lucid_inverse.inverses(
+            self.phi,
+            x.keys,
+            x.factor,
+            x.segments,
+            self.inverse,
+            super_block=self.super_block,
+            backward=backward,
+        )
+        return lucid_substitution.substitute(
+            self.phi,
+            x.keys,
+            x.factor,
+            x.segments,
+            inverse,
+            by_heads(right.astype(jnp.float32), self.tokens, -(-self.e // self.chunk) * self.chunk),
+            (self.inverse, self.update),
+            count=self.s,
+            chunk=self.chunk,
+            backward=backward,
+        )
 
-    keys: Array
-    """k̂ (m, T, key_width)"""
-    reciprocal: Array
-    """1 / rms (b, s, n)"""
-    factor: Array
-    """β, and 0 at padding (m, T)"""
-    segments: SegmentBounds | None
-
-
-def _scratch(plan: LucidPlan, k: Array, beta: Array, valid: Array, segment: Array) -> SolveInputs:
-    keys = where_valid(valid, k).astype(jnp.float32)
-    reciprocal = reciprocal_rms(keys, plan.eps)
-    keys = (keys * reciprocal[..., None]).astype(jnp.float16 if plan.half else jnp.float32)
-    return SolveInputs(
-        by_heads(keys, plan.tokens, plan.key_width),
-        reciprocal,
-        by_heads(factor_of(beta, valid, k)[..., None], plan.tokens, 1)[..., 0],
-        segments_of(segment, plan.tokens),
-    )
-
-
-def _solve(
-    plan: LucidPlan, x: SolveInputs, right: Array, *, backward: bool
-) -> lucid_substitution.Solved:
-    """The solution of the system or its transpose; right (b, s, n, e)."""
-    inverse = lucid_inverse.inverses(
-        plan.phi,
-        x.keys,
-        x.factor,
-        x.segments,
-        plan.inverse,
-        super_block=plan.super_block,
-        backward=backward,
-    )
-    return lucid_substitution.substitute(
-        plan.phi,
-        x.keys,
-        x.factor,
-        x.segments,
-        inverse,
-        by_heads(right.astype(jnp.float32), plan.tokens, -(-plan.e // plan.chunk) * plan.chunk),
-        (plan.inverse, plan.update),
-        count=plan.s,
-        chunk=plan.chunk,
-        backward=backward,
-    )
+    def key_gradient(self, x: SolveInputs, y: Array, d_v: Array) -> Array:
+        """Σ_b Φ_ab g_ab k̂_b (m, T, d), from y and dv (m, T, e)."""
+        return lucid_gradient.d_keys(
+            self.phi, x.keys, x.segments, y, d_v, self.gradient, count=self.s, chunk=self.chunk
+        )
 
 
 @partial(jax.jit, static_argnums=0)
 def _forward(
     plan: LucidPlan, k: Array, v: Array, beta: Array, valid: Array, segment: Array
 ) -> Array:
-    scratch = _scratch(plan, k, beta, valid, segment)
-    solved = _solve(plan, scratch, where_valid(valid, v), backward=False)
+    prepared = plan.prepared(k, beta, valid, segment)
+    solved = plan.solve(prepared, where_valid(valid, v), backward=False)
     y = by_tokens(solved.values, v)
     return y, (by_tokens(solved.before_beta, v),) if plan.has_beta else ()
 
@@ -159,22 +161,13 @@ def _backward(
     rho: Array,
     d_y: Array,
 ) -> Array:
-    scratch = _scratch(plan, k, beta, valid, segment)
-    solved = _solve(plan, scratch, where_valid(valid, d_y), backward=True)
-    width = solved.values.shape[2]
-    d_keys = lucid_gradient.d_keys(
-        plan.phi,
-        scratch.keys,
-        scratch.segments,
-        by_heads(where_valid(valid, y), plan.tokens, width),
-        solved.values.astype(y.dtype),
-        plan.gradient,
-        count=plan.s,
-        chunk=plan.chunk,
-    )
+    prepared = plan.prepared(k, beta, valid, segment)
+    solved = plan.solve(prepared, where_valid(valid, d_y), backward=True)
+    rows = by_heads(where_valid(valid, y), *solved.values.shape[1:])
+    d_keys = plan.key_gradient(prepared, rows, solved.values.astype(y.dtype))
     result = {"v": by_tokens(solved.values, y)}
     d_unit = -plan.scale * by_tokens(d_keys, k.astype(jnp.float32))
-    result["k"] = rms_gradient(d_unit, k, scratch.reciprocal, valid, plan.eps)
+    result["k"] = rms_gradient(d_unit, k, prepared.reciprocal, valid, plan.eps)
     if plan.has_beta:
         result["lucid_beta"] = d_beta_of(solved.before_beta, rho, beta, valid)
     return result
@@ -182,9 +175,6 @@ def _backward(
 
 class LucidSolveKernels(LucidSolveSupport):
     """Algorithm of the leaf `LucidSolve`."""
-
-    solved, pulled = staticmethod(_forward), staticmethod(_backward)
-    """Both directions of a call with a plan."""
 
     def __init__(self, *, interpret: Interpret) -> None:
         self.interpret = interpret
@@ -210,9 +200,7 @@ class LucidSolveKernels(LucidSolveSupport):
         self, leaf: LucidSolve, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         beta, masks = x.get("lucid_beta"), (frame.k_valid, frame.k_segment)
-        result: tuple[Array, Residuals] = self.solved(
-            self.plan(leaf, x), x["k"], x["v"], beta, *masks
-        )
+        result: tuple[Array, Residuals] = _forward(self.plan(leaf, x), x["k"], x["v"], beta, *masks)
         return result
 
     def backward(
@@ -226,5 +214,5 @@ class LucidSolveKernels(LucidSolveSupport):
     ) -> Arrays:
         beta, masks = x.get("lucid_beta"), (frame.k_valid, frame.k_segment)
         (rho,) = residuals or (None,)
-        result: Arrays = self.pulled(self.plan(leaf, x), x["k"], beta, *masks, out, rho, cotangent)
+        result: Arrays = _backward(self.plan(leaf, x), x["k"], beta, *masks, out, rho, cotangent)
         return result
