@@ -53,8 +53,8 @@ def step_masks(frame: Frame, b: int, capacity: int) -> StepMasks:
     is_token = bytes_of(frame.q_valid, b)
     if frame.held is not None:
         return StepMasks(frame.held, None, None, is_token)
-    assert frame.k_valid is not None  # The frame of an extension always has the validity of slots.
     valid = bytes_of(frame.k_valid, b)
+    assert valid is not None  # The frame of an extension always has the validity of slots.
     return StepMasks(capacity, valid[:, :capacity], valid[:, capacity:], is_token)
 
 

@@ -31,10 +31,13 @@ from precondattn_cupy.softmax.step import refusal_of_step, step
 class SoftmaxKernels:
     """Algorithm of `Softmax` whose output is the weighted mean of the values."""
 
+    noun = "attention"
+    """What a refusal calls it."""
+
     def refuses(self, leaf: Softmax, request: Request) -> str | None:
         if request.verb == "extend":
             return refusal_of_step(leaf, request)
-        return refusal("attention", leaf, request)
+        return refusal(self.noun, leaf, request)
 
     def forward(
         self, leaf: Softmax, x: Mapping[str, Array], frame: Frame
