@@ -14,7 +14,7 @@ The matrices of a single block remain; JAX differentiates them.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,9 @@ from jax import Array, lax
 
 from precondattn.arrays import Tree
 from precondattn.spec.array_functions import identity_like
+from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.metric import DOT
+from precondattn.spec.softmax import SoftmaxAttention
 from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product, zeros
 from precondattn_jax.dot_scores import DotScores, Pulled, Step, Sums
 from precondattn_jax.layout import BlockedCall, QueryBlocks
@@ -155,7 +157,9 @@ class TransportedScores(DotScores):
         return result | {"beta": result["beta"][..., 0]}
 
 
-def scores_of(call: BlockedCall[Any], q: Array, k: Array) -> DotScores:
+def scores_of(
+    call: BlockedCall[SoftmaxAttention] | BlockedCall[LucidSolve], q: Array, k: Array
+) -> DotScores:
     """Scores of the metric of a call's leaf."""
     if call.leaf.metric == DOT:
         return DotScores(call.blocks, q, k)

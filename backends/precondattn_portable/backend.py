@@ -1,8 +1,8 @@
 """The portable backend: which leaves are computed by which algorithm.
 
-A group of leaves is claimed where computing them together is cheaper (`fused.py` for steps,
-`preconditioned_delta.py` for full calls); otherwise leaves are computed one at a time. Subclasses
-serve another library with the same or better algorithms.
+A step of LUCID is claimed as a group, because computing its leaves together is cheaper
+(`fused.py`); other leaves are computed one at a time. Subclasses serve another library with the
+same or better algorithms.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import precondattn as pa
 from precondattn.algebra.group import Group
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.piece import Piece
-from precondattn.algebra.program import Program
 from precondattn.algebra.recurrences import Recurrences, entry_of, lack_of
 from precondattn.arrays import Array, Residuals
 from precondattn.backend import ArraySpec, Backend, Request, Runner
@@ -65,10 +64,8 @@ ALGORITHMS: Algorithms = {
     pa.Windowed: "precondattn_portable.windowed:WindowedBlocks",
     **dict.fromkeys(RECURRENCES, "precondattn_portable.stateful:StatefulAlgorithm"),
     **dict.fromkeys(TOKEN_WISE, "precondattn_portable.algorithm:AsDefined"),
-    Group: "precondattn_portable.preconditioned_delta:PreconditionedDelta",
 }
-"""A leaf without an entry is declined, and runs on the reference. A full call of a group is that of
-`preconditioned_delta.py`, the only group that has one."""
+"""A leaf without an entry is declined, and runs on the reference."""
 
 
 @cache
@@ -100,12 +97,12 @@ class Portable(Backend):
     algorithms: Algorithms = ALGORITHMS
 
     def algorithm_class(self, leaf: Piece | LeafProtocol) -> type[AnyAlgorithm] | None:
-        """The class that computes a leaf, or a group of leaves; None if this backend has none."""
+        """The class that computes a leaf; None if this backend has none."""
         place = entry_of(self.algorithms, cast("LeafProtocol", leaf))
         return None if place is None else algorithm_at(place)
 
     def algorithm(self, leaf: Piece | LeafProtocol, library: str) -> AnyAlgorithm:
-        """The algorithm of a leaf or group that `refusal` has not declined."""
+        """The algorithm of a leaf that `refusal` has not declined."""
         algorithm_class = self.algorithm_class(leaf)
         assert algorithm_class is not None
         return algorithm_class(self.arithmetic(library), leaf)
@@ -120,8 +117,8 @@ class Portable(Backend):
     def refusal(self, piece: Piece, request: Request) -> str | None:
         """The reason why the backend does not support a request; None if it does."""
         if len(piece.program.calls) > 1:
-            is_together = _computes_together(piece.program, request)
-            return None if is_together else "runs the leaves of this group one by one"
+            is_step = is_lucid(piece.program) and request.verb == "extend"
+            return None if is_step else "runs the leaves of this group one by one"
         if self.algorithm_class(piece) is None:
             (leaf,) = piece.program.leaves
             return f"has no algorithm for {leaf.name}{lack_of(self.algorithms, leaf)}"
@@ -142,17 +139,6 @@ class Portable(Backend):
     def runner_class(self, piece: Piece) -> type[AlgorithmRunner]:
         """The kind of runner of a piece."""
         return AlgorithmRunner
-
-
-def _computes_together(program: Program, request: Request) -> bool:
-    """Whether a group has an algorithm of its own."""
-    if is_lucid(program):
-        return request.verb == "extend"
-    if type(program.leaves[0]) is not pa.PreconditionedKey:
-        return False
-    from precondattn_portable.preconditioned_delta import computes_together
-
-    return computes_together(program, request)
 
 
 class AlgorithmRunner(LeafRunner):

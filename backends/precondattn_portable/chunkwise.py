@@ -219,15 +219,10 @@ class ChunkWork:
 
     def parts(self, widest: int) -> Iterator[range]:
         """The groups, as ranges of chunks; one of them begins at the first chunk with a query."""
-        step = self.chunks_together(widest)
+        step = max(GROUP // (self.b * self.m * self.size * widest), 1)
         for low, high in ((0, self.first_read), (self.first_read, self.count)):
             for start in range(low, high, step):
                 yield range(start, min(start + step, high))
-
-    def chunks_together(self, widest: int) -> int:
-        """The chunks of a group."""
-        together: int = max(GROUP // (self.b * self.m * self.size * widest), 1)
-        return together
 
     def group(self, part: range, known: dict[int, Array] | None = None) -> ChunkGroup:
         """One group. `known` maps the identity of an array to its chunks, and is extended."""

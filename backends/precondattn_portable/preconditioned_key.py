@@ -77,21 +77,21 @@ def gates_and_weights(x: Arrays, frame: Frame) -> tuple[Array, Array]:
 class PreconditionedChunks:
     """A in chunks of C tokens, and the preconditioned keys.
 
-    Arrays are (c, n p, C, …): chunks first, then the heads of all sequences, each with p adjacent
-    chunks. `together` of the c are one block.
+    Arrays are (c, n, C, …): chunks first, then the heads of all sequences. `together` of the c are
+    one block.
     """
 
     def __init__(
-        self, of: Algorithm[Leaf], x: Arrays, g: Array, beta: Array, together: int, p: int = 1
+        self, of: Algorithm[Leaf], x: Arrays, g: Array, beta: Array, together: int
     ) -> None:
-        """Decays from g and β (c, n p, C, 1); c is the leaf's, or, if learnt, an input in x."""
+        """Decays from g and β (c, n, C, 1); c is the leaf's, or, if learnt, an input in x."""
         xp, (count, rows, *_), ops, leaf = namespace(g), g.shape, of.ops, of.leaf
-        self.ops, self.bound, self.together, self.p = ops, leaf.bound, together, p
+        self.ops, self.bound, self.together = ops, leaf.bound, together
         self.center: Array = leaf.center
         scale, self.eps = 1.0, leaf.eps
         if leaf.learned:
             c = x["log_atk_scale"]
-            each = xp.broadcast_to(c[:, None], (rows // p // c.shape[0], c.shape[0], p))
+            each = xp.broadcast_to(c, (rows // c.shape[0], c.shape[0]))
             self.center = xp.reshape(each, (rows, 1, 1))
         elif abs(leaf.center) <= LARGEST_CENTER:
             # log(A + ε) − c is log(e^{−c} A + e^{−c} ε), which needs no subtraction.
@@ -105,20 +105,16 @@ class PreconditionedChunks:
         """(c, n p, C, C)"""
 
         sums = padded(xp.sum(g, axis=(-2, -1)), 0, -count % together, axis=0)
-        sums = xp.reshape(sums, (-1, together, rows // p, p))
-        sums = xp.reshape(xp.permute_dims(sums, (0, 2, 1, 3)), (-1, rows // p, together * p, 1))
+        sums = xp.permute_dims(xp.reshape(sums, (-1, together, rows)), (0, 2, 1))[..., None]
         between = HeadDecay(ops, sums, sums)
         self.between = xp.concat([between.reading, between.pairs], axis=-1)
-        """(blocks, n, together p, 1 + together p): the decays between the chunks of a block"""
+        """(blocks, n, together, 1 + together): the decays between the chunks of a block"""
 
-    def multipliers(
-        self, block: int, k: Array, squares: Array, out: Array | None = None
-    ) -> tuple[Array, Array]:
-        """The factors of a block's keys, in `out` if given and supported, and A after the block.
+    def multipliers(self, block: int, k: Array, squares: Array) -> tuple[Array, Array]:
+        """The factors of a block's keys, which the next call may overwrite, and A after the block.
 
-        Keys that A does not count are 0. They may have two axes for the rows n p, unlike the
-        factors. `squares` (n, 1, d) is e^{−c} A of the token before the block. Without `out`, the
-        next call may overwrite the factors.
+        Keys that A does not count are 0. They may have two axes for the rows n, unlike the factors.
+        `squares` (n, 1, d) is e^{−c} A of the token before the block.
         """
         ops, xp = self.ops, namespace(squares)
         start, count = block * self.together, k.shape[0]
@@ -128,18 +124,14 @@ class PreconditionedChunks:
         d = k.shape[-1]
         shape = (count, rows, size, d)
         added = xp.reshape(ops.multiplied(k, k, self.scratch.shaped(k.shape)), shape)
-        out = self.scratch.shaped(shape, "multipliers") if out is None else out
-        a = ops.product(factors, added, out)
+        a = ops.product(factors, added, self.scratch.shaped(shape, "multipliers"))
 
         # A follows the same recurrence from chunk to chunk as from token to token.
-        n, length = squares.shape[0], count * self.p
-        written = xp.reshape(a[..., -1, :], (count, n, self.p, d))
-        written = xp.reshape(xp.permute_dims(written, (1, 0, 2, 3)), (n, length, d))
-        between = self.between[block, :, :length, : length + 1]
+        written = xp.permute_dims(a[..., -1, :], (1, 0, 2))
+        between = self.between[block, :, :count, : count + 1]
         after = ops.product(between, xp.concat([squares, written], axis=1))
-        before = xp.concat([squares, after[:, :-1, :]], axis=1)
-        before = xp.permute_dims(xp.reshape(before, (n, count, self.p, d)), (1, 0, 2, 3))
-        a = ops.add_multiple(a, reading, xp.reshape(before, (count, rows, 1, d)))
+        before = xp.permute_dims(xp.concat([squares, after[:, :-1, :]], axis=1), (1, 0, 2))
+        a = ops.add_multiple(a, reading, before[:, :, None, :])
 
         r = ops.log(ops.add(a, self.eps))
         if self.center is not None:

@@ -1,8 +1,8 @@
 """The Triton backend: which leaves are computed by which kernels.
 
 LUCID's solve, LASER, PaTH, softmax attention with options, rows of unit norm, and leaves with a
-state: the linear family, the delta rule, gated slot attention, Mesa's query, and CCQ's, alone and
-with its backbone. Softmax attention without options is computed by the backend `torch`. Where
+state: the linear family, the delta rule, gated slot attention, and CCQ's query, alone and with its
+backbone. Softmax attention without options is computed by the backend `torch`. Where
 Triton interprets its kernels, on a machine without a GPU, they are for checking only: the backend
 then supports arrays on a CPU, and runs only if it is requested by name.
 """
@@ -27,8 +27,6 @@ from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 
 DTYPES = ("float32", "bfloat16", "float16")
-OLDEST = (3, 6)
-"""The oldest supported version, that of the extra `triton`. Older PyTorch installs older ones."""
 
 WIDEST_ON_AMD = 64
 """Wider tiles have been compiled for NVIDIA's multiprocessors only, and do not fit AMD's."""
@@ -69,7 +67,6 @@ KERNELS: KernelTable = {
         otherwise=_RECURRENCE,
     ),
     **dict.fromkeys((*RECURRENCES, pa.PreconditionedKey), _RECURRENCE),
-    pa.MesaQuery: "precondattn_triton.recurrence.mesa_query:SolvedQuery",
     pa.Softmax: ByOption(
         "read",
         {
@@ -123,8 +120,6 @@ class Triton(KernelBackend):
             device, reason = "cpu", "interprets its kernels:"
         if request.device != device:
             return f"{reason} it supports arrays on {device}; found {request.device}"
-        if _version() < OLDEST:
-            return f"needs Triton {_dotted(OLDEST)} or newer; found {_dotted(_version())}"
         if request.dtype not in DTYPES:
             return f"supports {', '.join(DTYPES)}; found {request.dtype}"
         if request.mapped:
@@ -162,17 +157,6 @@ def _is_amd() -> bool:
 @cache
 def _has_triton() -> bool:
     return is_installed("triton")
-
-
-@cache
-def _version() -> tuple[int, ...]:
-    import triton
-
-    return tuple(map(int, triton.__version__.split(".")[:2]))
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
 
 
 NOTHING: AbstractContextManager[None] = nullcontext()

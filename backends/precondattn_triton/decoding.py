@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from precondattn.frame import Frame
 from precondattn_triton.launching import cdiv
 from precondattn_triton.target import processors
+from precondattn_triton.tiles import bytes_of
 
 PROGRAMS_PER_PROCESSOR = 2
 """Programs per multiprocessor that read the cache: enough to hide the latency of memory."""
@@ -26,21 +28,39 @@ def query_rows(
     return tl.load(at + channel[None, :] * q_d, mask=inside, other=0.0).to(tl.float32)
 
 
-def slots_and_validity(
-    frame: Frame, capacity: int, t: int = 1
-) -> tuple[int, Tensor | None, Tensor | None]:
-    """The number of slots to read, and the validity of slots and of t new keys, bytes or None."""
+class StepMasks(NamedTuple):
+    """The validity of the tokens of a step, as bytes; None where all are valid."""
+
+    slots: int
+    """Slots to read: the cached tokens of every sequence, or the slots of the cache."""
+    past_valid: Tensor | None
+    """(b, slots)"""
+    new_valid: Tensor | None
+    """(b, t), keys"""
+    is_token: Tensor | None
+    """(b, t), queries"""
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """The strides of the batch axes of the three."""
+        past, new, token = (0 if a is None else a.stride(0) for a in self[1:])
+        return past, new, token
+
+
+def step_masks(frame: Frame, b: int, capacity: int) -> StepMasks:
+    """The masks of new tokens after a cache of `capacity` slots."""
+    # The key of a valid token may be masked.
+    is_token = bytes_of(frame.q_valid, b)
     if frame.held is not None:
-        return frame.held, None, None
-    valid = frame.k_valid
+        return StepMasks(frame.held, None, None, is_token)
+    valid = bytes_of(frame.k_valid, b)
     assert valid is not None  # The frame of an extension always has the validity of slots.
-    valid = valid.expand(frame.q_position.shape[0], capacity + t).to(torch.uint8)
-    return capacity, valid[:, :capacity], valid[:, capacity:]
+    return StepMasks(capacity, valid[:, :capacity], valid[:, capacity:], is_token)
 
 
-def new_token_validity(frame: Frame, b: int) -> Tensor | None:
-    """The validity of new tokens, as bytes or None. The key of a valid token may be masked."""
-    return None if frame.q_valid is None else frame.q_valid.expand(b, -1).to(torch.uint8)
+def lengths_of(frame: Frame, b: int) -> Tensor:
+    """The number of cached tokens of each sequence (b,)."""
+    return frame.q_position[:, 0].expand(b).contiguous()
 
 
 def splits_of(like: Tensor, count: int, heads: int, tile: int) -> tuple[int, int]:

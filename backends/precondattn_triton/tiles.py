@@ -188,12 +188,13 @@ class KernelMasks(NamedTuple):
 
 def masks_of(frame: Frame, b: int) -> KernelMasks:
     """The masks of a full call, whose queries have the positions of the last keys."""
-
-    def bytes_of(valid: torch.Tensor | None) -> torch.Tensor | None:
-        return None if valid is None else valid.expand(b, -1).contiguous().view(torch.uint8)
-
     segment = None if frame.k_segment is None else segments_of(frame.k_segment)
-    return KernelMasks(bytes_of(frame.q_valid), bytes_of(frame.k_valid), segment)
+    return KernelMasks(bytes_of(frame.q_valid, b), bytes_of(frame.k_valid, b), segment)
+
+
+def bytes_of(valid: torch.Tensor | None, b: int) -> torch.Tensor | None:
+    """The validity of the tokens of b sequences, as bytes."""
+    return None if valid is None else valid.expand(b, -1).contiguous().view(torch.uint8)
 
 
 def segments_of(ids: torch.Tensor) -> torch.Tensor:

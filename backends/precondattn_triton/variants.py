@@ -7,6 +7,7 @@ The backend's own launching code runs on meta tensors, and its launches are reco
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import torch
@@ -85,7 +86,6 @@ CHOSEN: Shipped = (
     ("ccq(kda)", (torch.bfloat16,), ((128, 128),)),
     ("ccq(gla)", (torch.bfloat16,), ((256, 512),)),
     ("conditioned_query", (torch.bfloat16, torch.float32), ((256, 256), (128, 128), (64, 64))),
-    ("mesa_query[decay=head,beta=true]", (torch.float32,), ((128, 128), (64, 64))),
 )
 """Mechanisms with configurations of their own, and the widths of these; listed by hand."""
 
@@ -144,7 +144,7 @@ these states, or the gradients of new ones, differ from those of full calls."""
 TOKENS, HEADS, BATCH, SLOTS, FEW, MANY = 4096, 16, 2, 64, 15, 256
 DISTINGUISHING = (
     *("ROWS", "COLUMNS", "CHUNK", "TILE", "STEP", "BACKWARD", "BY_ROW", "PART"),
-    *("KEYS", "BLOCK", "DECAY", "GATE_STEP", "HAS_BORDERS", "UNDECAYED", "PARTS", "WITH_KEYS"),
+    *("KEYS", "BLOCK", "DECAY", "GATE_STEP", "HAS_BORDERS", "UNDECAYED", "PARTS"),
     "IS_STEP",
 )
 """The constants of a kernel that depend on its configuration or select a code path."""
@@ -156,28 +156,19 @@ OPTIONAL = (
 WIDE_SPILLS = 10400
 """Bytes that a thread may spill where rows are wider than 128. In float32 some kernels do; PaTH's
 at 256 spill most, on compute capability 8.0."""
-BORDER_SPILLS = 8
-"""The limit for `at_border` in packed sequences, on compute capability 8.0."""
-
-FLOAT16_SPILLS = 32
-"""The limit for two kernels in float16, on compute capability 8.0, where the assembler keeps to
-128 registers."""
-SPILLING_IN_FLOAT16 = ("key_value_gradient", "carry_moments")
-PATH_STEP_SPILLS = 4
-"""The limit for PaTH's forward kernel in a step with masked keys in float32, on compute capability
-8.0."""
-CHUNK_SPILLS = 96
-"""The limit for the gradient of PaTH's chunks where factors have 32 bits and a chunk 32 tokens."""
-PRECONDITIONED_SPILLS = 24
-"""The limit for the gradient of the keys that ATK preconditions, on compute capability 9.0."""
-
-SPILLING_IN_TRITON_3_6 = (
-    ("preconditioned_key", "d_inputs"),
-    ("lucid by 15 tokens float32", "read_past"),
-)
-"""Names of variants begin with the first, and those of their kernels are the second."""
-SPILLS_IN_TRITON_3_6 = 64
-"""The limit for these; later versions spill less."""
+SPILLS = [
+    # On compute capability 8.0; in float16 the assembler keeps these two to 128 registers.
+    (8, r"at_border .* packed"),
+    (32, r"(key_value_gradient|carry_moments) .* float16 "),
+    (4, r"_forward path\[flush=64\].* float32 "),
+    # Where factors have 32 bits and a chunk 32 tokens.
+    (96, r"_chunk_gradient "),
+    # On compute capability 9.0.
+    (24, r"d_inputs preconditioned_key"),
+]
+"""Bytes that a thread may spill in other kernels, by the kernel and the name of its variant."""
+if triton.__version__.startswith("3.6."):  # Later versions spill less.
+    SPILLS += [(64, r"d_inputs preconditioned_key"), (64, r"read_past lucid by 15 tokens float32 ")]
 
 
 def variants(target: str) -> Iterator[Variant]:
@@ -226,23 +217,9 @@ def _variant(launch: TritonLaunch, mechanism: str, dtype: torch.dtype, d: int, e
     width = str(d) if d == e else f"{d}x{e}"
     packed = " packed" if _is_packed(launch) else ""
     named = f"{mechanism} {str(dtype).removeprefix('torch.')} {width}{packed}{_way(launch)}"
-    limit = 0 if max(d, e) <= 128 else WIDE_SPILLS
-    if packed and launch.function.__name__ == "at_border":
-        limit = BORDER_SPILLS
-    if dtype == torch.float16 and launch.function.__name__ in SPILLING_IN_FLOAT16:
-        limit = max(limit, FLOAT16_SPILLS)
-    if launch.values.get("IS_STEP") and dtype == torch.float32:
-        limit = max(limit, PATH_STEP_SPILLS)
-    if launch.function.__name__ == "_chunk_gradient":
-        limit = max(limit, CHUNK_SPILLS)
-    if named.startswith("preconditioned_key") and launch.function.__name__ == "d_inputs":
-        limit = max(limit, PRECONDITIONED_SPILLS)
-    is_spilling = any(
-        named.startswith(start) and function == launch.function.__name__
-        for start, function in SPILLING_IN_TRITON_3_6
-    )
-    if is_spilling and triton.__version__.startswith("3.6."):
-        limit = max(limit, SPILLS_IN_TRITON_3_6)
+    kernel = f"{launch.function.__name__} {named} "
+    limits = [bytes_spilt for bytes_spilt, name in SPILLS if re.match(name, kernel)]
+    limit = max(limits, default=0) if max(d, e) <= 128 else WIDE_SPILLS
     return launch.variant(named)._replace(spill_limit=limit)
 
 
@@ -290,8 +267,6 @@ def _way(launch: TritonLaunch) -> str:
         name += " of values alone"
     if "erase_scores" in launch.values and launch.values.get("reading") is not None:
         name += " with factors"
-    if launch.values.get("WITH_KEYS") is False:
-        name += " of values"
     if any(_has(launch, each) for each in ("initial", "d_final")):
         name += " after states"
     if launch.values.get("COLUMNS") and _has(launch, "moments"):

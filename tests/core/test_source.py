@@ -44,10 +44,11 @@ SHARED = {
     BLOCKS: """AttentionBlocks CappedScores ChannelDecay ChunkWork DeltaFormerBlocks DeltaRule
         DotScores ForgetGate HeadAdditive KeyAdditive KeyDeltaRule LogMeanExpRead LucidSolveBlocks
         Mask MeanAndLogSumRead MeanRead OutlookRows QueryWeighted ReadRows Similarities
-        SymmetricLucidSolveBlocks TransportedScores ValueAdditive WindowedBlocks""",
+        SolvingChunkwise SymmetricLucidSolveBlocks TransportedScores ValueAdditive
+        WindowedBlocks""",
     KERNELS: """Configuration KernelMasks LaserKernels LucidPlan LucidSolveKernels
         RecurrenceKernels SoftmaxKernels UnitRowsKernels ValueSpread""",
-    (*BLOCKS, *KERNELS): "Chunkwise LucidMatrix LucidStep SolvingChunkwise",
+    (*BLOCKS, *KERNELS): "Chunkwise LucidMatrix LucidStep",
     # What a kernel may do wrong, and how it is shipped, in the languages of kernels.
     TOOLS: "OutOfBoundsError RaceError Variant",
 }

@@ -33,7 +33,6 @@ CALLS = [
 ]
 _OF_PATH = "lucid(path)", "lucid(path[flush=64])"
 STEPS = [(name, STEP, 8192) for name in ("laser", "gla", "ccq(gated_delta)", *_OF_PATH)]
-MESA = [("mesa", BOTH, 256)]  # It reads whether it has solved, unless it is captured.
 
 
 def inputs_of(name, tokens, device, **options):
@@ -97,7 +96,7 @@ def main():
     ):
         for place, context in (("eager", nullcontext()), ("captured", captured())):
             with context:
-                calls = [*CALLS, *([*STEPS, *MESA] if place == "captured" else [])]
+                calls = [*CALLS, *(STEPS if place == "captured" else [])]
                 found[place] = {
                     " ".join(map(str, call)): counts_of(ready(*call, device), launches)[:2]
                     for call in calls

@@ -24,11 +24,9 @@ from typing import NamedTuple
 import numpy as np
 
 from precondattn.arrays import Array, Arrays, DType, Residuals, namespace
-from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
-from precondattn.kernel_backend.limits import MOST_HEADS
+from precondattn.kernel_backend.lucid_solve import LucidSolveSupport
 from precondattn.spec.lucid import LucidSolve
-from precondattn.spec.metric import DOT
 from precondattn_cupy.configurations import Configuration, configuration, padded_width
 from precondattn_cupy.launch import cpp_type, launch
 from precondattn_cupy.layout import by_16, empty, in_one_piece, masks_of
@@ -36,7 +34,6 @@ from precondattn_cupy.layout import by_16, empty, in_one_piece, masks_of
 LOG2_E = math.log2(math.e)
 WIDEST_CHUNK = 128
 """Value channels that a block processes at once."""
-WIDEST_KEYS, WIDEST_VALUES = 256, 512
 WARPS = 4
 """Warps of a block of `lucid_prepare`; each has a token."""
 
@@ -236,28 +233,8 @@ def _text(flag: bool) -> str:
     return str(flag).lower()
 
 
-class LucidSolveKernels:
+class LucidSolveKernels(LucidSolveSupport):
     """Algorithm of the leaf `LucidSolve`."""
-
-    def refuses(self, leaf: LucidSolve, request: Request) -> str | None:
-        if leaf.metric != DOT:
-            return "its solve is for the dot product"
-        if not leaf.has_unit_diagonal:
-            return f"its solve has a unit diagonal, unlike normalize={leaf.normalize!r}"
-        if leaf.window is not None:
-            return "its solve has no window"
-        shapes = dict(request.shapes)
-        d, e = shapes["k"][3], shapes["v"][3]
-        if d > WIDEST_KEYS or e > WIDEST_VALUES:
-            return (
-                f"its solve supports d <= {WIDEST_KEYS} and e <= {WIDEST_VALUES}; "
-                f"found d={d}, e={e}"
-            )
-        if 0 in shapes["k"] + shapes["v"]:
-            return "its solve supports no empty arrays"
-        if shapes["k"][0] * shapes["k"][2] > MOST_HEADS:
-            return f"its solve supports at most {MOST_HEADS} heads of all sequences together"
-        return None
 
     def forward(
         self, leaf: LucidSolve, x: Mapping[str, Array], frame: Frame
@@ -286,8 +263,3 @@ class LucidSolveKernels:
         if d_beta is not None:
             result["lucid_beta"] = namespace(d_beta).astype(d_beta, x["lucid_beta"].dtype)
         return result
-
-    def residual_shapes(
-        self, leaf: LucidSolve, inputs: Mapping[str, ArraySpec]
-    ) -> tuple[ArraySpec, ...]:
-        return (ArraySpec(*inputs["v"]),) if leaf.beta else ()

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from precondattn.arrays import Array, Arrays, DType, Residuals, cast
 from precondattn.backend import ArraySpec, Request
-from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.laser import RANGE
 from precondattn.spec.softmax import Softmax
@@ -28,10 +27,8 @@ from precondattn_cupy.softmax.attention import (
     call_of,
     key_gradient,
     query_gradient,
-    refusal,
 )
-from precondattn_cupy.softmax.leaf import inputs_of
-from precondattn_cupy.softmax.step import refusal_of_step, step
+from precondattn_cupy.softmax.leaf import SoftmaxKernels, inputs_of
 
 SEGMENT = 256
 """Tokens whose values a block compares."""
@@ -52,19 +49,19 @@ class ValueSpread(NamedTuple):
     """(b, n), int32"""
 
 
-class LaserKernels:
+class LaserKernels(SoftmaxKernels):
     """Algorithm of `Softmax` whose output is a log-mean-exp of the values."""
 
+    noun = "LASER"
+
     def refuses(self, leaf: Softmax, request: Request) -> str | None:
-        if request.verb == "extend":
-            return refusal_of_step(leaf, request)
         width = max(shape[-1] for name, shape in request.shapes if name in ("k", "v"))
-        if request.dtype == "float16" and width > WIDEST_OF_TWO:
+        if request.verb != "extend" and request.dtype == "float16" and width > WIDEST_OF_TWO:
             return (
                 f"has kernels for LASER in float16 with rows of at most {WIDEST_OF_TWO} "
                 f"channels; found {width}"
             )
-        return refusal("LASER", leaf, request)
+        return super().refuses(leaf, request)
 
     def forward(
         self, leaf: Softmax, x: Mapping[str, Array], frame: Frame
@@ -97,11 +94,6 @@ class LaserKernels:
         _close_backward(call, v, spreads, full, log_total, d_out, result)
         laser_exact.backward(call, v, full, log_total, d_out, result)
         return {name: cast(d, x[name].dtype) for name, d in result.items()}
-
-    def step(
-        self, leaf: Softmax, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Updates]:
-        return step(leaf, past, x, frame)
 
     def residual_shapes(
         self, leaf: Softmax, inputs: Mapping[str, ArraySpec]

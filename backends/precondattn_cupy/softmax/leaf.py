@@ -13,6 +13,7 @@ from precondattn.arrays import Array, Arrays, Residuals, cast
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
+from precondattn.kernel_backend.attention_options import logs_and_unrounded
 from precondattn.spec.softmax import Softmax
 from precondattn_cupy.layout import empty, in_one_piece
 from precondattn_cupy.softmax.attention import (
@@ -30,10 +31,13 @@ from precondattn_cupy.softmax.step import refusal_of_step, step
 class SoftmaxKernels:
     """Algorithm of `Softmax` whose output is the weighted mean of the values."""
 
+    noun = "attention"
+    """What a refusal calls it."""
+
     def refuses(self, leaf: Softmax, request: Request) -> str | None:
         if request.verb == "extend":
             return refusal_of_step(leaf, request)
-        return refusal("attention", leaf, request)
+        return refusal(self.noun, leaf, request)
 
     def forward(
         self, leaf: Softmax, x: Mapping[str, Array], frame: Frame
@@ -72,10 +76,7 @@ class SoftmaxKernels:
     def residual_shapes(
         self, leaf: Softmax, inputs: Mapping[str, ArraySpec]
     ) -> tuple[ArraySpec, ...]:
-        b, t, h, _ = inputs["q"].shape
-        (*_, e), dtype = inputs["v"]
-        kept = ArraySpec((b, h, t), "float32")
-        return (kept,) if dtype == "float32" else (kept, ArraySpec((b, t, h, e), "float32"))
+        return logs_and_unrounded(inputs)
 
 
 def inputs_of(x: Mapping[str, Array]) -> tuple[Array, Array, Array]:

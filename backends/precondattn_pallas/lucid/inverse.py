@@ -17,7 +17,6 @@ A super-block's inverse is stored by rows, (m, T, S), with 0 above its diagonal.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from precondattn.arrays import Array
@@ -32,6 +31,7 @@ from precondattn_pallas.launch import (
     shape_of,
 )
 from precondattn_pallas.lucid.tiles import Phi, SegmentBounds, of_tile, reach
+from precondattn_pallas.recurrence.chunk_inverse import unit_lower_inverse
 
 FIRST_BLOCK = 32
 """Tokens of the blocks that are inverted in registers."""
@@ -53,17 +53,7 @@ def invert_blocks(x: References, out: References, *, phi: Phi, by_row: bool) -> 
     tile = x["keys"].shape[0]
     every = pl.ds(0, tile)
     system = system_tile(x, every, every, phi=phi, by_row=by_row)
-    i = lax.broadcasted_iota(jnp.int32, (tile, tile), 0)
-    j = lax.broadcasted_iota(jnp.int32, (tile, tile), 1)
-    # Pairs of rows, where A and B are 1.
-    is_pair = ((j & 1) == 0) & (i == j + 1)
-    result = jnp.where(i == j, 1.0, 0.0) - jnp.where(is_pair, system, 0.0)
-    exact = phi.products.exact
-    for level in range(1, tile.bit_length() - 1):
-        i_block, j_block = i >> level, j >> level
-        is_lower_left = ((j_block & 1) == 0) & (i_block == j_block + 1)
-        left = exact.dot(result, jnp.where(is_lower_left, system, 0.0))
-        result -= exact.dot(left, result)
+    result = unit_lower_inverse(phi.products, system)
     out["inverse"][...] = result.astype(out["inverse"].dtype)
 
 

@@ -26,11 +26,10 @@ import jax
 import jax.numpy as jnp
 
 from precondattn.arrays import Array, Arrays, Residuals
-from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
-from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
+from precondattn.kernel_backend.limits import padded_width
+from precondattn.kernel_backend.lucid_solve import LucidSolveSupport
 from precondattn.spec.lucid import LucidSolve
-from precondattn.spec.metric import DOT
 from precondattn_pallas.configurations import Configuration, configuration
 from precondattn_pallas.launch import Interpret
 from precondattn_pallas.lucid import gradient as lucid_gradient
@@ -50,6 +49,18 @@ from precondattn_pallas.precision import LOG2_E, products
 
 WIDEST_CHUNK = 128
 """Value channels that a program processes at once."""
+
+
+class SolveInputs(NamedTuple):
+    """The inputs of a forward or backward solve."""
+
+    keys: Array
+    """k̂ (m, T, key_width)"""
+    reciprocal: Array
+    """1 / rms (b, s, n)"""
+    factor: Array
+    """β, and 0 at padding (m, T)"""
+    segments: SegmentBounds | None
 
 
 class LucidPlan(NamedTuple):
@@ -87,92 +98,54 @@ class LucidPlan(NamedTuple):
         """s, padded to whole super-blocks."""
         return -(-self.s // self.super_block) * self.super_block
 
+    def prepared(self, k: Array, beta: Array, valid: Array, segment: Array) -> SolveInputs:
+        keys = where_valid(valid, k).astype(jnp.float32)
+        reciprocal = reciprocal_rms(keys, self.eps)
+        keys = (keys * reciprocal[..., None]).astype(jnp.float16 if self.half else jnp.float32)
+        return SolveInputs(
+            by_heads(keys, self.tokens, self.key_width),
+            reciprocal,
+            by_heads(factor_of(beta, valid, k)[..., None], self.tokens, 1)[..., 0],
+            segments_of(segment, self.tokens),
+        )
 
-def plan_of(leaf: LucidSolve, k: Array, v: Array, *, interpret: bool) -> LucidPlan:
-    s, d = k.shape[1], k.shape[3]
-    e = v.shape[3]
-    half = k.dtype.itemsize == 2 and leaf.normalize == "keys"
-    widest = max(padded_width(d), min(padded_width(e), WIDEST_CHUNK))
-    scale = leaf.scale_for(d)
-    multiplied = products(k.dtype, interpret=interpret)
-    if half:
-        multiplied = multiplied._replace(tf32=True)  # Φ has 16 bits.
-    phi = Phi(scale * LOG2_E, scale * d * LOG2_E, multiplied)
-    inverse, update, gradient = (
-        configuration(f"lucid_{name}", widest, half) for name in ("inverse", "update", "gradient")
-    )
-    return LucidPlan(
-        d,
-        e,
-        s,
-        leaf.eps if leaf.normalize == "keys" else None,
-        leaf.beta,
-        phi,
-        scale,
-        half,
-        inverse,
-        update,
-        gradient,
-    )
+    def solve(self, x: SolveInputs, right: Array, *, backward: bool) -> lucid_substitution.Solved:
+        """The solution of the system or its transpose; right (b, s, n, e)."""
+        inverse = lucid_inverse.inverses(
+            self.phi,
+            x.keys,
+            x.factor,
+            x.segments,
+            self.inverse,
+            super_block=self.super_block,
+            backward=backward,
+        )
+        return lucid_substitution.substitute(
+            self.phi,
+            x.keys,
+            x.factor,
+            x.segments,
+            inverse,
+            by_heads(right.astype(jnp.float32), self.tokens, -(-self.e // self.chunk) * self.chunk),
+            (self.inverse, self.update),
+            count=self.s,
+            chunk=self.chunk,
+            backward=backward,
+        )
 
-
-class SolveInputs(NamedTuple):
-    """The inputs of a forward or backward solve."""
-
-    keys: Array
-    """k̂ (m, T, key_width)"""
-    reciprocal: Array
-    """1 / rms (b, s, n)"""
-    factor: Array
-    """β, and 0 at padding (m, T)"""
-    segments: SegmentBounds | None
-
-
-def _scratch(plan: LucidPlan, k: Array, beta: Array, valid: Array, segment: Array) -> SolveInputs:
-    keys = where_valid(valid, k).astype(jnp.float32)
-    reciprocal = reciprocal_rms(keys, plan.eps)
-    keys = (keys * reciprocal[..., None]).astype(jnp.float16 if plan.half else jnp.float32)
-    return SolveInputs(
-        by_heads(keys, plan.tokens, plan.key_width),
-        reciprocal,
-        by_heads(factor_of(beta, valid, k)[..., None], plan.tokens, 1)[..., 0],
-        segments_of(segment, plan.tokens),
-    )
-
-
-def _solve(
-    plan: LucidPlan, x: SolveInputs, right: Array, *, backward: bool
-) -> lucid_substitution.Solved:
-    """The solution of the system or its transpose; right (b, s, n, e)."""
-    inverse = lucid_inverse.inverses(
-        plan.phi,
-        x.keys,
-        x.factor,
-        x.segments,
-        plan.inverse,
-        super_block=plan.super_block,
-        backward=backward,
-    )
-    return lucid_substitution.substitute(
-        plan.phi,
-        x.keys,
-        x.factor,
-        x.segments,
-        inverse,
-        by_heads(right.astype(jnp.float32), plan.tokens, -(-plan.e // plan.chunk) * plan.chunk),
-        (plan.inverse, plan.update),
-        count=plan.s,
-        chunk=plan.chunk,
-        backward=backward,
-    )
+    def key_gradient(self, x: SolveInputs, y: Array, d_v: Array) -> Array:
+        """Σ_b Φ_ab g_ab k̂_b (m, T, d), from y and dv (m, T, e)."""
+        return lucid_gradient.d_keys(
+            self.phi, x.keys, x.segments, y, d_v, self.gradient, count=self.s, chunk=self.chunk
+        )
 
 
 @partial(jax.jit, static_argnums=0)
 def _forward(
     plan: LucidPlan, k: Array, v: Array, beta: Array, valid: Array, segment: Array
 ) -> Array:
-    scratch = _scratch(plan, k, beta, valid, segment)
-    solved = _solve(plan, scratch, where_valid(valid, v), backward=False)
+    prepared = plan.prepared(k, beta, valid, segment)
+    solved = plan.solve(prepared, where_valid(valid, v), backward=False)
     y = by_tokens(solved.values, v)
     return y, (by_tokens(solved.before_beta, v),) if plan.has_beta else ()
 
@@ -188,57 +161,46 @@ def _backward(
     rho: Array,
     d_y: Array,
 ) -> Array:
-    scratch = _scratch(plan, k, beta, valid, segment)
-    solved = _solve(plan, scratch, where_valid(valid, d_y), backward=True)
-    width = solved.values.shape[2]
-    d_keys = lucid_gradient.d_keys(
-        plan.phi,
-        scratch.keys,
-        scratch.segments,
-        by_heads(where_valid(valid, y), plan.tokens, width),
-        solved.values.astype(y.dtype),
-        plan.gradient,
-        count=plan.s,
-        chunk=plan.chunk,
-    )
+    prepared = plan.prepared(k, beta, valid, segment)
+    solved = plan.solve(prepared, where_valid(valid, d_y), backward=True)
+    rows = by_heads(where_valid(valid, y), *solved.values.shape[1:])
+    d_keys = plan.key_gradient(prepared, rows, solved.values.astype(y.dtype))
     result = {"v": by_tokens(solved.values, y)}
     d_unit = -plan.scale * by_tokens(d_keys, k.astype(jnp.float32))
-    result["k"] = rms_gradient(d_unit, k, scratch.reciprocal, valid, plan.eps)
+    result["k"] = rms_gradient(d_unit, k, prepared.reciprocal, valid, plan.eps)
     if plan.has_beta:
         result["lucid_beta"] = d_beta_of(solved.before_beta, rho, beta, valid)
     return result
 
 
-class LucidSolveKernels:
+class LucidSolveKernels(LucidSolveSupport):
     """Algorithm of the leaf `LucidSolve`."""
 
     def __init__(self, *, interpret: Interpret) -> None:
         self.interpret = interpret
 
-    def refuses(self, leaf: LucidSolve, request: Request) -> str | None:
-        if leaf.metric != DOT:
-            return "its solve is for the dot product"
-        if not leaf.has_unit_diagonal:
-            return f"its solve has a unit diagonal, unlike normalize={leaf.normalize!r}"
-        if leaf.window is not None:
-            return "its solve has no window"
-        shapes = dict(request.shapes)
-        d, e = shapes["k"][3], shapes["v"][3]
-        if d > 256 or e > 512:
-            return f"its solve supports d <= 256 and e <= 512; found d={d}, e={e}"
-        if 0 in shapes["v"]:
-            return "its solve supports no empty arrays"
-        if shapes["k"][0] * shapes["k"][2] > MOST_HEADS:
-            return f"its solve supports at most {MOST_HEADS} heads of all sequences together"
-        return None
+    def plan(self, leaf: LucidSolve, x: Mapping[str, Array]) -> tuple[object, ...]:
+        """The sizes and options of a call."""
+        k, (s, d), e = x["k"], x["k"].shape[1::2], x["v"].shape[3]
+        half = k.dtype.itemsize == 2 and leaf.normalize == "keys"
+        widest = max(padded_width(d), min(padded_width(e), WIDEST_CHUNK))
+        scale = leaf.scale_for(d)
+        multiplied = products(k.dtype, interpret=self.interpret)
+        if half:
+            multiplied = multiplied._replace(tf32=True)  # Φ has 16 bits.
+        phi = Phi(scale * LOG2_E, scale * d * LOG2_E, multiplied)
+        tiles = (
+            configuration(f"lucid_{name}", widest, half)
+            for name in ("inverse", "update", "gradient")
+        )
+        eps = leaf.eps if leaf.normalize == "keys" else None
+        return LucidPlan(d, e, s, eps, leaf.beta, phi, scale, half, *tiles)
 
     def forward(
         self, leaf: LucidSolve, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        plan = plan_of(leaf, x["k"], x["v"], interpret=self.interpret)
-        result: tuple[Array, Residuals] = _forward(
-            plan, x["k"], x["v"], x.get("lucid_beta"), frame.k_valid, frame.k_segment
-        )
+        beta, masks = x.get("lucid_beta"), (frame.k_valid, frame.k_segment)
+        result: tuple[Array, Residuals] = _forward(self.plan(leaf, x), x["k"], x["v"], beta, *masks)
         return result
 
     def backward(
@@ -250,14 +212,7 @@ class LucidSolveKernels:
         residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
-        plan = plan_of(leaf, x["k"], x["v"], interpret=self.interpret)
+        beta, masks = x.get("lucid_beta"), (frame.k_valid, frame.k_segment)
         (rho,) = residuals or (None,)
-        result: Arrays = _backward(
-            plan, x["k"], x.get("lucid_beta"), frame.k_valid, frame.k_segment, out, rho, cotangent
-        )
+        result: Arrays = _backward(self.plan(leaf, x), x["k"], beta, *masks, out, rho, cotangent)
         return result
-
-    def residual_shapes(
-        self, leaf: LucidSolve, inputs: Mapping[str, ArraySpec]
-    ) -> tuple[ArraySpec, ...]:
-        return (ArraySpec(*inputs["v"]),) if leaf.beta else ()

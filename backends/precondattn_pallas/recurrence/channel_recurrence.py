@@ -38,8 +38,8 @@ from precondattn_pallas.recurrence.chunk_arrays import (
     padded_values,
     plan_of,
     queries_of,
+    unpadded,
     unpadded_queries,
-    unpadded_state,
     written_of,
 )
 from precondattn_pallas.recurrence.gate_sums import d_gates
@@ -62,8 +62,8 @@ class ChannelArrays(NamedTuple):
     def of_state(self, state: Array, like: Array) -> Array:
         """A state in the layout of the rows, as (b, m, d, e)."""
         if self.is_exchanged:
-            return _transposed(unpadded_state(state, _transposed(like)))
-        return unpadded_state(state, like)
+            return _transposed(unpadded(state, _transposed(like)))
+        return unpadded(state, like)
 
 
 def forward(products: Products, dtype: DType, x: Stream, state: Array) -> tuple[Array, Array]:
@@ -113,11 +113,11 @@ def vjp(
     (d, e), s = state.shape[2:], x.k.shape[2]
     stream = Stream(
         unpadded_queries(d_q, x, d),
-        d_k[:, :s, :d].reshape(x.k.shape),
-        d_v[:, :s, :e].reshape(x.v.shape),
+        unpadded(d_k, x.k),
+        unpadded(d_v, x.v),
         d_g[:, :s, : e if is_exchanged else d].reshape(x.g.shape),
-        None if d_beta is None or x.beta is None else d_beta[:, :s].reshape(x.beta.shape),
-        None if d_erase is None else d_erase[:, :s, :d].reshape(x.k.shape),
+        None if d_beta is None else unpadded(d_beta, x.beta),
+        None if d_erase is None else unpadded(d_erase, x.k),
     )
     return StreamGradients(stream, problem.of_state(d_start, d_final))
 

@@ -150,9 +150,10 @@ def unpadded_queries(rows: Array, x: Stream, width: int) -> Array:
     return rows.reshape(b, m, t, r, width)
 
 
-def unpadded_state(state: Array, like: Array) -> Array:
-    """A padded state (b m, d, e) with the shape of `like`."""
-    return state[:, : like.shape[2], : like.shape[3]].reshape(like.shape)
+def unpadded(array: Array, like: Array) -> Array:
+    """A padded array of all heads (b m, …) with the shape (b, m, …) of `like`."""
+    sizes = like.shape[2 : array.ndim + 1]
+    return array[(slice(None), *map(slice, sizes))].reshape(like.shape)
 
 
 def each_query(array: Array) -> Array:

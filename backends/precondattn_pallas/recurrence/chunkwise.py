@@ -36,8 +36,8 @@ from precondattn_pallas.recurrence.chunk_arrays import (
     plan_of,
     queries_of,
     rows_of,
+    unpadded,
     unpadded_queries,
-    unpadded_state,
 )
 from precondattn_pallas.recurrence.gate_sums import by_next, d_gates
 
@@ -61,7 +61,7 @@ class Chunkwise(AllTokens):
             rows |= delta_rule.prepared(plan, rows)
         states, final, u = chunk_states.states(plan, rows, padded_state(state))
         o = chunk_reads.outputs(plan, rows, states, u)
-        return unpadded_queries(o, x, x.v.shape[3]), unpadded_state(final, state)
+        return unpadded_queries(o, x, x.v.shape[3]), unpadded(final, state)
 
     def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> StreamGradients:
         if max(x.g.shape[3:]) > 1:
@@ -97,20 +97,19 @@ class Chunkwise(AllTokens):
                 erased = rows["beta"] * of_keys["from_keys"]
                 reads = reads - (by_next(erased, plan.chunk) if "erasing" in rows else erased)
             kept = jnp.sum(of_keys["overlap"] * rows["total"], axis=2)
-            d_g = d_gates(crossing, reads, of_keys["written"], kept, plan.chunk)
-            d_g = d_g[:, :s].reshape(x.g.shape)
+            d_g = unpadded(d_gates(crossing, reads, of_keys["written"], kept, plan.chunk), x.g)
         d_beta = d_erase = None
         if x.beta is not None:
-            d_beta = (of_delta_rule["d_beta"] - of_keys["from_keys"])[:, :s].reshape(x.beta.shape)
+            d_beta = unpadded(of_delta_rule["d_beta"] - of_keys["from_keys"], x.beta)
         if "d_erase" in of_keys:
-            d_erase = of_keys["d_erase"][:, :s, : x.k.shape[3]].reshape(x.k.shape)
+            d_erase = unpadded(of_keys["d_erase"], x.k)
         stream = Stream(
             unpadded_queries(by_queries["d_q"], x, x.k.shape[3]),
-            of_keys["d_k"][:, :s, : x.k.shape[3]].reshape(x.k.shape),
-            d_v[:, :s, :e].reshape(x.v.shape),
+            unpadded(of_keys["d_k"], x.k),
+            unpadded(d_v, x.v),
             d_g,
             d_beta,
             None if x.erase is None else d_erase,
             None if x.undecayed is None else d_erase,
         )
-        return StreamGradients(stream, unpadded_state(d_start, d_final))
+        return StreamGradients(stream, unpadded(d_start, d_final))

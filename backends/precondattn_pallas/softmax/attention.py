@@ -14,10 +14,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from precondattn.arrays import Array, Arrays, Residuals
+from precondattn.arrays import Array, Arrays, DType, Residuals
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
-from precondattn.kernel_backend.attention_options import declined_option
+from precondattn.kernel_backend.attention_options import declined_option, logs_and_unrounded
 from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
 from precondattn.spec.metric import DOT
 from precondattn.spec.softmax import Softmax
@@ -81,10 +81,12 @@ def _backward(
     v: Array,
     masks: Masks,
     out: Array,
-    log_total: Array,
+    residuals: Residuals,
     d_o: Array,
 ) -> Arrays:
     q_valid, k_valid, k_segment = masks
+    log_total, *full = residuals
+    out, d_o = full[0] if full else out, d_o.astype(v.dtype)
     segments = segments_of(plan.forward.mask, v.shape[0], k_valid, k_segment)
     d_o, out = where_valid(q_valid, d_o), where_valid(q_valid, out)
     d_sum = jnp.sum(d_o.astype(jnp.float32) * out.astype(jnp.float32), axis=3)
@@ -104,8 +106,15 @@ def _backward(
 class SoftmaxKernels:
     """Algorithm of `Softmax` whose output is the weighted mean of the values."""
 
+    attended, pulled = staticmethod(_forward), staticmethod(_backward)
+    """Both directions of a call with a plan."""
+
     def __init__(self, *, interpret: bool) -> None:
         self.interpret = interpret
+
+    def factor_dtype(self, dtype: DType) -> DType:
+        """The dtype of what is multiplied by weights, for values of a dtype."""
+        return dtype
 
     def refuses(self, leaf: Softmax, request: Request) -> str | None:
         if leaf.metric != DOT:
@@ -130,9 +139,7 @@ class SoftmaxKernels:
     def forward(
         self, leaf: Softmax, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        q, k, v = _inputs(x)
-        plan = plan_of(leaf, q, k, v, interpret=self.interpret)
-        result: tuple[Array, Residuals] = _forward(plan, q, k, v, masks_of(frame))
+        result: tuple[Array, Residuals] = self.attended(*self._planned(leaf, x), masks_of(frame))
         return result
 
     def backward(
@@ -144,27 +151,23 @@ class SoftmaxKernels:
         residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
-        q, k, v = _inputs(x)
-        plan = plan_of(leaf, q, k, v, interpret=self.interpret)
-        log_total, *full = residuals
-        full_out = full[0] if full else out
-        d_out = cotangent.astype(v.dtype)
-        result = _backward(plan, q, k, v, masks_of(frame), full_out, log_total, d_out)
+        planned, masks = self._planned(leaf, x), masks_of(frame)
+        result = self.pulled(*planned, masks, out, residuals, cotangent)
         return {name: gradient.astype(x[name].dtype) for name, gradient in result.items()}
+
+    def _planned(
+        self, leaf: Softmax, x: Mapping[str, Array]
+    ) -> tuple[SoftmaxPlan, Array, Array, Array]:
+        """The plan, and queries, keys and values in the dtype of the values."""
+        dtype = x["v"].dtype
+        q, k, v = (x[name].astype(dtype) for name in "qkv")
+        like = jax.ShapeDtypeStruct(v.shape, self.factor_dtype(dtype))
+        return plan_of(leaf, q, k, like, interpret=self.interpret), q, k, v
 
     def residual_shapes(
         self, leaf: Softmax, inputs: Mapping[str, ArraySpec]
     ) -> tuple[ArraySpec, ...]:
-        b, t, h, _ = inputs["q"].shape
-        (*_, e), dtype = inputs["v"]
-        kept = ArraySpec((b, h, t), "float32")
-        return (kept,) if dtype == "float32" else (kept, ArraySpec((b, t, h, e), "float32"))
-
-
-def _inputs(x: Mapping[str, Array]) -> tuple[Array, Array, Array]:
-    """Queries, keys and values, in the dtype of the values."""
-    dtype = x["v"].dtype
-    return x["q"].astype(dtype), x["k"].astype(dtype), x["v"]
+        return logs_and_unrounded(inputs)
 
 
 def masks_of(frame: Frame) -> Masks:

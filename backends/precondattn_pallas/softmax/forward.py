@@ -11,13 +11,14 @@ queries.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from precondattn.arrays import Array
+from precondattn.arrays import Array, Arrays
 from precondattn_pallas.configurations import Configuration
 from precondattn_pallas.launch import References, divide, launch, loop, shape_of, whole
 from precondattn_pallas.precision import Products
@@ -25,6 +26,7 @@ from precondattn_pallas.softmax.running import Running, empty, mean_and_log, wit
 from precondattn_pallas.softmax.score_tiles import (
     SegmentRuns,
     StaticMask,
+    met_by_keys,
     met_by_queries,
     padded,
     padded_runs,
@@ -76,48 +78,83 @@ def attend(
     tiling: SoftmaxTiling, q: Array, k: Array, v: Array, segments: SegmentRuns | None
 ) -> tuple[Array, Array]:
     """o (b, t, h, e) and λ (b, h, t), in float32."""
+    x, outputs = {"q": q, "k": k, "v": v}, {"o": tiling.e, "log_total": None}
+    result = launch_tiles(forward, tiling, x, segments, outputs)
+    t, e = q.shape[1], v.shape[3]
+    return result["o"][:, :t, :, :e], result["log_total"][:, :, :t]
+
+
+def launch_tiles(
+    kernel: Callable[..., None],
+    tiling: SoftmaxTiling,
+    x: Mapping[str, Array],
+    segments: SegmentRuns | None,
+    outputs: Mapping[str, int | None],
+    *,
+    by_keys: bool = False,
+) -> Arrays:
+    """Launches a kernel whose programs own tiles of queries, or of keys.
+
+    x has q, k, v and d_o as (b, tokens, heads, channels), log_total and d_sum as (b, h, t). An
+    output has tokens (padded) of the owners, and a width, or one number for each.
+    """
     rows, columns = tiling.tile[:2]
-    (b, t, h, _), (_, s, n, e) = q.shape, v.shape
+    (b, t, h, _), (s, n) = x["q"].shape, x["k"].shape[1:3]
     group = h // n
-    t_tiles, s_padded = whole(t, rows), whole(s, columns) * columns
-    low, high = met_by_queries(tiling.mask, segments, rows, columns)
+    (owned, heads), other = ((s, n), t) if by_keys else ((t, h), s)
+    tiles, others = whole(owned, rows), whole(other, columns) * columns
+    owned = tiles * rows
+    t_padded, s_padded = (others, owned) if by_keys else (owned, others)
+    met = met_by_keys if by_keys else met_by_queries
+    low, high = met(tiling.mask, segments, rows, columns)
 
     def of_tile(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, rows, None, width), lambda i, h, b: (b, i, h, 0))
 
-    def of_keys(width: int) -> pl.BlockSpec:
+    def of_others(width: int) -> pl.BlockSpec:
+        if by_keys:
+            return pl.BlockSpec((None, others, group, width), lambda j, n, b: (b, 0, n, 0))
         return pl.BlockSpec(
-            (None, s_padded, None, width), lambda i, h, b: (b, 0, divide(h, group), 0)
+            (None, others, None, width), lambda i, h, b: (b, 0, divide(h, group), 0)
         )
 
-    inputs = {
-        "q": (padded(q, t_tiles * rows, tiling.d), of_tile(tiling.d)),
-        "k": (padded(k, s_padded, tiling.d), of_keys(tiling.d)),
-        "v": (padded(v, s_padded, tiling.e), of_keys(tiling.e)),
-        "low": (low, of_each(low)),
-        "high": (high, of_each(high)),
-    }
+    of_queries, of_keys = (of_others, of_tile) if by_keys else (of_tile, of_others)
+    of_rows = pl.BlockSpec((None, None, rows), lambda i, h, b: (b, h, i))
+    if by_keys:
+        of_rows = pl.BlockSpec((None, group, others), lambda j, n, b: (b, n, 0))
+    inputs = {}
+    for name, array in x.items():
+        width = tiling.d if name in ("q", "k") else tiling.e
+        if name in ("q", "d_o"):
+            inputs[name] = padded(array, t_padded, width), of_queries(width)
+        elif name in ("k", "v"):
+            inputs[name] = padded(array, s_padded, width), of_keys(width)
+        else:
+            # With λ = ∞ all weights are 0.
+            filler = jnp.inf if name == "log_total" else 0.0
+            missing = ((0, 0), (0, 0), (0, t_padded - t))
+            inputs[name] = jnp.pad(array, missing, constant_values=filler), of_rows
+    inputs["low"], inputs["high"] = (low, of_each(low)), (high, of_each(high))
     if segments is not None:
         row_spec = pl.BlockSpec((None, rows), lambda i, h, b: (b, i))
-        other = pl.BlockSpec((None, s_padded), lambda i, h, b: (b, 0))
-        inputs["q_run"] = (padded_runs(segments.q_run, t_tiles * rows, -2), row_spec)
-        inputs["k_run"] = (padded_runs(segments.key, s_padded, -1), other)
-    result = launch(
-        forward,
-        (t_tiles, h, b),
+        other_spec = pl.BlockSpec((None, others), lambda i, h, b: (b, 0))
+        q_spec, k_spec = (other_spec, row_spec) if by_keys else (row_spec, other_spec)
+        inputs["q_run"] = padded_runs(segments.q_run, t_padded, -2), q_spec
+        inputs["k_run"] = padded_runs(segments.key, s_padded, -1), k_spec
+    return launch(
+        kernel,
+        (tiles, heads, b),
         inputs,
         {
-            "o": (shape_of((b, t_tiles * rows, h, tiling.e), jnp.float32), of_tile(tiling.e)),
-            "log_total": (
-                shape_of((b, h, t_tiles * rows), jnp.float32),
-                pl.BlockSpec((None, None, rows), lambda i, h, b: (b, h, i)),
-            ),
+            name: (shape_of((b, heads, owned), jnp.float32), of_rows)
+            if width is None
+            else (shape_of((b, owned, heads, width), jnp.float32), of_tile(width))
+            for name, width in outputs.items()
         },
         tiling.tile,
         interpret=tiling.products.interpret,
         tiling=tiling,
     )
-    return result["o"][:, :t, :, :e], result["log_total"][:, :, :t]
 
 
 def of_each(array: Array) -> pl.BlockSpec:

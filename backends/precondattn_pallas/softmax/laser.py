@@ -27,18 +27,11 @@ from jax import lax
 
 from precondattn.arrays import Array, Arrays, DType, Residuals
 from precondattn.backend import ArraySpec, Request
-from precondattn.frame import Frame
 from precondattn.spec.laser import RANGE
 from precondattn.spec.softmax import Softmax
 from precondattn_pallas.masks import where_valid
 from precondattn_pallas.softmax import laser_exact
-from precondattn_pallas.softmax.attention import (
-    Masks,
-    SoftmaxKernels,
-    SoftmaxPlan,
-    masks_of,
-    plan_of,
-)
+from precondattn_pallas.softmax.attention import Masks, SoftmaxKernels, SoftmaxPlan
 from precondattn_pallas.softmax.backward import d_keys_and_values, d_queries
 from precondattn_pallas.softmax.forward import attend
 from precondattn_pallas.softmax.score_tiles import SegmentRuns, segments_of
@@ -140,7 +133,14 @@ def _forward(plan: SoftmaxPlan, q: Array, k: Array, v: Array, masks: Masks) -> A
 
 @partial(jax.jit, static_argnums=0)
 def _backward(
-    plan: SoftmaxPlan, q: Array, k: Array, v: Array, masks: Masks, residuals: Array, d_o: Array
+    plan: SoftmaxPlan,
+    q: Array,
+    k: Array,
+    v: Array,
+    masks: Masks,
+    out: Array,
+    residuals: Residuals,
+    d_o: Array,
 ) -> Arrays:
     call = _call(plan, q, k, v, masks)
     log_total, mean, o = residuals
@@ -185,25 +185,10 @@ def _backward(
 class LaserKernels(SoftmaxKernels):
     """Algorithm of `Softmax` whose output is a log-mean-exp of the values."""
 
-    def forward(
-        self, leaf: Softmax, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        plan, q, k, v = self._planned(leaf, x)
-        result: tuple[Array, Residuals] = _forward(plan, q, k, v, masks_of(frame))
-        return result
+    attended, pulled = staticmethod(_forward), staticmethod(_backward)
 
-    def backward(
-        self,
-        leaf: Softmax,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
-    ) -> Arrays:
-        plan, q, k, v = self._planned(leaf, x)
-        result = _backward(plan, q, k, v, masks_of(frame), residuals, cotangent)
-        return {name: gradient.astype(x[name].dtype) for name, gradient in result.items()}
+    def factor_dtype(self, dtype: DType) -> DType:
+        return factor_dtype(dtype)
 
     def residual_shapes(
         self, leaf: Softmax, inputs: Mapping[str, ArraySpec]
@@ -216,12 +201,3 @@ class LaserKernels(SoftmaxKernels):
         if request.dtype == "float16" and max(shape[-1] for _, shape in request.shapes) > 128:
             return "has kernels for LASER in float16 with widths of at most 128"
         return super().refuses(leaf, request)
-
-    def _planned(
-        self, leaf: Softmax, x: Mapping[str, Array]
-    ) -> tuple[SoftmaxPlan, Array, Array, Array]:
-        dtype = x["v"].dtype
-        q, k, v = x["q"].astype(dtype), x["k"].astype(dtype), x["v"]
-        like = jax.ShapeDtypeStruct(v.shape, factor_dtype(dtype))
-        plan = plan_of(leaf, q, k, like, interpret=self.interpret)
-        return plan, q, k, v

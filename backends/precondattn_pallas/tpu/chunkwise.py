@@ -18,8 +18,8 @@ from precondattn_pallas.recurrence.chunk_arrays import (
     LOWEST,
     empty,
     queries_of,
+    unpadded,
     unpadded_queries,
-    unpadded_state,
 )
 from precondattn_pallas.recurrence.chunkwise import Chunkwise
 from precondattn_pallas.tpu.chunk_backward import backward
@@ -80,9 +80,7 @@ class TpuChunkwise(Chunkwise):
         inputs = self._inputs(x)
         outputs = {"o": (*inputs["q"].shape[:3], inputs["v"].shape[2])}
         result = self._forward(x, inputs, state, outputs)
-        return unpadded_queries(result["o"], x, x.v.shape[3]), unpadded_state(
-            result["final"], state
-        )
+        return unpadded_queries(result["o"], x, x.v.shape[3]), unpadded(result["final"], state)
 
     def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> StreamGradients:
         inputs = self._inputs(x)
@@ -111,12 +109,14 @@ class TpuChunkwise(Chunkwise):
         )
         stream = Stream(
             unpadded_queries(result["d_q"], x, x.k.shape[3]),
-            _of_rows(result["d_k"], x.k),
-            _of_rows(result["d_v"], x.v),
-            _of_numbers(result["d_numbers"], GATE, x.g) if self.decays else jnp.zeros_like(x.g),
-            None if x.beta is None else _of_numbers(result["d_numbers"], BETA, x.beta),
+            unpadded(result["d_k"], x.k),
+            unpadded(result["d_v"], x.v),
+            unpadded(number_of(result["d_numbers"], GATE), x.g)
+            if self.decays
+            else jnp.zeros_like(x.g),
+            None if x.beta is None else unpadded(number_of(result["d_numbers"], BETA), x.beta),
         )
-        return StreamGradients(stream, unpadded_state(result["d_start"], d_final))
+        return StreamGradients(stream, unpadded(result["d_start"], d_final))
 
     def _forward(
         self, x: Stream, inputs: Mapping[str, Array], state: Array, outputs: Mapping[str, Array]
@@ -186,11 +186,3 @@ def _padded_state(state: Array) -> Array:
     """(b, m, d, e) as (b m, d, e), padded to whole tiles, in float32."""
     b, m, d, e = state.shape
     return padded(state.astype(jnp.float32).reshape(b * m, d, e), in_lanes(d), in_lanes(e))
-
-
-def _of_rows(rows: Array, like: Array) -> Array:
-    return rows[:, : like.shape[2], : like.shape[3]].reshape(like.shape)
-
-
-def _of_numbers(numbers: Array, row: int, like: Array) -> Array:
-    return number_of(numbers, row)[:, : like.shape[2]].reshape(like.shape)

@@ -7,23 +7,17 @@ are in float32. Memory holds these for T tokens of a key/value head, and nothing
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from precondattn.arrays import Array, Arrays, Residuals
-from precondattn.frame import Frame
+from precondattn.arrays import Array
 from precondattn.spec.lucid import LucidSolve
 from precondattn_pallas.launch import Interpret
 from precondattn_pallas.lucid.arrays import (
     by_heads,
-    by_tokens,
-    d_beta_of,
     factor_of,
     reciprocal_rms,
-    rms_gradient,
 )
 from precondattn_pallas.lucid.solve import LucidSolveKernels
 from precondattn_pallas.lucid.tiles import Phi
@@ -35,24 +29,6 @@ from precondattn_pallas.tpu.lucid_substitution import solve
 from precondattn_pallas.tpu.lucid_tiles import BLOCK, reach_of
 from precondattn_pallas.tpu.products import products
 from precondattn_pallas.tpu.tiles import numbers_of
-
-
-class TpuLucidPlan(NamedTuple):
-    """Sizes and options of a call, which are known before it runs."""
-
-    eps: float | None
-    """ε in the norm of the keys; None where they are not normalised."""
-    has_beta: bool
-    scale: float
-    phi: Phi
-    interpret: Interpret
-
-
-def plan_of(leaf: LucidSolve, k: Array, *, interpret: Interpret) -> TpuLucidPlan:
-    scale, d = leaf.scale_for(k.shape[3]), k.shape[3]
-    phi = Phi(scale * LOG2_E, scale * d * LOG2_E, products(k.dtype))
-    eps = leaf.eps if leaf.normalize == "keys" else None
-    return TpuLucidPlan(eps, leaf.beta, scale, phi, interpret)
 
 
 class TpuSolveInputs(NamedTuple):
@@ -68,111 +44,59 @@ class TpuSolveInputs(NamedTuple):
     """(2 b blocks,): the blocks of the same segments (`lucid_tiles.py`); None without segments"""
 
 
-def _prepared(
-    plan: TpuLucidPlan, k: Array, beta: Array, valid: Array, segment: Array
-) -> TpuSolveInputs:
-    b, s, n, d = k.shape
-    tokens = -(-s // BLOCK) * BLOCK
-    keys = where_valid(valid, k)
-    reciprocal = reciprocal_rms(keys.astype(jnp.float32), plan.eps)
-    runs = jnp.zeros((b, s), jnp.int32) if segment is None else runs_of(segment)
-    rows = (
-        factor_of(beta, valid, k),
-        reciprocal,
-        jnp.broadcast_to(runs[:, :, None], (b, s, n)),
-    )
-    return TpuSolveInputs(
-        by_heads(keys, tokens, in_lanes(d)),
-        reciprocal,
-        numbers_of([by_heads(row[..., None], tokens, 1)[..., 0] for row in rows], BLOCK),
-        reach_of(segment, tokens),
-    )
+class TpuLucidPlan(NamedTuple):
+    """Sizes and options of a call, which are known before it runs."""
 
+    eps: float | None
+    """ε in the norm of the keys; None where they are not normalised."""
+    has_beta: bool
+    scale: float
+    phi: Phi
+    interpret: Interpret
 
-def _solve(plan: TpuLucidPlan, x: TpuSolveInputs, right: Array, *, backward: bool) -> Array:
-    """The solution of the system or its transpose; right (b, s, n, e)."""
-    heads = right.shape[2]
-    right = by_heads(right.astype(jnp.float32), x.keys.shape[1], in_lanes(right.shape[3]))
-    return solve(
-        plan.phi,
-        x.keys,
-        x.numbers,
-        x.reach,
-        right,
-        heads=heads,
-        has_beta=plan.has_beta,
-        backward=backward,
-        interpret=plan.interpret,
-    )
+    def prepared(self, k: Array, beta: Array, valid: Array, segment: Array) -> TpuSolveInputs:
+        b, s, n, d = k.shape
+        tokens = -(-s // BLOCK) * BLOCK
+        keys = where_valid(valid, k)
+        reciprocal = reciprocal_rms(keys.astype(jnp.float32), self.eps)
+        runs = jnp.zeros((b, s), jnp.int32) if segment is None else runs_of(segment)
+        runs = jnp.broadcast_to(runs[:, :, None], (b, s, n))
+        rows = factor_of(beta, valid, k), reciprocal, runs
+        return TpuSolveInputs(
+            by_heads(keys, tokens, in_lanes(d)),
+            reciprocal,
+            numbers_of([by_heads(row[..., None], tokens, 1)[..., 0] for row in rows], BLOCK),
+            reach_of(segment, tokens),
+        )
 
+    def solve(self, x: TpuSolveInputs, right: Array, *, backward: bool) -> Array:
+        """The solution of the system or its transpose; right (b, s, n, e)."""
+        heads = right.shape[2]
+        right = by_heads(right.astype(jnp.float32), x.keys.shape[1], in_lanes(right.shape[3]))
+        return solve(
+            self.phi,
+            x.keys,
+            x.numbers,
+            x.reach,
+            right,
+            heads=heads,
+            has_beta=self.has_beta,
+            backward=backward,
+            interpret=self.interpret,
+        )
 
-@partial(jax.jit, static_argnums=0)
-def _forward(
-    plan: TpuLucidPlan, k: Array, v: Array, beta: Array, valid: Array, segment: Array
-) -> Array:
-    prepared = _prepared(plan, k, beta, valid, segment)
-    solved = _solve(plan, prepared, where_valid(valid, v), backward=False)
-    y = by_tokens(solved.values, v)
-    return y, (by_tokens(solved.before_beta, v),) if plan.has_beta else ()
-
-
-@partial(jax.jit, static_argnums=0)
-def _backward(
-    plan: TpuLucidPlan,
-    k: Array,
-    beta: Array,
-    valid: Array,
-    segment: Array,
-    y: Array,
-    rho: Array,
-    d_y: Array,
-) -> Array:
-    prepared = _prepared(plan, k, beta, valid, segment)
-    solved = _solve(plan, prepared, where_valid(valid, d_y), backward=True)
-    d_unit = d_keys(
-        plan.phi,
-        prepared.keys,
-        prepared.numbers,
-        prepared.reach,
-        by_heads(where_valid(valid, y), *solved.values.shape[1:]),
-        solved.values.astype(y.dtype),
-        heads=k.shape[2],
-        interpret=plan.interpret,
-    )
-    d_unit = -plan.scale * by_tokens(d_unit, k.astype(jnp.float32))
-    result = {
-        "k": rms_gradient(d_unit, k, prepared.reciprocal, valid, plan.eps),
-        "v": by_tokens(solved.values, y),
-    }
-    if plan.has_beta:
-        result["lucid_beta"] = d_beta_of(solved.before_beta, rho, beta, valid)
-    return result
+    def key_gradient(self, x: TpuSolveInputs, y: Array, d_v: Array) -> Array:
+        """Σ_b Φ_ab g_ab k̂_b (m, T, d), from y and dv (m, T, e)."""
+        heads = x.reciprocal.shape[2]
+        arrays = x.keys, x.numbers, x.reach, y, d_v
+        return d_keys(self.phi, *arrays, heads=heads, interpret=self.interpret)
 
 
 class TpuLucidSolve(LucidSolveKernels):
     """Algorithm of the leaf `LucidSolve`."""
 
-    def forward(
-        self, leaf: LucidSolve, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        plan = plan_of(leaf, x["k"], interpret=self.interpret)
-        result: tuple[Array, Residuals] = _forward(
-            plan, x["k"], x["v"], x.get("lucid_beta"), frame.k_valid, frame.k_segment
-        )
-        return result
-
-    def backward(
-        self,
-        leaf: LucidSolve,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
-    ) -> Arrays:
-        plan = plan_of(leaf, x["k"], interpret=self.interpret)
-        (rho,) = residuals or (None,)
-        result: Arrays = _backward(
-            plan, x["k"], x.get("lucid_beta"), frame.k_valid, frame.k_segment, out, rho, cotangent
-        )
-        return result
+    def plan(self, leaf: LucidSolve, x: Mapping[str, Array]) -> TpuLucidPlan:
+        scale, d = leaf.scale_for(x["k"].shape[3]), x["k"].shape[3]
+        phi = Phi(scale * LOG2_E, scale * d * LOG2_E, products(x["k"].dtype))
+        eps = leaf.eps if leaf.normalize == "keys" else None
+        return TpuLucidPlan(eps, leaf.beta, scale, phi, self.interpret)

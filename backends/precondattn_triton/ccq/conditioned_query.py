@@ -35,7 +35,7 @@ from precondattn_triton.recurrence.chunk_arrays import (
     tokens_of_chunk,
 )
 from precondattn_triton.recurrence.chunkwise import prepare_numbers
-from precondattn_triton.tiles import factor_dtype
+from precondattn_triton.tiles import bytes_of, factor_dtype
 
 Tensors = Mapping[str, Tensor]
 
@@ -70,9 +70,7 @@ class Conditioned:
             call.arguments[name] = None
         if has_segments:
             prepare_numbers(call, stream)
-        valid = frame.among_keys(s).q_valid
-        if valid is not None:
-            valid = valid.expand(b, s).contiguous().view(torch.uint8)
+        valid = bytes_of(frame.among_keys(s).q_valid, b)
         call.arguments |= {"valid": valid, "contraction": x["contraction"]}
         call.arguments["l_strides"] = strides_of(x["contraction"].transpose(1, 2))
         self.unit = torch.empty((b, s, n, d), dtype=k.dtype, device=k.device)

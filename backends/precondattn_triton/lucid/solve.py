@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from precondattn.backend import ArraySpec, Request
+from precondattn.backend import Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
-from precondattn.kernel_backend.limits import MOST_HEADS
+from precondattn.kernel_backend.lucid_solve import LucidSolveSupport
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.metric import DOT
 from precondattn_triton.lucid import extension, transported_extension
@@ -21,25 +21,15 @@ FEWEST_NEW_TOKENS = 16
 """New tokens from which on a step copies the cache to its workspace; fewer read the cache once."""
 
 
-class LucidSolveKernels:
+class LucidSolveKernels(LucidSolveSupport):
     """The leaf `LucidSolve`."""
 
-    def refuses(self, leaf: LucidSolve, request: Request) -> str | None:
-        if not leaf.has_unit_diagonal:
-            return f"its solve has a unit diagonal, unlike normalize={leaf.normalize!r}"
-        if leaf.window is not None:
-            return "its solve has no window"
-        shapes = dict(request.shapes)
-        d, e = shapes["k"][3], shapes["v"][3]
-        if d > 256 or e > 512:
-            return f"its solve supports d <= 256 and e <= 512; found d={d}, e={e}"
-        if 0 in shapes["v"]:
-            return "its solve supports no empty arrays"
-        if shapes["k"][0] * shapes["k"][2] > MOST_HEADS:
-            return f"its solve supports at most {MOST_HEADS} heads of all sequences together"
-        return self._refuses_extension(leaf, request) if request.verb == "extend" else None
+    only_dot = False
 
-    def _refuses_extension(self, leaf: LucidSolve, request: Request) -> str | None:
+    def refuses(self, leaf: LucidSolve, request: Request) -> str | None:
+        reason = super().refuses(leaf, request)
+        if reason is not None or request.verb != "extend":
+            return reason
         _, t, _, d = dict(request.shapes)["k"]
         if "segment_ids" in request.masks:
             return "its step of the solve supports no packed sequences"
@@ -84,8 +74,3 @@ class LucidSolveKernels:
         if sums.beta is not None:
             gradients["lucid_beta"] = sums.beta.to(x["lucid_beta"].dtype)
         return gradients
-
-    def residual_shapes(
-        self, leaf: LucidSolve, inputs: Mapping[str, ArraySpec]
-    ) -> tuple[ArraySpec, ...]:
-        return (ArraySpec(*inputs["v"]),) if leaf.beta else ()

@@ -18,7 +18,7 @@ from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import MOST_HEADS, NARROWEST, padded_width
 from precondattn.kernel_backend.lucid_step import WIDEST, LucidStepKernels, leaves_of
 from precondattn_triton.configurations import configuration
-from precondattn_triton.decoding import new_token_validity, slots_and_validity, splits_of
+from precondattn_triton.decoding import splits_of, step_masks
 from precondattn_triton.launching import launch
 from precondattn_triton.lucid import decode as lucid_decode
 from precondattn_triton.lucid.extension import extend_and_attend
@@ -74,8 +74,9 @@ class LucidStep(LucidStepKernels):
         q, k, v, beta = x["q"], x["k"], x["v"], x.get("lucid_beta")
         b, t, h, d = q.shape
         n, e = v.shape[2:]
-        count, past_valid, new_valid = slots_and_validity(frame, keys.shape[1], t)
-        is_token = new_token_validity(frame, b)
+        masks = step_masks(frame, b, keys.shape[1])
+        count, past_valid, new_valid, is_token = masks
+        past_b, new_b, token_b = masks.strides
         widths = padded_width(d), padded_width(e)
         rows = padded_width(t * (h // n + 1))
         tuned = configuration("lucid_decode", max(widths), is_half(q.dtype), q)
@@ -90,7 +91,7 @@ class LucidStep(LucidStepKernels):
             count, n, h // n, t, d, e, solve.eps, scale, key_scale, key_scale * d,
             *q.stride(), *k.stride(), *keys.stride(), *solved.stride(),
             *((0, 0, 0) if rms is None else rms.stride()),
-            0 if past_valid is None else past_valid.stride(0), per_split,
+            past_b, per_split,
             NORMALIZE=rms is not None, HAS_VALID=past_valid is not None,
             ROWS=rows, TOKENS=tuned.columns, KEY_WIDTH=widths[0], WIDTH=widths[1],
             PRECISION=product_precision(q.dtype),
@@ -104,9 +105,7 @@ class LucidStep(LucidStepKernels):
             q, k, v, beta, new_valid, is_token, totals, maxima, sums, out, y, own_rms,
             splits, n, h // n, t, d, e, solve.eps, scale, key_scale, key_scale * d,
             *q.stride(), *k.stride(), *v.stride(),
-            *((0, 0, 0) if beta is None else beta.stride()),
-            0 if new_valid is None else new_valid.stride(0),
-            0 if is_token is None else is_token.stride(0),
+            *((0, 0, 0) if beta is None else beta.stride()), new_b, token_b,
             NORMALIZE=rms is not None, HAS_BETA=beta is not None, HAS_VALID=new_valid is not None,
             ROWS=rows, KEY_WIDTH=widths[0], WIDTH=widths[1],
             num_warps=4 if rows <= 32 else 8,

@@ -29,6 +29,7 @@ from precondattn_triton.lucid import flushed_sums as lucid_flushed
 from precondattn_triton.lucid.borders import borders_of
 from precondattn_triton.lucid.extension import ExtendedMatrix, KnownTokens
 from precondattn_triton.path.extension import RecentTokens, advanced, recent_tokens
+from precondattn_triton.tiles import bytes_of
 
 
 class SolvedTokens(NamedTuple):
@@ -97,7 +98,7 @@ def _right_sides(
     valid = None
     if frame.held is None:
         assert frame.k_valid is not None  # An extension always has the validity of slots.
-        valid = frame.k_valid[:, :count].expand(plan.b, -1).contiguous().view(torch.uint8)
+        valid = bytes_of(frame.k_valid[:, :count], plan.b)
     tuned = configuration("path_forward", max(plan.key_width, plan.chunk), plan.half, v)
     rows = min(tuned.rows, plan.unit)
     tiles = (plan.tokens - cached) // rows

@@ -21,7 +21,7 @@ from precondattn.cache import Append, Replace, Rewrite, Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width
 from precondattn.spec.path import Path
-from precondattn_triton.decoding import splits_of
+from precondattn_triton.decoding import lengths_of, splits_of
 from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.path import cached_keys as path_cached
 from precondattn_triton.path import transport as path_transport
@@ -31,7 +31,7 @@ from precondattn_triton.path.forward import path_forward
 from precondattn_triton.precision import product_precision, splits_weights
 from precondattn_triton.softmax.score_tiles import ELEMENTS
 from precondattn_triton.softmax.widths import refuses_widths
-from precondattn_triton.tiles import KernelMasks, configured
+from precondattn_triton.tiles import KernelMasks, bytes_of, configured
 
 
 def refuses_extension(dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -88,7 +88,7 @@ def recent_tokens(
     """The tokens of an extension that are not flushed before it."""
     keys, (b, t) = past["key"], x["k"].shape[:2]
     capacity = keys.shape[1]
-    lengths = frame.q_position[:, 0].expand(b).contiguous()
+    lengths = lengths_of(frame, b)
     pending = min(flush - 1, capacity) if frame.held is None else frame.held % flush
     valid = frame.valid_keys(t)
     new = [x[name].to(keys.dtype) for name in ("k", "w", "beta")]
@@ -127,7 +127,7 @@ def _read(
     v, keys, values = recent.v, past["key"], past["value"]
     q, k, w = (array.to(v.dtype) for array in (x["q"], recent.k, recent.w))
     (b, t, h, d), (n, e) = q.shape, v.shape[2:]
-    masks = KernelMasks(_as_bytes(frame.q_valid, b), _as_bytes(recent.valid, b), None)
+    masks = KernelMasks(bytes_of(frame.q_valid, b), bytes_of(recent.valid, b), None)
     count = keys.shape[1] if frame.held is None else frame.held - recent.pending
     width, value_width = padded_width(d), padded_width(e)
     chunks = path_chunks(k, w, recent.beta, masks, with_inverse=False)
@@ -147,7 +147,7 @@ def _read(
     valid = None
     if frame.held is None:
         assert frame.k_valid is not None
-        valid = _as_bytes(frame.k_valid[:, :count], b)
+        valid = bytes_of(frame.k_valid[:, :count], b)
     launch(
         path_cached.read_cached, (cdiv(queries, rows) * b * n, parts),
         results.out, keys, values, recent.lengths, valid, outs, logs,
@@ -213,7 +213,7 @@ def _transported(
     t, width = tokens - recent.pending, padded_width(d)
     size = block_size(tokens, chunking(recent.k).rows)
     number = cdiv(tokens, size)
-    masks = KernelMasks(None, _as_bytes(recent.valid, b), None)
+    masks = KernelMasks(None, bytes_of(recent.valid, b), None)
     chunks = path_chunks(recent.k, recent.w, beta, masks, with_inverse=False, tokens=number * size)
     blocks = first_blocks(chunks, size, number, recent.k, with_after=False)
     precision = product_precision(recent.k.dtype)
@@ -238,7 +238,3 @@ def _transported(
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
     return Rewrite(past, new)
-
-
-def _as_bytes(valid: Tensor | None, b: int) -> Tensor | None:
-    return None if valid is None else valid.expand(b, -1).contiguous().view(torch.uint8)

@@ -13,7 +13,7 @@ import torch
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
-from precondattn.kernel_backend.attention_options import declined_option
+from precondattn.kernel_backend.attention_options import declined_option, logs_and_unrounded
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.path import Path
 from precondattn_triton.path.backward import PathInputs, path_backward
@@ -108,13 +108,7 @@ class PathKernels:
         return out, {keys[slot]: update for slot, update in updates.items()}
 
     def residual_shapes(self, leaf: Path, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
-        """The shapes of the residuals of `forward`."""
-        b, t, h, _ = inputs["q"].shape
-        (_, _, _, e), dtype = inputs["v"]
-        log_total = ArraySpec((b, h, t), "float32")
-        if dtype == "float32":
-            return (log_total,)
-        return log_total, ArraySpec((b, t, h, e), "float32")
+        return logs_and_unrounded(inputs)
 
 
 def _inputs(x: Tensors) -> PathInputs:

@@ -12,7 +12,7 @@ from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width
 from precondattn.spec.path import Path
 from precondattn_triton.configurations import configuration
-from precondattn_triton.decoding import new_token_validity, slots_and_validity, splits_of
+from precondattn_triton.decoding import lengths_of, splits_of, step_masks
 from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.path import decode as path_decode
 from precondattn_triton.precision import is_half, product_precision
@@ -48,9 +48,10 @@ def path_step(
     flush = leaf.flush
     # If `flush` is 1, no reflection is ever pending, and these two arrays are not read.
     pending_w, pending_beta = past.get("pending_w", w), past.get("pending_beta", beta)
-    count, past_valid, new_valid = slots_and_validity(frame, keys.shape[1])
-    is_token = new_token_validity(frame, b)
-    lengths = frame.q_position[:, 0].expand(b).contiguous()
+    masks = step_masks(frame, b, keys.shape[1])
+    count, past_valid, new_valid, is_token = masks
+    past_b, new_b, token_b = masks.strides
+    lengths = lengths_of(frame, b)
     rows, key_width, width = padded_width(h // n), padded_width(d), padded_width(e)
     tuned = configuration("path_decode", max(key_width, width), is_half(q.dtype), q)
     splits, per_split = splits_of(q, count, b * n, tuned.columns)
@@ -60,7 +61,6 @@ def path_step(
     parts = splits + 1
     window = leaf.window or 0
     scale = leaf.scale_for(d) * LOG2_E.value
-    valid_stride = 0 if past_valid is None else past_valid.stride(0)
     of_cache = *keys.stride(), *values.stride()
     of_pending = *pending_w.stride(), *pending_beta.stride()
     of_new = w.stride(0), w.stride(2), w.stride(3), beta.stride(0), beta.stride(2)
@@ -74,21 +74,20 @@ def path_step(
         q, k, v, w, beta, keys, values, pending_w, pending_beta, lengths, past_valid,
         new_valid, carried, totals, maxima, sums, n, h // n, d, e, parts, scale, window, flush,
         q.stride(0), q.stride(2), q.stride(3), k.stride(0), k.stride(2), k.stride(3),
-        v.stride(0), v.stride(2), v.stride(3), *of_new, *of_cache, *of_pending, valid_stride,
-        0 if new_valid is None else new_valid.stride(0), **fixed,
+        v.stride(0), v.stride(2), v.stride(3), *of_new, *of_cache, *of_pending, past_b,
+        new_b, **fixed,
     )  # fmt: skip
     launch(
         path_decode.flushed, (splits, b * n),
         carried, keys, values, lengths, past_valid, totals, maxima, sums,
-        count, n, d, e, parts, per_split, scale, window, flush, *of_cache, valid_stride,
+        count, n, d, e, parts, per_split, scale, window, flush, *of_cache, past_b,
         **fixed, TOKENS=tuned.columns, PRECISION=product_precision(q.dtype),
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
     out = torch.empty((b, 1, h, e), dtype=v.dtype, device=v.device)
-    token_stride = 0 if is_token is None else is_token.stride(0)
     launch(
         path_decode.merge, (b * n,),
-        totals, maxima, sums, is_token, out, parts, n, h // n, e, token_stride,
+        totals, maxima, sums, is_token, out, parts, n, h // n, e, token_b,
         ROWS=rows, WIDTH=width,
     )  # fmt: skip
 
@@ -100,7 +99,7 @@ def path_step(
         launch(
             path_decode.flush_keys, (cdiv(keys.shape[1], FLUSH_ROWS), b * n),
             keys, w, beta, pending_w, pending_beta, lengths, is_token, flushed,
-            keys.shape[1], n, d, flush, *keys.stride(), *of_new, *of_pending, token_stride,
+            keys.shape[1], n, d, flush, *keys.stride(), *of_new, *of_pending, token_b,
             *flushed.stride(), TOKENS=FLUSH_ROWS, KEY_WIDTH=key_width,
         )  # fmt: skip
         updates["key"] = Rewrite(flushed, new)

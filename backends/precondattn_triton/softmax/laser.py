@@ -13,7 +13,7 @@ import torch
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
-from precondattn.kernel_backend.attention_options import declined_option
+from precondattn.kernel_backend.attention_options import declined_option, logs_and_unrounded
 from precondattn.spec.metric import DOT
 from precondattn.spec.softmax import Softmax
 from precondattn_triton.softmax.laser_decode import SUPPORTED, laser_step, refuses_laser_step
@@ -102,16 +102,10 @@ class LaserKernels:
     def residual_shapes(
         self, leaf: Softmax, inputs: Mapping[str, ArraySpec]
     ) -> tuple[ArraySpec, ...]:
-        """The shapes of the residuals of `forward`."""
-        b, t, h, _ = inputs["q"].shape
-        (_, _, n, e), dtype = inputs["v"]
-        always = (
-            ArraySpec((b, h, t), "float32"),
-            ArraySpec((b, n, e), "float32"),
-            ArraySpec((b, n, e), "float32"),
-            ArraySpec((b, n), "int32"),
-        )
-        return always if dtype == "float32" else (*always, ArraySpec((b, t, h, e), "float32"))
+        b, n, e = inputs["v"].shape[0], *inputs["v"].shape[2:]
+        logs, *unrounded = logs_and_unrounded(inputs)
+        of_channels = ArraySpec((b, n, e), "float32")
+        return logs, of_channels, of_channels, ArraySpec((b, n), "int32"), *unrounded
 
 
 def _of_close_heads(call: AttentionCall, value_range: ValueSpread) -> AttentionCall:

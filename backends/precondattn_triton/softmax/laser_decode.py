@@ -37,7 +37,7 @@ from precondattn.spec.laser import RANGE
 from precondattn.spec.metric import DOT
 from precondattn.spec.softmax import Softmax
 from precondattn_triton.configurations import configuration
-from precondattn_triton.decoding import splits_of
+from precondattn_triton.decoding import lengths_of, splits_of, step_masks
 from precondattn_triton.launching import launch
 from precondattn_triton.precision import exact, is_half, product_precision
 from precondattn_triton.softmax.score_options import options_of
@@ -52,7 +52,6 @@ from precondattn_triton.softmax.step_rows import (
     rows_of_step,
     sees_new,
     slots_of,
-    step_masks,
     step_scores,
     valid_slots,
 )
@@ -216,7 +215,8 @@ def laser_step(
     q, k, v = x["q"], x["k"], x["v"]
     keys, values = past["key"], past["value"]
     (b, t, h, d), (n, e) = q.shape, v.shape[2:]
-    masks = step_masks(frame, b, t, keys.shape[1])
+    masks = step_masks(frame, b, keys.shape[1])
+    lengths = None if frame.held is not None else lengths_of(frame, b)
     past_b, new_b, token_b = masks.strides
     rows, key_width, width = rows_of_step(q, n), padded_width(d), padded_width(e)
     tuned = configuration("laser_decode", max(key_width, width), is_half(q.dtype), q)
@@ -228,7 +228,7 @@ def laser_step(
     precision = product_precision(q.dtype)
     launch(
         read_past, (splits, b * n),
-        heads(q), heads(keys), heads(values), masks.past_valid, masks.lengths, maxima, sums, logs,
+        heads(q), heads(keys), heads(values), masks.past_valid, lengths, maxima, sums, logs,
         masks.slots, *sizes, per_split, past_b,
         **fixed, TOKENS=tuned.columns, PRECISION=precision,
         EXACT=exact() if is_half(q.dtype) else precision,
@@ -237,7 +237,7 @@ def laser_step(
     out = torch.empty((b, t, h, e), dtype=v.dtype, device=v.device)
     launch(
         finish, (b * n,),
-        heads(q), heads(k), heads(v), masks.new_valid, masks.is_token, masks.lengths,
+        heads(q), heads(k), heads(v), masks.new_valid, masks.is_token, lengths,
         maxima, sums, logs, out, splits, masks.slots, *sizes, new_b, token_b,
         **fixed,
     )  # fmt: skip

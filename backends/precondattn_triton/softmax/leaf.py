@@ -20,6 +20,7 @@ from precondattn.kernel_backend.attention_options import (
     SLOPES,
     SOFTCAP,
     declined_option,
+    logs_and_unrounded,
 )
 from precondattn.spec.metric import DOT
 from precondattn.spec.softmax import Softmax
@@ -90,8 +91,4 @@ class SoftmaxKernels:
     def residual_shapes(
         self, leaf: Softmax, inputs: Mapping[str, ArraySpec]
     ) -> tuple[ArraySpec, ...]:
-        """The shapes of the residuals of `forward`."""
-        b, t, h, _ = inputs["q"].shape
-        (_, _, _, e), dtype = inputs["v"]
-        logs = ArraySpec((b, h, t), "float32")
-        return (logs,) if dtype == "float32" else (logs, ArraySpec((b, t, h, e), "float32"))
+        return logs_and_unrounded(inputs)

@@ -10,14 +10,10 @@ window, and the new tokens up to its own: only causal attention has a cache.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
 from precondattn_triton.softmax.score_options import scores_and_slopes
 from precondattn_triton.tiles import LOG2_E, start_of
@@ -134,44 +130,6 @@ def channels_of(x, batch, token, head, width, is_read, WIDTH: tl.constexpr):
 def finite(largest):
     """A maximum, or 0 where it is −∞ because there is nothing yet."""
     return tl.where(largest == float("-inf"), 0.0, largest)
-
-
-class StepMasks(NamedTuple):
-    """The validity of the tokens of a step, as bytes; None where all are valid."""
-
-    slots: int
-    """Slots to read: the cached tokens of every sequence, or the slots of the cache."""
-    lengths: Tensor | None
-    """(b,), cached tokens of each sequence; None if `slots` is that of all"""
-    past_valid: Tensor | None
-    """(b, slots)"""
-    new_valid: Tensor | None
-    """(b, t), keys"""
-    is_token: Tensor | None
-    """(b, t), queries"""
-
-    @property
-    def strides(self) -> tuple[int, int, int]:
-        """The strides of the batch axes of the three."""
-        past, new, token = (0 if a is None else a.stride(0) for a in self[2:])
-        return past, new, token
-
-
-def step_masks(frame: Frame, b: int, t: int, capacity: int) -> StepMasks:
-    """The masks of t new tokens after a cache of `capacity` slots."""
-
-    def as_bytes(valid: Tensor) -> Tensor:
-        return valid.contiguous().view(torch.uint8)
-
-    # The key of a valid token may be masked.
-    token = None if frame.q_valid is None else as_bytes(frame.q_valid.expand(b, -1))
-    if frame.held is not None:
-        return StepMasks(frame.held, None, None, None, token)
-    valid = frame.k_valid
-    assert valid is not None  # The frame of an extension always has the validity of slots.
-    valid = as_bytes(valid.expand(b, capacity + t))
-    lengths = frame.q_position[:, 0].expand(b).contiguous()
-    return StepMasks(capacity, lengths, valid[:, :capacity], valid[:, capacity:], token)
 
 
 def rows_of_step(q: Tensor, n: int) -> int:

@@ -110,13 +110,8 @@ ROWS_OF_TABLE = (
             ("[learned=true]", "kda", 3 * CHUNK + 17),
         )
     ),
-    *(
-        row("atk(gated_delta)", 7 * CHUNK + 1, n=4, **{"chunkwise.GROUP": groups * 8 * CHUNK**2})
-        for groups in (1, 3)
-    ),
     row("atk(gated_delta)", 20 * CHUNK + 3, h=1, n=1),  # More keys than one block has.
     row("atk[learned=true](gated_delta)", 2 * CHUNK + 9, n=4, library="array_api_strict"),
-    row("atk(gated_delta)", 4 * CHUNK + 7, t=CHUNK + 3, n=4),
 )
 
 
@@ -139,7 +134,6 @@ def test_output_and_gradients_are_those_of_the_definition(made, request, monkeyp
     with monkeypatch.context() as patched:
         if expression.startswith("lucid_solve"):
             patched.setattr(lucid_solve.LucidSolveBlocks, "_view", None)
-        # Without a gradient, the pieces of a group are computed at once.
         forward = m(**given, **masks_given, backend="portable")
     out, pullback = m.vjp(**given, **masks_given, backend="portable")
     cotangent = np.random.default_rng(2).normal(size=out.shape)
@@ -157,15 +151,12 @@ def close(result, expected, bound=1e-10):
     assert np.abs(result - expected).max(initial=0) <= bound * (np.abs(expected).max() + 1e-4)
 
 
-def inputs_of_atk(m, s, values_per_head=1):
-    layout = CallLayout("x", t=s, s=s, h=3, n=3, d=8, e=6, values_per_head=values_per_head)
-    return make_inputs(m, layout, "clustered")
-
-
 def test_channels_of_atk_that_no_key_has_filled_with_a_small_eps():
     """e^{−c} ε underflows in float32."""
     m = pa.parse("atk[eps=1e-35,center=30](gated_delta)")
-    x = {n: a.astype(np.float32) for n, a in inputs_of_atk(m, 2 * CHUNK + 2).items()}
+    s = 2 * CHUNK + 2
+    x = make_inputs(m, CallLayout("x", t=s, s=s, h=3, n=3, d=8, e=6), "clustered")
+    x = {name: array.astype(np.float32) for name, array in x.items()}
     x["k"][:, : CHUNK + 6] = 0
     x["k"][..., 2] = 0
     expected = m(**x, backend="reference")

@@ -1,4 +1,4 @@
-"""Leaves with a state by Triton's kernels, interpreted: the delta rule, gates, CCQ and Mesa."""
+"""Leaves with a state by Triton's kernels, interpreted: the delta rule, gates and CCQ."""
 
 import pytest
 
@@ -7,13 +7,9 @@ pytest.importorskip("triton")
 import torch
 
 import precondattn as pa
-from precondattn.frame import Frame
 from precondattn.kernel_backend.precise import VARIABLE
-from precondattn.spec.positive_definite import NotSolvedError
-from precondattn_triton import Triton
 from precondattn_triton.ccq import conditioned_read
 from precondattn_triton.configurations import Configuration
-from precondattn_triton.recurrence import mesa_query
 from tests.backends.triton.calls import (
     BACKENDS,
     OF_RECURRENCES,
@@ -246,61 +242,3 @@ def test_rows_so_long_or_short_that_their_squares_overflow_or_vanish(ratio):
     with small_tiles():
         out = layer(**x, backend="triton")
     assert of(out, expected) < OF_RECURRENCES["float32"]
-
-
-# ---------------------------------------------------------------------------------- Mesa's query
-
-LEAF = pa.MesaQuery(decay="head", beta=True)
-MESA = "mesa_query[decay=head,beta=true]"
-HALF_CHUNKS = {**CHUNKS_OF_32, "mesa_query": Configuration(16, 16)}
-
-
-def mesa(name, expression, t, *, bound=1e-5, change=mild, **options):
-    return recurrent(name, expression, t, bound=bound, change=change, **options)
-
-
-@rows(
-    # The definition gets the rounded inputs, and solves exactly.
-    mesa("a chunk and a token", "mesa", 33, marks=thorough),
-    mesa("bfloat16", "mesa[beta=true]", 17, dtype="bfloat16", bound=None),
-    mesa("one token", "mesa(linear)", 1),
-    mesa("clustered", MESA, 40, keys="clustered", change=extreme, tiles=HALF_CHUNKS, bound=2e-5),
-    mesa(
-        "zero", MESA, 40, change=both(extreme, zeros), tiles=HALF_CHUNKS, bound=2e-5,
-        marks=thorough,
-    ),
-    mesa("segments", MESA, 40, h=2, segments=((13, 10, 17),), marks=thorough),
-    # A residual has always drifted too far from that of the recurrence without an allowance.
-    mesa(
-        "drifted", "mesa_query[tolerance=0.000002]", 40, d=20, keys="clustered",
-        patches={f"{mesa_query.__name__}.ROUNDINGS": 0.0}, marks=thorough,
-    ),
-)  # fmt: skip
-def test_queries_of_mesa(call, then):
-    hold(call, then)
-
-
-@pytest.mark.parametrize(("t", "s"), [(5, 37), (1, 1)])
-def test_few_queries_of_mesa_after_a_state(t, s):
-    x, _ = KernelCall(MESA, t, s, d=12, h=2, n=2, change=mild).arrays()
-    root = torch.randn(1, 2, 12, 12)
-    moment = root @ root.mT
-    expected = LEAF.run({"moment": moment.double()}, doubled(x), Frame(None, None))
-    form = Triton().kernels(LEAF).form(LEAF, x, Frame(None, None))
-    with small_tiles():
-        out, final = LEAF.run({"moment": moment}, x, Frame(None, None), form)
-    assert of(out, expected[0]) < 1e-5
-    assert of(final["moment"], expected[1]["moment"]) < 1e-5
-
-
-def test_a_query_that_is_not_solved_is_an_error_or_nan_while_a_cuda_graph_captures(monkeypatch):
-    leaf = pa.MesaQuery(decay="head", beta=True, iterations=2)
-    x, _ = KernelCall(MESA, 20, d=12, change=mild).arrays()
-    x["k"][:, :9] = 0.0  # Diagonal systems are solved at once.
-    with small_tiles(), pytest.raises(NotSolvedError, match="after 2 iterations"):
-        leaf(**x, backend=BACKENDS)
-    monkeypatch.setattr(mesa_query, "is_traced", lambda residuals: True)
-    with small_tiles():
-        out = leaf(**x, backend=BACKENDS)
-    torch.testing.assert_close(out[:, :9], x["q"][:, :9] / x["lam_mesa"])
-    assert out[:, 9:].isnan().any()

@@ -13,7 +13,7 @@ RECURRENT = tuple(
         key.kernel
         for key in REGISTRY.untuned
         if key.kernel.startswith(
-            ("channel_", "chunk_", "delta_", "gate_", "mesa_", "recurrent_", "row_", "value_")
+            ("channel_", "chunk_", "delta_", "gate_", "recurrent_", "row_", "value_")
         )
     )
 )
