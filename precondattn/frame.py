@@ -126,10 +126,9 @@ class Frame:
 
     @classmethod
     def of(cls, layout: Layout, like: Array, masks: Mapping[str, Array] | None = None) -> Frame:
-        """The frame of an extension, or of a full call without masks.
+        """The frame of a layout, whose arrays are computed from its masks when they are first read.
 
-        Its arrays are computed when they are first read. Many algorithms never read them, and
-        computing them would take a large part of the time of a small call.
+        Many algorithms never read them, and computing them takes much of the time of a small call.
 
         Parameters
         ----------
@@ -145,7 +144,11 @@ class Frame:
         if "lengths" not in masks:
             frame.q_valid = None
         if layout.kind == FULL:
-            frame.k_valid = None
+            if frame.k_segment is not None:
+                t, s = frame._sizes
+                frame.q_segment = frame.k_segment[:, s - t :]
+            if "lengths" not in masks:
+                frame.k_valid = masks.get("key_mask")
         return frame
 
     @property
@@ -182,6 +185,8 @@ class Frame:
     def q_valid(self) -> Array | None:
         """Which queries are not padding (b, t), boolean; None if none is padding."""
         lengths = self._masks["lengths"]
+        if self.layout.kind == FULL:
+            return self.q_position < lengths[:, None]
         return arange_like(self._sizes[0], lengths)[None, :] < lengths[:, None]
 
     @cached_property
@@ -190,7 +195,12 @@ class Frame:
 
         False for padding, for keys that `key_mask` masks, and in `extend` for empty slots.
         """
-        return self._valid_after(self._sizes[1])
+        t, s = self._sizes
+        if self.layout.kind == EXTENSION:
+            return self._valid_after(s)
+        lengths, key_mask = self._masks["lengths"], self._masks.get("key_mask")
+        within = self.q_valid if t == s else self.k_position < lengths[:, None]
+        return within if key_mask is None else within & key_mask
 
     def _valid_after(self, slots: int) -> Array:
         """Which of the first `slots` slots and the new tokens (b, slots + t) may be read."""
@@ -334,7 +344,7 @@ class Frame:
         is_same = layout.kind == FULL and "key_mask" not in layout.masks
         if layout.t == count and (is_same or self.held is not None):
             return self
-        if self._is_lazy and layout.kind == FULL:
+        if self._is_lazy and layout.kind == FULL and not layout.masks:
             return Frame.of(layout._replace(t=count), self._like)
 
         def last(array: Array | None) -> Array | None:
@@ -375,39 +385,15 @@ def has_lengths_only(frame: Frame) -> bool:
     return bool(namespace(k_valid).all(q_valid == k_valid))
 
 
-def full_frame(
-    t: int,
-    s: int,
-    like: Array,
-    *,
-    lengths: Array | None = None,
-    key_mask: Array | None = None,
-    segment_ids: Array | None = None,
-    prefix: Array | None = None,
-    attn_mask: Array | None = None,
-) -> Frame:
+def full_frame(t: int, s: int, like: Array, **masks: Array | None) -> Frame:
     """The frame of a full call of t queries and s keys.
 
-    `lengths` is (b,); `key_mask` and `segment_ids` are (b, s); `prefix` is the frame's `q_prefix`,
-    and `attn_mask` its `pairs`.
+    The masks are `lengths` (b,), `key_mask` and `segment_ids` (b, s), and `prefix` and `attn_mask`,
+    which are the frame's `q_prefix` and `pairs`.
     """
-    masks = {"lengths": lengths, "key_mask": key_mask, "segment_ids": segment_ids}
-    masks |= {"prefix": prefix, "attn_mask": attn_mask}
-    given_masks = frozenset(name for name, mask in masks.items() if mask is not None)
-    if not given_masks:
-        frame = Frame.of(Layout(FULL, t, s), like)
-        return frame if isinstance(t, int) and isinstance(s, int) else frame.computed
-    k_position = arange_like(s, like)[None, :]
-    q_position = arange_like(t, like)[None, :] + (s - t)
-    q_valid, k_valid = None, key_mask
-    if lengths is not None:
-        within = k_position < lengths[:, None]
-        q_valid = within if t == s else q_position < lengths[:, None]
-        k_valid = within if key_mask is None else within & key_mask
-    q_segment = None if segment_ids is None else segment_ids[:, s - t :]
-    layout = Layout(FULL, t, s, given_masks).without_symbols
-    of_tokens = q_position, k_position, q_valid, k_valid, q_segment, segment_ids
-    return Frame(*of_tokens, prefix, attn_mask, layout=layout)
+    given_masks = {name: mask for name, mask in masks.items() if mask is not None}
+    frame = Frame.of(Layout(FULL, t, s, frozenset(given_masks)), like, given_masks)
+    return frame if isinstance(t, int) and isinstance(s, int) else frame.computed
 
 
 def held_by_all(lengths: list[int], t: int, capacity: int) -> int | None:

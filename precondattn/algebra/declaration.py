@@ -9,7 +9,7 @@ s h d unit row"` for keys), or the range of the entries (`"b s n in [0, 2]"`, `"
 from __future__ import annotations
 
 import re
-from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -172,7 +172,7 @@ class Pattern(NamedTuple):
         return f"{text} in {left}{self.low:g}, {self.high:g}{right}".strip()
 
 
-class Inputs(Mapping[str, Pattern]):
+class Inputs(dict[str, Pattern]):
     """The inputs of a mechanism, in order.
 
     Examples
@@ -183,28 +183,13 @@ class Inputs(Mapping[str, Pattern]):
     """
 
     def __init__(self, **patterns: str | Pattern) -> None:
-        self._patterns = {
-            name: Pattern.read(pattern) if isinstance(pattern, str) else pattern
+        super().__init__(
+            (name, Pattern.read(pattern) if isinstance(pattern, str) else pattern)
             for name, pattern in patterns.items()
-        }
+        )
 
-    def __getitem__(self, name: str) -> Pattern:
-        return self._patterns[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._patterns)
-
-    def __len__(self) -> int:
-        return len(self._patterns)
-
-    def items(self) -> ItemsView[str, Pattern]:
-        return self._patterns.items()
-
-    def values(self) -> ValuesView[Pattern]:
-        return self._patterns.values()
-
-    def __hash__(self) -> int:
-        return hash(tuple(self._patterns.items()))
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
 
     def __repr__(self) -> str:
         patterns = ", ".join(f'{name}="{pattern.text}"' for name, pattern in self.items())

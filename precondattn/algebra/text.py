@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from precondattn.algebra import registry
 from precondattn.algebra.options import OptionValue, fields_of, text_of
@@ -128,7 +128,7 @@ class _Reader:
         return f" (did you mean '{inner.name}({base.name})'?)"
 
     def options(self, cls: type[Registered]) -> dict[str, OptionValue]:
-        fields, options = fields_of(cls), dict[str, Any]()
+        fields, options = fields_of(cls), dict[str, OptionValue]()
         if not self.accept("["):
             return options
         while not self.accept("]"):

@@ -62,8 +62,6 @@ class Framework:
 
     reads_at_once = False
     """Whether arrays on the CPU are read without waiting."""
-    row_operators: Tree = None
-    """The functions that find the rows with a NaN or infinity in few operators, or None."""
     check_division: Callable[..., None] | None = None
     """The function of a mechanism and a call that raises an error where each device has an unknown
     part of the sequences; None where there is no such thing."""

@@ -6,9 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
-from precondattn.algebra.options import flag, number, positive
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra import Mechanism, Preconditioner, Recurrence, Step, options, step
 from precondattn.spec.delta import GatedDelta
 from precondattn.spec.erase_key import ErasingDelta, ErasingGatedDelta, ErasingGDN2, ErasingKDA
 from precondattn.spec.linear_family import LinearFamily
@@ -73,10 +71,10 @@ class ATK(Preconditioner):
     )
 
     base: Mechanism = GatedDelta()
-    bound: float = positive(1.5)
-    eps: float = positive(1e-6)
-    center: float = number(-0.2)
-    learned: bool = flag(False)
+    bound: float = options.positive(1.5)
+    eps: float = options.positive(1e-6)
+    center: float = options.number(-0.2)
+    learned: bool = options.flag(False)
 
     def check_together(self) -> None:
         self._key()  # The leaf checks the same options.

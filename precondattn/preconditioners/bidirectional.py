@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra import registry
-from precondattn.algebra.declaration import Pattern
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice
+from precondattn.algebra import (
+    Mechanism,
+    Offers,
+    Pattern,
+    Preconditioner,
+    Step,
+    options,
+    registry,
+    step,
+)
 from precondattn.spec.both_directions import BothDirections
 from precondattn.spec.linear import Linear
 from precondattn.spec.own_token import AFFINE, OwnToken
@@ -58,7 +63,7 @@ class Bidirectional(Preconditioner):
     )
 
     base: Mechanism = Linear()
-    combine: str = choice("sum", "concat")
+    combine: str = options.choice("sum", "concat")
 
     @cached_property
     def offers(self) -> Offers:

@@ -6,9 +6,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Leaf, Mechanism, Preconditioner, Step, step, with_base
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice, non_negative, positive
+from precondattn.algebra import (
+    Leaf,
+    Mechanism,
+    Offers,
+    Preconditioner,
+    Step,
+    options,
+    step,
+    with_base,
+)
 from precondattn.preconditioners.qk_norm import QKNorm
 from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
 from precondattn.spec.conditioned_query import ConditionedQuery
@@ -72,10 +79,10 @@ class CCQ(Preconditioner):
     )
 
     base: Mechanism = Softmax()
-    covariance: str = choice("running", "decayed", "query_weighted")
-    backbone_key: str = choice("auto", "raw", "unit")
-    tau: float = positive(1.0)
-    eps: float = non_negative(1e-6)
+    covariance: str = options.choice("running", "decayed", "query_weighted")
+    backbone_key: str = options.choice("auto", "raw", "unit")
+    tau: float = options.positive(1.0)
+    eps: float = options.non_negative(1e-6)
 
     def check_together(self) -> None:
         if self.tau != type(self).tau and self.covariance != "query_weighted":
@@ -115,8 +122,8 @@ class CCQ(Preconditioner):
             return with_base(self, self.base.base)
         if isinstance(self.base, QKNorm):
             reads_unit = self.base.base.offers.unit_keys or self.backbone_key == "unit"
-            options = {} if reads_unit else {"backbone_key": "unit"}
-            return with_base(self, self.base.base, **options)
+            changes = {} if reads_unit else {"backbone_key": "unit"}
+            return with_base(self, self.base.base, **changes)
         return super()._instead()
 
     @property

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step, with_base
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice, names
+from precondattn.algebra import Mechanism, Offers, Preconditioner, Step, options, step, with_base
 from precondattn.spec.difference import Difference
 from precondattn.spec.softmax import Softmax
 
@@ -52,8 +50,8 @@ class Differential(Preconditioner):
     )
 
     base: Mechanism = Softmax()
-    per: str = choice("layer", "head", "token")
-    paired: tuple[str, ...] = names(("q", "k"))
+    per: str = options.choice("layer", "head", "token")
+    paired: tuple[str, ...] = options.names(("q", "k"))
 
     @cached_property
     def offers(self) -> Offers:

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, TokenWise, step
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice, positive
+from precondattn.algebra import Mechanism, Offers, Preconditioner, Step, TokenWise, options, step
 from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
 from precondattn.spec.elu_plus_one import EluPlusOne
 from precondattn.spec.hedgehog import HedgehogMap
@@ -128,8 +126,8 @@ class Hedgehog(FeatureMap):
     )
 
     base: Mechanism = Softmax()
-    factor: float = positive(1.0)
-    per: str = choice("layer", "head")
+    factor: float = options.positive(1.0)
+    per: str = options.choice("layer", "head")
 
     def feature_map(self) -> TokenWise:
         return HedgehogMap(self.factor, self.per)

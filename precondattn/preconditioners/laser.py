@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
-from precondattn.algebra.offers import Offers
+from precondattn.algebra import Mechanism, Offers, Preconditioner, Step, step
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.softmax import Softmax
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
-from precondattn.algebra.options import count_or_none, flag, positive_or_none
+from precondattn.algebra import Mechanism, Preconditioner, Step, options, step
 from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
 from precondattn.spec.mesa_query import MesaQuery
 from precondattn.spec.ssd import SSD
@@ -61,10 +60,10 @@ class Mesa(Preconditioner):
     )
 
     base: Mechanism = SSD()
-    decay: bool = flag(True)
-    beta: bool = flag(False)
-    tolerance: float | None = positive_or_none()
-    iterations: int | None = count_or_none()
+    decay: bool = options.flag(True)
+    beta: bool = options.flag(False)
+    tolerance: float | None = options.positive_or_none()
+    iterations: int | None = options.count_or_none()
 
     def refuses(self) -> str | None:
         missed = misses_second_map(self.name, self.base) or has_several_keys(self.name, self.base)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
-from precondattn.algebra.options import flag
+from precondattn.algebra import Mechanism, Preconditioner, Step, options, step
 from precondattn.preconditioners.query_side import refuses_query_side
 from precondattn.spec.scaled_dims import ScaledDims
 from precondattn.spec.softmax import Softmax
@@ -42,7 +41,7 @@ class PerDimScale(Preconditioner):
     variants: ClassVar[tuple[str, ...]] = ("per_dim_scale[normalize=false]",)
 
     base: Mechanism = Softmax()
-    normalize: bool = flag(True)
+    normalize: bool = options.flag(True)
 
     def refuses(self) -> str | None:
         return refuses_query_side(self.name, self.base)

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step, with_base
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice, flag, non_negative
+from precondattn.algebra import Mechanism, Offers, Preconditioner, Step, options, step, with_base
 from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
 from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.layer_norm import LayerNorm
@@ -63,9 +61,9 @@ class QKNorm(Preconditioner):
     )
 
     base: Mechanism = Softmax()
-    norm: str = choice("rms", "layer", "l2")
-    eps: float = non_negative(1e-6)
-    gain: bool = flag(False)
+    norm: str = options.choice("rms", "layer", "l2")
+    eps: float = options.non_negative(1e-6)
+    gain: bool = options.flag(False)
 
     @cached_property
     def offers(self) -> Offers:

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice, flag, non_negative
+from precondattn.algebra import Mechanism, Offers, Preconditioner, Step, options, step
 from precondattn.spec.softmax import Softmax
 from precondattn.spec.unit_rows import UnitRows
 
@@ -52,9 +50,9 @@ class RowNormalized(Preconditioner):
     )
 
     base: Mechanism = Softmax()
-    eps: float = non_negative(1e-6)
-    detach: bool = flag(True)
-    axis: str = choice("auto", "token", "channel")
+    eps: float = options.non_negative(1e-6)
+    detach: bool = options.flag(True)
+    axis: str = options.choice("auto", "token", "channel")
 
     @cached_property
     def offers(self) -> Offers:

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice
+from precondattn.algebra import Mechanism, Offers, Preconditioner, Step, options, step
 from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
 from precondattn.spec.delta import GatedDelta
 from precondattn.spec.stable_strength import StableBeta, StableChannels
@@ -59,7 +57,7 @@ class StableStep(Preconditioner):
     )
 
     base: Mechanism = GatedDelta()
-    rule: str = choice("implicit", "exact")
+    rule: str = options.choice("implicit", "exact")
 
     @cached_property
     def offers(self) -> Offers:

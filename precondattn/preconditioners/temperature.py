@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
-from precondattn.algebra.options import choice
+from precondattn.algebra import Mechanism, Preconditioner, Step, options, step
 from precondattn.preconditioners.query_side import refuses_query_side
 from precondattn.spec.softmax import Softmax
 from precondattn.spec.tempered import Tempered
@@ -43,7 +42,7 @@ class Temperature(Preconditioner):
     variants: ClassVar[tuple[str, ...]] = ("temperature[per=head]",)
 
     base: Mechanism = Softmax()
-    per: str = choice("layer", "head")
+    per: str = options.choice("layer", "head")
 
     def refuses(self) -> str | None:
         return refuses_query_side(self.name, self.base)

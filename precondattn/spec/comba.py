@@ -13,9 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.options import choice
-from precondattn.algebra.recurrence import Erase, Recurrence
+from precondattn.algebra import Inputs, Recurrence, options
+from precondattn.algebra.recurrence import Erase
 from precondattn.cache import Slot
 from precondattn.spec.linear_family import LinearFamily
 
@@ -64,7 +63,7 @@ class Comba(LinearFamily):
     variants: ClassVar[tuple[str, ...]] = ("comba[scale=0.3]", "comba[erases=decayed]")
     erase_name: ClassVar[str] = "p"
 
-    erases: str = choice("undecayed", "decayed")
+    erases: str = options.choice("undecayed", "decayed")
 
     @property
     def declares(self) -> Recurrence:

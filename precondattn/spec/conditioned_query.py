@@ -31,8 +31,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.options import choice, non_negative, text_of
+from precondattn.algebra import Inputs, options
 from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
@@ -65,7 +64,7 @@ class KeyStatistics(Stateful):
     role: ClassVar[str] = "piece"
     output: ClassVar[str] = "b t h d"
 
-    decay: str = choice("none", "head", "channel", "retention")
+    decay: str = options.choice("none", "head", "channel", "retention")
 
     @property
     def numbers_heads(self) -> bool:
@@ -150,7 +149,7 @@ class ConditionedQuery(KeyStatistics):
         "conditioned_query[decay=retention]",
     )
 
-    eps: float = non_negative(1e-6)
+    eps: float = options.non_negative(1e-6)
 
     @property
     def inputs(self) -> Inputs:
@@ -158,7 +157,7 @@ class ConditionedQuery(KeyStatistics):
 
     def slots(self) -> tuple[Slot, ...]:
         heads, decay = self._heads_and_decay
-        eps = "" if self.eps == type(self).eps else f"[eps={text_of(self.eps)}]"
+        eps = "" if self.eps == type(self).eps else f"[eps={options.text_of(self.eps)}]"
         shapes = {"second": f"b {heads} d d", "first": f"b {heads} d"}
         moments = tuple(
             Slot(each, f"{each}_moment{eps}({{k}}{decay})", shape, True, symbol=f"{each}_moment")

@@ -15,11 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops, state_flops, state_heads
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import count
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra import Flops, Inputs, Offers, Recurrence, options
+from precondattn.algebra.flops import state_flops, state_heads
 from precondattn.arrays import Arrays, ByName
 from precondattn.cache import Slot
 from precondattn.frame import Frame
@@ -87,7 +84,7 @@ class DeltaProduct(LinearFamily):
         "delta_product[steps=3]",
     )
 
-    steps: int = count(2)
+    steps: int = options.count(2)
 
     @property
     def declares(self) -> Recurrence:

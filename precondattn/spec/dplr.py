@@ -14,9 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra import Flops, Inputs, Recurrence
 from precondattn.arrays import Arrays, ByName, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (

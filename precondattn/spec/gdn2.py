@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra import Inputs, Recurrence
 from precondattn.arrays import Arrays, ByName, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (

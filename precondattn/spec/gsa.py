@@ -16,10 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import positive_or_none
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra import Inputs, Offers, Recurrence, options
 from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
@@ -69,7 +66,7 @@ class GSA(Stateful):
 
     declares = Recurrence("slots", gate="slot")
 
-    scale: float | None = positive_or_none()
+    scale: float | None = options.positive_or_none()
 
     inputs = Inputs(
         q="b t h d",

@@ -15,10 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops
-from precondattn.algebra.mechanism import TokenWise
-from precondattn.algebra.options import choice, positive
+from precondattn.algebra import Flops, Inputs, TokenWise, options
 from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum, softmax, transpose
@@ -44,8 +41,8 @@ class HedgehogMap(TokenWise):
     name: ClassVar[str] = "hedgehog_map"
     variants: ClassVar[tuple[str, ...]] = ("hedgehog_map[factor=2,per=head]",)
 
-    factor: float = positive(1.0)
-    per: str = choice("layer", "head")
+    factor: float = options.positive(1.0)
+    per: str = options.choice("layer", "head")
 
     output = "b t h 2*d"
 

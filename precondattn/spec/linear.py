@@ -15,8 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.options import flag, non_negative
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra import Recurrence, options
 from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
@@ -68,8 +67,8 @@ class Linear(LinearFamily):
     name: ClassVar[str] = "linear"
     variants: ClassVar[tuple[str, ...]] = ("linear[scale=0.3]",)
 
-    normalize: bool = flag(False)
-    eps: float = non_negative(1e-10)
+    normalize: bool = options.flag(False)
+    eps: float = options.non_negative(1e-10)
 
     @property
     def declares(self) -> Recurrence:

@@ -15,11 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops, state_flops, state_heads
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import positive_or_none
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra import Flops, Inputs, Offers, Recurrence, options
+from precondattn.algebra.flops import state_flops, state_heads
 from precondattn.arrays import Array, Arrays, ByName, differs_from_previous, namespace, placement
 from precondattn.cache import Slot
 from precondattn.frame import Frame
@@ -99,7 +96,7 @@ class LinearFamily(Stateful):
         The scale s; d^{-1/2} by default.
     """
 
-    scale: float | None = positive_or_none()
+    scale: float | None = options.positive_or_none()
     erase_name: ClassVar[str] = "erase"
     """The input that is the key to erase, where that is not k."""
 

@@ -28,17 +28,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops, visible_keys, visible_pairs
-from precondattn.algebra.mechanism import Leaf
-from precondattn.algebra.options import (
-    choice,
-    flag,
-    non_negative,
-    positive_or_none,
-    text_of,
-    window_or_none,
-)
+from precondattn.algebra import Flops, Inputs, Leaf, options
+from precondattn.algebra.flops import visible_keys, visible_pairs
 from precondattn.arrays import (
     Array,
     Arrays,
@@ -135,12 +126,12 @@ class LucidSolve(Leaf):
     )
 
     metric: Metric = metric_option(DOT)
-    scale: float | None = positive_or_none()
-    window: int | None = window_or_none()
-    normalize: str = choice("keys", "given", "rows", "none")
-    eps: float = non_negative(1e-6)
-    beta: bool = flag(False)
-    detach_max: bool = flag(False)
+    scale: float | None = options.positive_or_none()
+    window: int | None = options.window_or_none()
+    normalize: str = options.choice("keys", "given", "rows", "none")
+    eps: float = options.non_negative(1e-6)
+    beta: bool = options.flag(False)
+    detach_max: bool = options.flag(False)
 
     output = "b s n e"
 
@@ -265,7 +256,7 @@ class LucidSolve(Leaf):
         slots = (*self.metric.slots(), Slot("solved", "{out}", "b c n e"))
         if self.normalize != "keys":
             return slots
-        eps = "" if self.eps == type(self).eps else f"[eps={text_of(self.eps)}]"
+        eps = "" if self.eps == type(self).eps else f"[eps={options.text_of(self.eps)}]"
         return (*slots, Slot("rms", f"rms{eps}({{k}})", "b c n", wide=True))
 
     def step(self, past: ByName, x: ByName, frame: Frame) -> tuple[Array, Updates]:

@@ -25,9 +25,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops, state_flops
-from precondattn.algebra.options import count_or_none, flag, positive_or_none
+from precondattn.algebra import Flops, Inputs, options
+from precondattn.algebra.flops import state_flops
 from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
@@ -105,9 +104,9 @@ class MesaQuery(KeyStatistics):
         "mesa_query[decay=retention]",
     )
 
-    beta: bool = flag(False)
-    tolerance: float | None = positive_or_none()
-    iterations: int | None = count_or_none()
+    beta: bool = options.flag(False)
+    tolerance: float | None = options.positive_or_none()
+    iterations: int | None = options.count_or_none()
 
     def most_iterations(self, d: int) -> int:
         """The largest number of iterations for keys of width d.

@@ -33,9 +33,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.options import non_negative
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra import Inputs, Recurrence, options
 from precondattn.arrays import Array, Arrays, ByName, linear_scan, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
@@ -100,7 +98,7 @@ class MLSTM(LinearFamily):
     variants: ClassVar[tuple[str, ...]] = ("mlstm[eps=0]",)
     declares = Recurrence("add", gate="head", normaliser="running maximum", heads="h")
 
-    eps: float = non_negative(1e-6)
+    eps: float = options.non_negative(1e-6)
 
     @property
     def inputs(self) -> Inputs:

@@ -27,10 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from precondattn.algebra.declaration import Inputs, ShapeError
-from precondattn.algebra.flops import Flops
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice, count, flag, positive_or_none
+from precondattn.algebra import Flops, Inputs, Offers, ShapeError, options
 from precondattn.arrays import Array, Arrays, ByName, zero_where_not
 from precondattn.spec import token_convolution
 from precondattn.spec.array_functions import (
@@ -105,11 +102,11 @@ class Nystrom(WholeSequence):
         "nystrom[landmarks=5,skip=true]",
     )
 
-    landmarks: int = count(64)
-    iterations: int = count(6)
-    scale: float | None = positive_or_none()
-    start: str = choice("matrix", "batch")
-    skip: bool = flag(False)
+    landmarks: int = options.count(64)
+    iterations: int = options.count(6)
+    scale: float | None = options.positive_or_none()
+    start: str = options.choice("matrix", "batch")
+    skip: bool = options.flag(False)
 
     output = "b t h e"
 

@@ -22,8 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra import Inputs, Recurrence
 from precondattn.arrays import (
     TIME,
     Array,

@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.options import positive_or_none
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra import Recurrence, options
 from precondattn.spec.linear_family import LinearFamily
 
 
@@ -44,4 +43,4 @@ class SSD(LinearFamily):
     variants: ClassVar[tuple[str, ...]] = ("ssd[scale=none]",)
     declares = Recurrence("add", gate="head", heads="u")
 
-    scale: float | None = positive_or_none(1.0)
+    scale: float | None = options.positive_or_none(1.0)

@@ -22,9 +22,7 @@ from dataclasses import dataclass
 from math import factorial
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.mechanism import TokenWise
-from precondattn.algebra.options import choice
+from precondattn.algebra import Inputs, TokenWise, options
 from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum
@@ -104,7 +102,7 @@ class StableBeta(TokenWise):
     variants: ClassVar[tuple[str, ...]] = ("stable_beta[rule=exact]",)
     allows_any_length: ClassVar[frozenset[str]] = frozenset({"k"})
 
-    rule: str = choice("implicit", "exact")
+    rule: str = options.choice("implicit", "exact")
 
     inputs = Inputs(k="b s h d", beta="b s u in [0, inf)")
     output = "b s u"
@@ -164,8 +162,8 @@ class StableChannels(TokenWise):
     )
     allows_any_length: ClassVar[frozenset[str]] = frozenset({"k"})
 
-    rule: str = choice("implicit", "exact")
-    of: str = choice("b", "w")
+    rule: str = options.choice("implicit", "exact")
+    of: str = options.choice("b", "w")
 
     @property
     def inputs(self) -> Inputs:

@@ -11,11 +11,10 @@ import dataclasses
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 
-from precondattn.algebra.declaration import Axis, Pattern
-from precondattn.algebra.flops import Flops, state_flops, state_heads
+from precondattn.algebra import Flops, Leaf, Pattern, Recurrence
+from precondattn.algebra.declaration import Axis
+from precondattn.algebra.flops import state_flops, state_heads
 from precondattn.algebra.leaf_protocol import missing_method
-from precondattn.algebra.mechanism import Leaf
-from precondattn.algebra.recurrence import Recurrence
 from precondattn.arrays import Array, Arrays, ByName, Residuals, Shape, namespace
 from precondattn.cache import Replace, Slot, Updates, new_buffer
 from precondattn.frame import Frame

@@ -31,9 +31,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import CHUNK, Flops
-from precondattn.algebra.options import OptionKind, OptionValue, option
+from precondattn.algebra import Flops, Inputs, options
+from precondattn.algebra.flops import CHUNK
 from precondattn.arrays import (
     Array,
     ByName,
@@ -242,10 +241,10 @@ def _count(frame: Frame) -> Array | int:
     return xp.sum(cast(frame.q_valid, dtype), axis=1, keepdims=True, dtype=dtype)
 
 
-def metric_option(default: Metric) -> OptionValue:
+def metric_option(default: Metric) -> options.OptionValue:
     """The option of a leaf that uses its base's metric: `dot`, `transported/64`."""
 
-    def read(text: str) -> OptionValue:
+    def read(text: str) -> options.OptionValue:
         name, _, flush = text.partition("/")
         if text == DOT.name:
             return DOT
@@ -253,7 +252,7 @@ def metric_option(default: Metric) -> OptionValue:
             return Transported(int(flush or 1))
         return text
 
-    def accept(value: OptionValue) -> OptionValue:
+    def accept(value: options.OptionValue) -> options.OptionValue:
         value = read(value) if isinstance(value, str) else value
         if isinstance(value, Transported):
             return Transported(at_least(1, "flush", value.flush))
@@ -262,4 +261,4 @@ def metric_option(default: Metric) -> OptionValue:
         return value
 
     expected = "one of dot, transported, transported/2, transported/3 ..."
-    return option(default, OptionKind(expected, accept, read))
+    return options.option(default, options.OptionKind(expected, accept, read))

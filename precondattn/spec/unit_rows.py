@@ -21,10 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.mechanism import TokenWise
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice, flag, non_negative
+from precondattn.algebra import Inputs, Offers, TokenWise, options
 from precondattn.arrays import (
     Array,
     Arrays,
@@ -68,9 +65,9 @@ class UnitRows(TokenWise):
         "unit_rows[axis=channel]",
         "unit_rows[axis=channel,detach=false]",
     )
-    eps: float = non_negative(1e-6)
-    detach: bool = flag(True)
-    axis: str = choice("token", "channel")
+    eps: float = options.non_negative(1e-6)
+    detach: bool = options.flag(True)
+    axis: str = options.choice("token", "channel")
 
     inputs = Inputs(o="b t h e")
     output = "b t h e"

@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from precondattn.algebra.declaration import ShapeError
-from precondattn.algebra.mechanism import Leaf
+from precondattn.algebra import Leaf, ShapeError
 from precondattn.arrays import (
     Array,
     Arrays,

@@ -23,11 +23,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs, ShapeError
-from precondattn.algebra.flops import Flops, pair_flops
-from precondattn.algebra.mechanism import Leaf
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import counts, flag, one_of, positive_or_none
+from precondattn.algebra import Flops, Inputs, Leaf, Offers, ShapeError, options
+from precondattn.algebra.flops import pair_flops
 from precondattn.arrays import Array, Arrays, ByName, Namespace, Residuals, as_index, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -99,12 +96,12 @@ class Windowed(Leaf):
         "windowed[size=2/3,shift=1/2,grid=5,bias=true]",
     )
 
-    size: tuple[int, ...] = counts((4,))
-    shift: tuple[int, ...] = counts((0,), lowest=0)
-    grid: tuple[int, ...] | None = counts(None)
-    scale: float | None = positive_or_none()
-    bias: bool = flag(False)
-    read: Read = one_of(MEAN, LOG_MEAN_EXP)
+    size: tuple[int, ...] = options.counts((4,))
+    shift: tuple[int, ...] = options.counts((0,), lowest=0)
+    grid: tuple[int, ...] | None = options.counts(None)
+    scale: float | None = options.positive_or_none()
+    bias: bool = options.flag(False)
+    read: Read = options.one_of(MEAN, LOG_MEAN_EXP)
 
     def check_together(self) -> None:
         check_axes(self.name, self.grid, size=self.size, shift=self.shift)

@@ -4,14 +4,9 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn.algebra.call import Call
 from precondattn.arrays import running_maximum
-from precondattn.execution import containment
-from precondattn.execution.arguments import bind
 from precondattn.execution.containment import INF, NAN
-from precondattn.execution.input_names import MASKS
 from precondattn.execution.preparation import examined
-from precondattn.execution.signature import signature_of
 from precondattn.frameworks import of
 from precondattn_conformance import libraries
 from precondattn_conformance.inputs import CallLayout, make_inputs
@@ -240,31 +235,6 @@ def test_the_largest_numbers_of_a_dtype_are_not_taken_for_infinity():
         keys[0, 1, 0, 32], keys[1, 2, 0, 0] = NAN, -INF
         good = of(keys).good_along(keys, (3,), pattern.low)
         assert good.reshape(2, 3).tolist() == [[True, False, True], [True, True, False]], dtype
-
-
-@pytest.mark.parametrize(
-    "expression", ["lucid", "lucid_solve", "gated_delta", "gla", "path", "ccq(gated_delta)"]
-)
-def test_pytorchs_operators_find_the_same_rows(expression, monkeypatch):
-    """On accelerators. Each example has a bad entry of one input, of one key/value head."""
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(containment, "_are_finite", lambda *_: False)
-    m = pa.parse(expression)
-    for name in examined(m, is_packed=False):
-        for bad in (NAN, INF, -INF):
-            x = {n: torch.from_numpy(a) for n, a in inputs_of(m, **{name: bad}).items()}
-            call = Call("vjp", m, (), x, dict.fromkeys(MASKS), None)
-            bound = bind(call, signature_of(call))
-            few = containment._in_few_operators(m, bound)
-            with monkeypatch.context() as general:
-                general.setattr(containment, "_in_few_operators", lambda *_: None)
-                expected = containment._non_finite_rows(m, bound)
-            shape = few.outputs.shape
-            for found, mask in ((few.outputs, expected.outputs), (few.by_keys, expected.by_keys)):
-                assert torch.equal(found, mask.expand(shape)), (name, bad)
-            assert few.good.keys() == expected.good.keys()
-            for n, good in few.good.items():
-                assert torch.equal(good, expected.good[n]), (name, bad, n)
 
 
 def test_softmax_and_pieces_of_single_tokens_are_not_examined():

@@ -12,11 +12,7 @@ import numpy as np
 from jax import lax
 
 from precondattn.cache.kinds import holding
-from precondattn.frameworks.framework import (
-    TIME,
-    Framework,
-    good_entries,
-)
+from precondattn.frameworks.framework import TIME, Framework, good_entries
 from precondattn.frameworks.jax.solve import solve_triangular
 from precondattn.frameworks.types import Array, Device, Step, Token, Tree
 
