@@ -15,15 +15,6 @@ if TYPE_CHECKING:
     from precondattn.arrays import Arrays, Residuals
 
 
-def note_names(error: KeyError, past: Mapping[str, Array], inputs: Mapping[str, Array]) -> None:
-    """Add the existing names to the KeyError of a step that reads a name which does not exist."""
-    (name, *_) = error.args or ("",)
-    if name in past or name in inputs or hasattr(error, "__notes__"):
-        return
-    buffers, arrays = (", ".join(map(repr, names)) or "nothing" for names in (past, inputs))
-    error.add_note(f"no {name!r} in past, which has {buffers}, nor in the inputs: {arrays}")
-
-
 LeafMethods = Any
 """An object with the methods of a leaf."""
 

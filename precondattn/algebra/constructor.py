@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from inspect import Parameter, signature
 
-from precondattn.algebra.given_mechanism import around, is_around_another, name_given
 from precondattn.algebra.options import OptionValue, fields_of
 from precondattn.algebra.registry import MechanismClass
 from precondattn.algebra.text import hint_at_option, plain
@@ -25,13 +24,6 @@ def check_constructor(
                 f"{cls.name}: a mechanism is built from options, and then called on arrays, as in "
                 f"{cls.__name__}()(q, k, v); found an array of shape {tuple(value.shape)}"
             )
-    if cls.role == "base":
-        for value in values:
-            inner = name_given(value)
-            if inner is not None and is_around_another(inner):
-                raise TypeError(
-                    f"{cls.name}: takes no base; found {inner}; {around(inner, cls.name)}"
-                )
     if options.keys() <= getattr(cls, "__dataclass_fields__", {}).keys():
         return
     parameters = signature(cls.__init__).parameters
@@ -39,7 +31,7 @@ def check_constructor(
         return
     for name in options:
         if name not in parameters:
-            hint = hint_at_option(cls, name, plain(options[name]), in_python=True)
+            hint = hint_at_option(cls, name, plain(options[name]))
             options_of_class = ", ".join(fields_of(cls))
             raise TypeError(
                 f"{cls.name}: unknown option {name!r}{hint}; it has {options_of_class or 'none'}"

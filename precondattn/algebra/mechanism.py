@@ -18,7 +18,6 @@ from precondattn.algebra import registry
 from precondattn.algebra.constructor import check_constructor
 from precondattn.algebra.declaration import Inputs, Pattern
 from precondattn.algebra.flops import Flops
-from precondattn.algebra.given_mechanism import around, name_given
 from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 from precondattn.algebra.names import name_of
 from precondattn.algebra.offers import Offers
@@ -216,9 +215,7 @@ class Preconditioner(Mechanism):
 
     def _check_base(self) -> None:
         if not isinstance(self.base, Mechanism):
-            expression = name_given(self.base)
-            advice = "" if expression is None else f"; {around(self.name, expression)}"
-            raise TypeError(f"{self.name}: base must be a mechanism; found {self.base!r}{advice}")
+            raise TypeError(f"{self.name}: base must be a mechanism; found {self.base!r}")
         if self.base._depth >= NESTED:
             raise ValueError(
                 f"{self.name}: at most {NESTED} preconditioners can be nested; base has "

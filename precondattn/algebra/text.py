@@ -94,9 +94,7 @@ class _Reader:
         arguments = self.options(cls)
         if self.accept("("):
             if _default_base(cls) is None:
-                raise ValueError(
-                    f"{self.shown}: {name} is a {cls.role} and takes no base{self.exchanged(cls)}"
-                )
+                raise ValueError(f"{self.shown}: {name} is a {cls.role} and takes no base")
             arguments["base"] = self.mechanism(depth + 1)
             if not self.accept(")"):
                 self.fail("')'")
@@ -113,19 +111,6 @@ class _Reader:
         errors = "".join(f"\n  {entry} could not be imported: {e}" for entry, e in broken)
         hint = nearest(in_our_spelling(name), names)
         raise ValueError(f"{unknown}{hint}; known are {', '.join(names)}{errors}")
-
-    def exchanged(self, base: type[Registered]) -> str:
-        """The advice to put the preconditioner around the base, if they are in the wrong order."""
-        match = _MECHANISM.match(self.text, self.at)
-        inner = None if match is None else registry.find(match[1])
-        if base.role != "base" or inner is None or _default_base(inner) is None:
-            return ""
-        make: AnyMechanism = inner
-        try:
-            make(base=base())
-        except (TypeError, ValueError):  # The preconditioner refuses this base.
-            return ""
-        return f" (did you mean '{inner.name}({base.name})'?)"
 
     def options(self, cls: type[Registered]) -> dict[str, OptionValue]:
         fields, options = fields_of(cls), dict[str, OptionValue]()
@@ -157,17 +142,11 @@ def _quoted(text: str) -> str:
     return repr(text) if len(text) <= 2 * SHOWN else f"{text[: 2 * SHOWN]!r}..."
 
 
-def hint_at_option(cls: type[Registered], name: str, value: str, *, in_python: bool = False) -> str:
-    """The hint for an option that a mechanism does not have: another mechanism or name that has it.
-
-    `in_python` is True if the option was given to the class, not in an expression.
-    """
+def hint_at_option(cls: type[Registered], name: str, value: str) -> str:
+    """The hint for an option that a mechanism does not have: its base, or a name, that has it."""
     base = _default_base(cls)
     if base is not None and name in fields_of(base):
-        inside = f"{cls.name}({base.name}[{name}={value}])"
-        if in_python:
-            inside = f"pa.{cls.__name__}(pa.{type(base).__name__}({name}={value}))"
-        return f" (it belongs to the base: {inside})"
+        return f" (it belongs to the base: {cls.name}({base.name}[{name}={value}]))"
     return keyword_elsewhere(name) or nearest(name, fields_of(cls))
 
 

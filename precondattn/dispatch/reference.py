@@ -13,7 +13,7 @@ from precondattn.backend import Backend, Request, Runner
 from precondattn.cache import Updates
 from precondattn.cache.held import held_part
 from precondattn.frame import Frame
-from precondattn.runner import LeafRunner, note_names
+from precondattn.runner import LeafRunner
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
@@ -44,11 +44,7 @@ class _Definition(LeafRunner):
     ) -> tuple[Array, Updates]:
         buffers = {slot: past[key] for slot, key in self.keys.items()}
         buffers, frame = held_part(self.methods, buffers, frame)
-        try:
-            out, updates = self.methods.step(upcast_all(buffers), upcast_all(inputs), frame)
-        except KeyError as error:
-            note_names(error, buffers, inputs)
-            raise
+        out, updates = self.methods.step(upcast_all(buffers), upcast_all(inputs), frame)
         return out, {self.keys[slot]: update for slot, update in updates.items()}
 
     def by_slot(self, buffers: Mapping[str, Array]) -> Arrays:

@@ -38,7 +38,7 @@ from precondattn.execution.masks import nan_where_invalid
 from precondattn.execution.parts import Parts
 from precondattn.frame import Frame
 from precondattn.reversed_order import reversed_keys
-from precondattn.runner import LeafRunner, note_names
+from precondattn.runner import LeafRunner
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -152,8 +152,7 @@ def _steps(
         inputs = call.inputs if planned.is_whole else _inputs(planned, values, call)
         past = {name: cache.store[key] for name, key in planned.buffers}
         if parts is not None and _has_states(planned):
-            out, step_updates = _stepped_between(parts, planned, past, inputs, call)
-            values[planned.out] = out
+            values[planned.out], step_updates = _stepped_between(parts, planned, past, inputs, call)
             for name, key in planned.owned:
                 updates[key] = step_updates[name]
             continue
@@ -161,15 +160,10 @@ def _steps(
         if not call.prepared.is_direct:
             bridge = bridge_of(planned, *past.values(), *inputs.values())
         step = planned.runner.step if bridge is None else partial(bridge, planned)
-        try:
-            out, step_updates = step(past, inputs, frame)
-        except KeyError as error:
-            note_names(error, past, inputs)
-            raise
-        values[planned.out] = out
+        values[planned.out], step_updates = step(past, inputs, frame)
         for name, key in planned.owned:
             updates[key] = step_updates[name]
-        trace.append((planned, past, inputs, out))
+        trace.append((planned, past, inputs, values[planned.out]))
     return values[plan.out], updates, trace
 
 

@@ -20,7 +20,6 @@ from precondattn.algebra.declaration import ShapeError, Sizes
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
     Array,
-    Shape,
     arange_like,
     as_index,
     cast,
@@ -80,7 +79,7 @@ def check_attn_mask(
             s = f"{columns.start} to {columns.stop - 1}"
         raise ShapeError(
             f"{owner}: attn_mask is declared (b or 1, h or 1, t, s), that is ({b} or 1, {h} or 1, "
-            f"{t}, {s}); found {found}{_with_axes(found, (b, h, t, columns[-1]))}"
+            f"{t}, {s}); found {found}"
         )
     if dtype_name(mask) not in ("bool", *INTEGERS):  # A mask that is added to scores.
         raise TypeError(
@@ -88,13 +87,6 @@ def check_attn_mask(
             f"scores is bias, as in pa.softmax(q, k, v, bias=attn_mask)"
         )
     return check_mask(owner, ATTN_MASK, mask, like, found, ("bool",), "(b or 1, h or 1, t, s)")
-
-
-def _with_axes(found: Shape, shape: Shape) -> str:
-    """Code that gives a mask (t, s) or (b, t, s) the missing axes."""
-    if found == shape[2:]:
-        return "; write attn_mask[None, None]"
-    return "; write attn_mask[:, None]" if found == (shape[0], *shape[2:]) else ""
 
 
 def of_slots_and_new(mask: Array, length: Array, t: int, slots: int) -> Array:
