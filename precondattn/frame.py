@@ -160,10 +160,7 @@ class Frame:
 
     @cached_property
     def q_position(self) -> Array:
-        """The positions of the queries (b or 1, t), integers.
-
-        In `extend` they begin at the number of cached tokens, and in a full call at s − t.
-        """
+        """The positions of the queries (b or 1, t), integers."""
         (t, s), like = self._sizes, self._like
         if self.layout.kind == EXTENSION:
             return arange_like(t, like)[None, :] + like[:, None]
@@ -171,10 +168,7 @@ class Frame:
 
     @cached_property
     def k_position(self) -> Array:
-        """The positions of the keys (b or 1, s), integers from 0.
-
-        In `extend` the keys are the slots of the cache, filled or not, and the new tokens.
-        """
+        """The positions of the keys (b or 1, s), integers from 0."""
         position = arange_like(self._sizes[1], self._like)[None, :]
         if self.layout.kind == FULL:
             return position
@@ -191,10 +185,7 @@ class Frame:
 
     @cached_property
     def k_valid(self) -> Array | None:
-        """Which keys may be read (b, s), boolean; None if all may be.
-
-        False for padding, for keys that `key_mask` masks, and in `extend` for empty slots.
-        """
+        """Which keys may be read (b, s), boolean; None if all may be."""
         t, s = self._sizes
         if self.layout.kind == EXTENSION:
             return self._valid_after(s)
@@ -278,10 +269,7 @@ class Frame:
         return self._with(layout, **changes)
 
     def of_held(self) -> Frame:
-        """The frame of a full call on the cached and the new tokens of an extension.
-
-        `held` must not be None, so that all caches have `held` tokens.
-        """
+        """The frame of a full call on the cached and the new tokens of an extension."""
         assert self.held is not None
         t = self._sizes[0]
         return Frame.of(Layout(FULL, t, self.held + t), self._like)
@@ -335,10 +323,7 @@ class Frame:
         return mask if self.pairs is None else mask & self.pairs
 
     def among_keys(self, count: int) -> Frame:
-        """The frame of a call whose queries are the last `count` keys.
-
-        Preconditioners that relate keys to keys use it.
-        """
+        """The frame of a call whose queries are the last `count` keys."""
         layout = self.layout
         # A key that `key_mask` masks is still a query.
         is_same = layout.kind == FULL and "key_mask" not in layout.masks

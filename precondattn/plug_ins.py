@@ -57,26 +57,17 @@ class PlugIns:
                     continue  # This call comes from inside its import; a later call adds it.
                 error = raised
             with self._lock:
-                self._add(key, prepared, error, add)
+                if key in self._known:
+                    continue
+                try:
+                    if error is None:
+                        add(prepared)
+                except ValueError as refused:
+                    error = refused
+                if error is not None:
+                    self.broken[key[0]] = f"{type(error).__name__}: {error}"
+                self._known.add(key)
         self.complete = found.keys() <= self._known
-
-    def _add(
-        self,
-        key: tuple[str, str],
-        prepared: PlugIn,
-        error: BaseException | None,
-        add: Callable[[PlugIn], None],
-    ) -> None:
-        if key in self._known:
-            return
-        if error is None:
-            try:
-                add(prepared)
-            except ValueError as refused:
-                error = refused
-        if error is not None:
-            self.broken[key[0]] = f"{type(error).__name__}: {error}"
-        self._known.add(key)
 
 
 def _is_being_imported(module: str) -> bool:

@@ -69,11 +69,7 @@ class LeafRunner(Runner):
         frame: Frame,
         columns: Sequence[int],
     ) -> tuple[Array, Arrays] | None:
-        """The output of `step`, and the states after some numbers of new tokens and after all.
-
-        The states are (b, n + 1, …) for n `columns`. None if `methods` can not return them in one
-        call.
-        """
+        """The output, and the states (b, n + 1, …) after n `columns` and all tokens, or None."""
         if not hasattr(self.methods, "states_between"):
             return None
         arguments = self.by_slot(past), upcast_all(inputs), frame, columns

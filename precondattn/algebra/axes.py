@@ -71,16 +71,7 @@ class _Families:
 
 
 def letters_of(calls: Sequence[LeafCall]) -> tuple[dict[str, Pattern], Axes]:
-    """The pattern of every value, and the axes of every call, in the letters of the program.
-
-    The range of a value, and whether its rows have length 1, are taken from its last reader. If a
-    reader makes any length harmless, rows need not have length 1.
-
-    Raises
-    ------
-    TypeError
-        if two calls contradict each other about the shape of a value.
-    """
+    """The pattern of every value, and the axes of every call, in the letters of the program."""
     declarations = _declarations(calls)
     last = {value: declared[0] for value, declared in declarations.items()}
     if len(calls) > 1 or max(map(len, declarations.values())) > 1:

@@ -80,13 +80,7 @@ class Pattern(NamedTuple):
     @classmethod
     @lru_cache(maxsize=KEPT_TEXTS)
     def read(cls, text: str) -> Pattern:
-        """The pattern from its text, such as `"b s n in [0, 2]"`.
-
-        Raises
-        ------
-        ValueError
-            for a word that is not an axis.
-        """
+        """The pattern from its text, such as `"b s n in [0, 2]"`."""
         parts = re.fullmatch(r"(.*?)(?:\bin ([\[(])(.+), (.+)([\])]))?", text)
         assert parts is not None  # The pattern matches every text.
         axes = []
@@ -201,14 +195,7 @@ class Inputs(dict[str, Pattern]):
         return Inputs(**renamed)
 
     def sizes(self, owner: str, shapes: Mapping[str, Shape], known: Sizes | None = None) -> Sizes:
-        """The size of every letter, from the shapes of all or some inputs.
-
-        Raises
-        ------
-        ShapeError
-            if shapes do not fit; the message names the input, its pattern, the shape found and the
-            axis in conflict.
-        """
+        """The size of every letter, from the shapes of all or some inputs."""
         sizes: Sizes = dict(known or {})
         source: dict[str, str] = dict.fromkeys(sizes, "the cache")
         for name, shape in shapes.items():

@@ -105,10 +105,7 @@ class LeafProtocol(Described):
         return False
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
-        """The FLOPs for one sequence, from the size of every dimension letter; None if unknown.
-
-        Benchmarks use it to compute FLOP/s. For a leaf without it they report seconds only.
-        """
+        """The FLOPs for one sequence, from the size of every dimension letter; None if unknown."""
         return None
 
     def meaning(self, name: str) -> object:

@@ -19,7 +19,7 @@ from precondattn.arrays import (
     writes_in_place,
     zero_where_not,
 )
-from precondattn.cache.conversion import ordinary, with_writable_buffers
+from precondattn.cache.conversion import with_writable_buffers
 from precondattn.cache.integers import Integers, entries, integers
 from precondattn.cache.kept import FROM, checkpoints, is_kept, states_at, without_kept
 from precondattn.cache.kinds import (
@@ -36,6 +36,7 @@ from precondattn.cache.kinds import (
     refuse_distributed,
 )
 from precondattn.cache.windows import FIRST, reach_of
+from precondattn.frameworks import of
 from precondattn.given import Given, whole_number
 
 
@@ -54,25 +55,19 @@ def crop(cache: C, lengths: Given, *, donate: bool) -> C:
         )
     b = cache.length.shape[0]
     if not isinstance(lengths, (list, tuple)) and not getattr(lengths, "shape", ()):
-        lengths = [_length(lengths)] * b
+        number = whole_number(lengths)
+        if number is None:
+            raise TypeError(
+                f"crop: lengths must be a whole number, or one for each sequence; found {lengths!r}"
+            )
+        lengths = [number] * b
     return cropped(cache, integers("crop: lengths", lengths, cache.length, b), "crop", donate)
 
 
-def _length(value: Given) -> int:
-    number = whole_number(value)
-    if number is None:
-        raise TypeError(
-            f"crop: lengths must be a whole number, or one for each sequence; found {value!r}"
-        )
-    return number
-
-
 def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
-    """The cache cropped to lengths (b,): histories are cropped, and other buffers unchanged.
-
-    Traced lengths can not be checked; a length out of range makes its sequence invalid.
-    """
-    xp, given, cache = namespace(cache.length), cache, ordinary(cache)
+    """The cache cropped to lengths (b,): histories are cropped, and other buffers unchanged."""
+    xp, given = namespace(cache.length), cache
+    cache = of(cache.length).recordable_cache(cache)
     kinds = kinds_of(cache)
     refuse_distributed(cache, verb)
     if donate and wants_gradient(*cache.store.values()) and writes_in_place(cache.length):
@@ -100,8 +95,14 @@ def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
         held = entries(cache.length)
         starts = [0] * len(held) if first is None else entries(first)
         _check_known(verb, new.known, held, [n and n + reach for n in starts], invalid)
-        if has_kept:
-            _check_kept(verb, new.known, held, checkpoints(cache))
+        kept = checkpoints(cache) if has_kept else [[]] * len(held)
+        for i, (after, before, at) in enumerate(zip(new.known, held, kept, strict=True)):
+            if has_kept and after != before and after not in at:
+                shown = [*at[:2], "...", *at[-2:]] if len(at) > 4 else at
+                raise ValueError(
+                    f"{verb}: the cache holds the states of {', '.join(map(str, [*shown, before]))}"
+                    f" tokens; found {after} (sequence {i} of the batch)"
+                )
         removed = [
             (after - start, before - start)
             for after, before, start in zip(new.known, held, starts, strict=True)
@@ -118,16 +119,6 @@ def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
         elif kinds[name].rows == WINDOW and not donate:
             store[name] = fresh(buffer)
     return without_kept(holding(cache, length, store))
-
-
-def _check_kept(verb: str, new: list[int], held: list[int], kept: list[list[int]]) -> None:
-    for i, (after, before, lengths) in enumerate(zip(new, held, kept, strict=True)):
-        if after != before and after not in lengths:
-            some = [*lengths[:2], "...", *lengths[-2:]] if len(lengths) > 4 else lengths
-            raise ValueError(
-                f"{verb}: the cache holds the states of {', '.join(map(str, [*some, before]))} "
-                f"tokens; found {after} (sequence {i} of the batch)"
-            )
 
 
 def _check_known(

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 def held_part(
     leaf: LeafProtocol, past: Mapping[str, Array], frame: Frame, *, room: int = 0
 ) -> tuple[Arrays, Frame]:
-    """Views of a leaf's buffers up to the longest sequence's length plus `room`, and their frame.
-
-    The frame is for these slots and the new tokens. A traced call keeps all slots.
-    """
+    """A leaf's buffers up to the longest sequence's length plus `room`, and their frame."""
     names = _of_tokens(leaf)
     if frame.is_traced or not names:
         return dict(past), frame

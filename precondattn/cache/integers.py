@@ -29,13 +29,7 @@ class Integers(NamedTuple):
 
 
 def integers(name: str, given: Given, like: Array, count: int | None = None) -> Integers:
-    """The integers of a list, or of an array of the library of `like`; `count` of them if given.
-
-    Raises
-    ------
-    TypeError, ValueError
-        for anything else; the message names the argument `name`.
-    """
+    """The integers of a list, or of an array of the library of `like`; `count` of them if given."""
     xp = namespace(like)
     known: list[int] | None
     if isinstance(given, (list, tuple, range)):

@@ -114,13 +114,7 @@ def _moved(array: Array, axis: int, place: int) -> Array:
 
 
 def kinds_of(cache: CacheLike) -> dict[str, Kind]:
-    """The kind of every buffer.
-
-    Raises
-    ------
-    ValueError
-        if the cache was donated, or was made without kinds.
-    """
+    """The kind of every buffer."""
     if cache.kinds and not cache.store:
         raise ValueError("this cache was donated and can not be used again")
     if set(cache.kinds) != set(cache.store):

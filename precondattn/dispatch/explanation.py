@@ -33,11 +33,7 @@ class Explanation:
         return self.text()
 
     def text(self, *, others: bool = False) -> str:
-        """The plan as text; with `others`, also why backends of other array libraries do not fit.
-
-        If a backend runs a piece but has no kernel for a group of pieces, the reason is shown with
-        the pieces, not in the list of what was not chosen.
-        """
+        """The plan as text; with `others`, why backends of other array libraries do not fit."""
         r = self.request
         masks = f", with {', '.join(sorted(r.masks))}" if r.masks else ""
         lines = [f"{self.mechanism}: {r.verb} of {r.library} {r.dtype} on {r.device}{masks}"]

@@ -93,13 +93,7 @@ def make_plan(
     capacity: int | None = None,
     allowed: tuple[str, ...] | None = None,
 ) -> CallPlan:
-    """The plan for a request, which has the shapes of the mechanism's inputs.
-
-    Raises
-    ------
-    UnsupportedError
-        if `allowed` names backends, and a leaf call is supported by none of them.
-    """
+    """The plan for a request, which has the shapes of the mechanism's inputs."""
     make = _plan.__wrapped__ if request.is_symbolic else _plan  # Symbolic sizes have no hash.
     plan, warning = make(mechanism, request, capacity, allowed, discover())
     if warning is not None:
@@ -113,10 +107,7 @@ def uncached_plan(
     capacity: int | None,
     allowed: tuple[str, ...] | None = None,
 ) -> CallPlan:
-    """The plan for a request, without warnings, and not kept for later calls.
-
-    It is not run, so a backend whose code can not be imported is listed as not chosen.
-    """
+    """The plan for a request, without warnings, and not kept for later calls."""
     return _plan.__wrapped__(mechanism, request, capacity, allowed, discover(), True)[0]
 
 
@@ -126,10 +117,7 @@ def _warn_once(message: str) -> None:
 
 
 def _frames_of_this_package() -> int:
-    """The number of innermost stack frames in this package, this function included.
-
-    A warning with this `stacklevel` points to the user's code.
-    """
+    """The number of innermost stack frames in this package, this function included."""
     depth, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").startswith("precondattn."):
         depth, frame = depth + 1, frame.f_back
@@ -161,10 +149,12 @@ def _plan(
     claimed: dict[frozenset[int], tuple[Piece, Names, Names, Backend, Runner, bool]] = {}
     taken: frozenset[int] = frozenset()
     for calls in _groups(program):
-        if calls & taken or not _is_acyclic(program, [*claimed, calls]):
+        is_searched = len(program.calls) <= LARGEST_SEARCH  # Consecutive calls have an order.
+        if calls & taken or (is_searched and _in_order(program, [*claimed, calls]) is None):
             continue
         piece, arguments, names = _piece(program, calls)
-        piece_request = _request_for(arguments, request, shapes)
+        of_piece = tuple([(name, shapes[value]) for name, value in arguments.items()])
+        piece_request = dataclasses.replace(request, shapes=of_piece)
         for backend in backends:
             answer = query(backend, piece, piece_request, is_described)
             if isinstance(answer, str):
@@ -173,7 +163,8 @@ def _plan(
                 support = Support(False, reason, by_name=True)
             else:
                 support = Support.yes(differentiable=answer.differentiable)
-                has_gradient = _has_gradient_of_jax(backend, piece, piece_request)
+                is_step_of_jax = request.verb == "extend" and request.library == "jax"
+                has_gradient = is_step_of_jax and _has_step_backward(backend, piece, piece_request)
                 claimed[calls] = piece, arguments, names, backend, answer, has_gradient
                 taken |= calls
             considered.append(Considered(calls, backend.name, support))
@@ -206,10 +197,7 @@ def _plan(
 def query(
     backend: Backend, piece: Piece, request: Request, is_described: bool = False
 ) -> Runner | str:
-    """A backend's answer, without asking it about requests that it can not support in general.
-
-    If `is_described`, a backend whose code can not be imported declines.
-    """
+    """A backend's answer, without asking it about requests that it can not support in general."""
     if backend.libraries and request.library not in backend.libraries:
         supported = " and ".join(sorted(backend.libraries))
         return f"supports arrays of {supported}, not of {request.library}"
@@ -237,12 +225,6 @@ def query(
     return answer
 
 
-def _has_gradient_of_jax(backend: Backend, piece: Piece, request: Request) -> bool:
-    """Whether the backend has the gradient of a step on JAX arrays."""
-    is_step = request.verb == "extend" and request.library == "jax"
-    return is_step and _has_step_backward(backend, piece, request)
-
-
 def _has_step_backward(backend: Backend, piece: Piece, request: Request) -> bool:
     """Whether the piece's cache is a state, and the backend has the gradient of its step."""
     slots = piece.program.slots.values()
@@ -250,12 +232,6 @@ def _has_step_backward(backend: Backend, piece: Piece, request: Request) -> bool
         return False
     asked = dataclasses.replace(request, verb="extend_vjp")
     return not isinstance(backend.prepare(piece, asked), str)
-
-
-def _request_for(arguments: Names, request: Request, shapes: Mapping[str, Shape]) -> Request:
-    """The request for a piece, with the shapes of its inputs by the piece's names."""
-    piece_shapes = tuple([(name, shapes[value]) for name, value in arguments.items()])
-    return dataclasses.replace(request, shapes=piece_shapes)
 
 
 def _groups(program: Program) -> Iterable[frozenset[int]]:
@@ -281,17 +257,8 @@ def _results(program: Program, calls: frozenset[int]) -> set[str]:
     }
 
 
-def _is_acyclic(program: Program, groups: list[frozenset[int]]) -> bool:
-    if len(program.calls) > LARGEST_SEARCH:
-        return True  # Groups of consecutive calls.
-    return _in_order(program, groups) is not None
-
-
 def _in_order(program: Program, groups: list[frozenset[int]]) -> list[frozenset[int]] | None:
-    """The groups and all other leaf calls, in an order that computes each value before it is read.
-
-    None if there is no such order, because two groups depend on each other.
-    """
+    """The groups and all other leaf calls, each value computed before it is read; or None."""
     if len(program.calls) == 1:
         return groups
     ungrouped = set(range(len(program.calls))).difference(*groups)
@@ -333,6 +300,8 @@ def _planned(
     has_gradient_of_step: bool = False,
 ) -> PlannedCall:
     (out,) = _results(program, calls)
+    outs = {call.out for call in program.calls}
+    computed = tuple(name for name, value in arguments.items() if value in outs)
     piece_calls = {call.out: call for call in piece.program.calls}
     buffers = {}
     for call in (program.calls[i] for i in sorted(calls)):
@@ -348,14 +317,8 @@ def _planned(
         runner,
         has_gradient_of_step=has_gradient_of_step,
         is_reversed=not program.reversed_values.isdisjoint(arguments.values()),
-        narrowed=() if backend.wide_values else _computed(program, arguments),
+        narrowed=() if backend.wide_values else computed,
     )
-
-
-def _computed(program: Program, arguments: Names) -> tuple[str, ...]:
-    """The piece's names of the inputs that other leaf calls compute."""
-    outs = {call.out for call in program.calls}
-    return tuple(name for name, value in arguments.items() if value in outs)
 
 
 def _value_shapes(program: Program, request: Request, capacity: int | None) -> dict[str, Shape]:

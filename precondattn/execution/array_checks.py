@@ -64,10 +64,7 @@ def check_arrays(owner: str, declared: Inputs, inputs: ByName) -> str:
 
 
 def check_stored(what: str, array: Array, *, of_nested: str = "give a dense tensor") -> None:
-    """Raise a TypeError for what has no entry for every index, such as a list or a sparse tensor.
-
-    Masked arrays are such too. `what` names it, and `of_nested` says what to do with a nested one.
-    """
+    """Raise a TypeError for what lacks an entry for some index, such as a sparse tensor."""
     if library_of(array) is None:
         raise TypeError(
             f"{what} must be an array of NumPy, PyTorch, JAX, CuPy or another array-API library; "
@@ -101,10 +98,7 @@ def call_dtype(inputs: ByName) -> str:
 
 
 def check_cotangent(owner: str, what: str, cotangent: Array, whose: str, array: Array) -> None:
-    """Raise an error unless a cotangent has the library, shape and dtype of its array.
-
-    `what` and `whose` name the cotangent and the array in the message.
-    """
+    """Raise an error unless a cotangent has the library, shape and dtype of its array."""
     library = library_of(array)
     if library_of(cotangent) != library:
         raise TypeError(

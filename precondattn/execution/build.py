@@ -75,10 +75,7 @@ def declared_by_options(cls: MechanismClass) -> Iterator[tuple[str, OptionValue,
 
 
 def build(cls: MechanismClass, named: Mapping[str, Given]) -> tuple[AnyMechanism, dict[str, Array]]:
-    """The mechanism of a shorthand's keywords, and the keywords that are left for its call.
-
-    An array for an optional input switches on the option that declares it.
-    """
+    """The mechanism of a shorthand's keywords, and the keywords that are left for its call."""
     of_class, of_base = options_of(cls)
     switches = switches_of(cls)
     options: dict[str, OptionValue] = {}

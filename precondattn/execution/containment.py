@@ -9,19 +9,8 @@ NaN:
 
 for each head that reads the row. These outputs are constants: their cotangents are not used.
 
-The inputs that are examined depend on the leaves of the call:
-
-=====================  ========================  =====================================
-the call               leaves                    inputs examined
-=====================  ========================  =====================================
-with `segment_ids`     any that relates tokens   all with a token axis
-causal                 any with a state or a     all with a key axis, except values:
-                       triangular system         keys, directions, gates, β
-causal                 softmax alone             none: masked scores are −∞, not 0 · s
-=====================  ========================  =====================================
-
-Entries on the CPU are read; if all are finite, nothing else is done. Entries that are traced or on
-an accelerator are not read: there, the call always includes the selection of zeros and NaN.
+`preparation.examined` has the inputs. Entries on the CPU are read; if all are finite, nothing else
+is done. Other entries are not read: there, the call always includes the selection.
 """
 
 from __future__ import annotations
@@ -81,10 +70,7 @@ class NonFiniteRows(NamedTuple):
         return _replaced(out, self.outputs, self.output, value)
 
     def marked_update(self, key: str, update: Update) -> Update:
-        """The update of a buffer with NaN from the first bad token on.
-
-        States and rewritten rows depend on all tokens, and are NaN in every head with a bad token.
-        """
+        """The update of a buffer with NaN from the first bad token on."""
         if self.by_keys is None:
             return update
         pattern = self.buffers[key]
@@ -108,10 +94,7 @@ class NonFiniteRows(NamedTuple):
         return _replaced(state, heads, self.buffers[key], NAN)
 
     def without_states(self, d_states: ByName) -> Arrays:
-        """The cotangents of new states, with 0 in the heads whose state is NaN.
-
-        These are the heads in which the last token depends on a bad one of its segment.
-        """
+        """The cotangents of new states, with 0 in the heads whose state is NaN."""
         if self.by_keys is None:
             return dict(d_states)
         heads = self.by_keys[:, -1:, :]

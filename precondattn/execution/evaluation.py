@@ -126,10 +126,7 @@ def _pulled_back(call: BoundCall, trace: list[Traced], cotangent: Array) -> Arra
 
 
 def gradients_from_lse(call: BoundCall, out: Array, lse: Array, cotangent: Array) -> Arrays | None:
-    """The gradients of softmax attention, given its output and log-sum-exp.
-
-    None if the backend needs its own forward pass.
-    """
+    """The gradients of softmax attention, given its output and log-sum-exp."""
     (planned,) = call.prepared.plan.calls
     residuals = planned.runner.residuals_from_lse(lse)
     if residuals is None:

@@ -80,10 +80,7 @@ def examine_inputs(
 def examine_whole(
     mechanism: Piece, inputs: ByName, is_token: np.ndarray | None, key_mask: Array | None
 ) -> None:
-    """Check an extension before it is divided, so that errors give indices of the given tokens.
-
-    `is_token` (b, t) is False for padding.
-    """
+    """Check an extension before it is divided, so that errors give indices of the given tokens."""
     keys = is_token if key_mask is None else host_array(key_mask)
     if keys is None and key_mask is not None:
         keys = key_mask  # It is traced, and nothing can be examined.

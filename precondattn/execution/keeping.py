@@ -1,6 +1,6 @@
 """The states between new tokens that `extend(..., keep=n)` or `states_every=m` keeps.
 
-Histories of tokens can always be cropped. A state is kept (`cache/kept.py`) before each of the last
+A state is kept (`cache/kept.py`) before each of the last
 n new tokens, or after each m tokens of a sequence. Leaves that compute states run from one of these
 places to the next, and all other leaves run once for all new tokens.
 

@@ -4,12 +4,8 @@ Some errors depend on the entries of arrays: a length out of range, or segments 
 contiguous. If the arrays are traced, no error can be raised. Then these sequences are marked
 invalid, and their output is NaN.
 
-`cu_seqlens` is another way to write `segment_ids`, for calls with b = 1, as in flash-attention:
-
-    cu_seqlens = (0, n_1, n_1 + n_2, …):    sequence i has the tokens c_i … c_{i+1} − 1.
-
-Tokens after the last sequence are padding, like those after `lengths`. If `cu_seqlens` is a list of
-integers, a NumPy array or a tensor on the CPU, it is read without waiting for a device.
+`cu_seqlens` is another way to write `segment_ids`, for calls with b = 1: sequence i has the tokens
+from cu_seqlens[i] to cu_seqlens[i + 1] − 1. Tokens after the last sequence are padding.
 """
 
 from __future__ import annotations
@@ -124,10 +120,7 @@ def is_contiguous(segment_ids: Array) -> Array:
 def zero_padding(
     inputs: ByName, declared: Inputs, q_valid: Array | None, k_valid: Array | None
 ) -> dict[str, Array]:
-    """The inputs (or their gradients) with padding set to 0, so that NaN in it does not spread.
-
-    `q_valid` (b, t) applies to the time axis of queries, `k_valid` (b, s) to that of keys.
-    """
+    """The inputs (or their gradients) with padding set to 0, so that NaN in it does not spread."""
     zeroed = {}
     for name, array in inputs.items():
         pattern = declared[name]

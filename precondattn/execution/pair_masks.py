@@ -4,10 +4,8 @@ Query i may attend to key j if
 
     (j ≤ i and i − j < window, or j is in the prefix of its sequence) and attn_mask[…, i, j].
 
-Padding and other segments stay masked. A prefix consists of the first tokens of a sequence, or of
-each segment in a packed call. Prefix language models have one, and vision-language models, whose
-prefix is the image. It is stored as a position for each query, before which the query sees all keys
-of its segment.
+Padding and other segments stay masked. A prefix consists of the first tokens of a sequence or a
+segment. It is stored as a position for each query, before which the query sees all keys.
 """
 
 from __future__ import annotations
@@ -147,10 +145,7 @@ def prefix_of_packed(prefix: Array, segment_ids: Array) -> Array:
 
 
 def check_extends_prefix(prefix: Array, length: Array, count: Given, checks: ValueChecks) -> None:
-    """Raise an error unless a prefix is all new, or all in the cache.
-
-    Otherwise its first tokens were computed without its last ones.
-    """
+    """Raise an error unless a prefix is all new, or all in the cache."""
     # All three are read only if that does not wait for a device.
     on_host = [host_array(a) if not isinstance(a, int) else a for a in (prefix, length, count)]
     if all(a is not None for a in on_host):

@@ -92,10 +92,7 @@ prepared_calls: dict[Hashable | None, PreparedCall] = {}
 
 
 def prepared(call: Call, signature: Hashable | None) -> PreparedCall:
-    """The preparation of a call whose signature is new or None.
-
-    Invalid arguments raise an error here, except for invalid entries of arrays.
-    """
+    """The preparation of a call whose signature is new or None."""
     ready = _planned(call, has_signature=signature is not None)
     if signature is not None:
         if len(prepared_calls) >= KEPT_SIGNATURES:
@@ -172,7 +169,11 @@ def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
 
 @lru_cache(maxsize=KEPT)
 def examined(mechanism: Piece, *, is_packed: bool) -> dict[str, Pattern]:
-    """The inputs whose NaN or infinity could reach an output that does not depend on them."""
+    """The inputs whose NaN or infinity could reach an output that does not depend on them.
+
+    With segments these are all that have tokens. In a causal call with a state or a triangular
+    system they are keys, directions, gates and β; softmax alone masks scores by −∞, not by 0 · s.
+    """
     leaves = relating_leaves(mechanism)
     patterns = {
         name: pattern

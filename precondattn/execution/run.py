@@ -86,10 +86,7 @@ def _of_valid(gradients: Arrays, mechanism: Piece, bound: BoundCall, k_valid: Ar
 
 
 def gradients_from_lse(call: Call, out: Array, lse: Array, cotangent: Array) -> Arrays | None:
-    """The gradients of softmax attention from its output and log-sum-exp, without a forward pass.
-
-    None if the backend needs a forward pass.
-    """
+    """The gradients of softmax attention from its output and log-sum-exp; None if impossible."""
     mechanism = call.mechanism
     bound = contained(mechanism, bind(call, signature_of(call)))
     if packed.divided(mechanism, bound) is not None:

@@ -1,13 +1,8 @@
 """The signature of a call: everything that its checks and its plan depend on.
 
-It consists of the mechanism and the verb, the names of the arguments, the properties of each array
-(library, dtype, shape, device, whether it requires a gradient), the allowed backends, and PyTorch's
-grad mode and autocast. It never depends on the entries of arrays. Calls of one signature share
-their checks and their plan (`preparation.py`).
-
-A call has no signature if more than this matters: if arrays are traced, transformed by torch.func,
-distributed or of a subclass, or in a mode of PyTorch (for example one that counts FLOPs). Such a
-call is checked and planned every time.
+It never depends on the entries of arrays. Calls of one signature share their checks and their plan
+(`preparation.py`). A call has no signature, and is checked and planned every time, if its arrays
+are traced, transformed, distributed or of a subclass, or in a mode of PyTorch.
 """
 
 from __future__ import annotations

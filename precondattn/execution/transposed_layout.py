@@ -9,10 +9,7 @@ from precondattn.arrays import Shape
 
 
 def advice(declared: Inputs, shapes: Mapping[str, Shape], known: Sizes, *, causal: bool) -> str:
-    """A hint for a ShapeError; empty unless the shapes fit with the token and head axes swapped.
-
-    Gates and other inputs (b, t, h) may be in either layout. There must be more tokens than heads.
-    """
+    """A hint for a ShapeError; empty unless the shapes fit with the token and head axes swapped."""
     rows = {name for name, shape in shapes.items() if len(shape) > 3}
     for exchanged in (shapes.keys(), rows):
         others = {

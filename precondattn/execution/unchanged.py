@@ -1,9 +1,8 @@
 """Checks that the arguments which a pullback reads have not been overwritten.
 
-A pullback refers to the arguments of its call without a copy. PyTorch counts the writes to every
-tensor for its autograd, so a write between the call and its pullback raises an error. Writes to
-tensors of inference mode are not counted, so these tensors are copied. Other libraries count no
-writes: the caller must not change the arguments.
+PyTorch counts the writes to every tensor, so a write between a call and its pullback raises an
+error. Writes to tensors of inference mode are not counted, so these tensors are copied. Other
+libraries count no writes: the caller must not change the arguments.
 """
 
 from __future__ import annotations

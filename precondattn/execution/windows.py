@@ -1,9 +1,6 @@
 """Extending the cache of a window, as an ordinary cache with room for the new tokens.
 
-    ordinary = (length − first tokens, buffers);  extend it;  drop the rows that no longer fit
-
-Backends get an ordinary cache. If the lengths can be read and the tokens fit, it has the same
-buffers; otherwise it has copies with more rows.
+ordinary = (length − first tokens, buffers);  extend it;  drop the rows that no longer fit
 """
 
 from __future__ import annotations

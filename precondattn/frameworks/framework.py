@@ -141,10 +141,7 @@ class Framework:
         return type(array), array.dtype, tuple(array.shape), str(self.exact_device(array))
 
     def wants_gradient(self, *arrays: Array) -> bool:
-        """Whether a derivative of a function of these arrays may be needed later.
-
-        PyTorch tensors record this. JAX arrays do not: any traced array may be differentiated.
-        """
+        """Whether a derivative of a function of these arrays may be needed later."""
         return False
 
     def transforms_of(self, *arrays: Array) -> frozenset[str]:
@@ -316,13 +313,7 @@ class Framework:
         arrays: Sequence[Array],
         cotangents: Sequence[Array],
     ) -> tuple[Array, ...]:
-        """The gradients of the arrays, from the cotangents of all results of `function(*arrays)`.
-
-        Raises
-        ------
-        RuntimeError
-            if, according to PyTorch's autograd, none of the results depends on the arrays.
-        """
+        """The gradients of the arrays, from the cotangents of all results of the function."""
         raise TypeError(f"{self.name} has no automatic differentiation")
 
     # -------------------------------------------------------------- rows with NaN and infinity
@@ -368,10 +359,7 @@ class Framework:
         return None
 
     def recordable_cache(self, cache: FromAbove) -> FromAbove:
-        """The cache, copied if it was made in PyTorch's inference mode.
-
-        Outside this mode PyTorch neither writes to such tensors nor records them.
-        """
+        """The cache, copied if it was made in PyTorch's inference mode."""
         return cache
 
     def adopted_cache(self, cache: FromAbove, like: Array) -> FromAbove:

@@ -37,10 +37,7 @@ DECAYS = {"head": "head", "channel": "channel", "fixed": "retention"}
 
 
 def queries_of_states(q: Array, heads: int) -> Array:
-    """Queries (b, t, h, d) as (b, heads, t, r, d), where r query heads read one state.
-
-    With more states than query heads, each query head is repeated.
-    """
+    """Queries (b, t, h, d) as (b, heads, t, r, d), where r query heads read one state."""
     xp = namespace(q)
     b, t, h, d = q.shape
     if h < heads:

@@ -148,10 +148,7 @@ class Form(Protocol):
     def read(
         self, streams: Sequence[tuple[Stream, Array]], function: ByTokens, *arrays: Array
     ) -> tuple[tuple[Array, ...], list[Array]]:
-        """function(*outputs, *arrays), with the outputs of the streams, and the final states.
-
-        Each stream is given with its initial state. Outputs and arrays are (b, m, t, r, …).
-        """
+        """function(*outputs, *arrays), with the outputs of the streams, and the final states."""
 
 
 class AllTokens:

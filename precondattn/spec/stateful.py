@@ -71,10 +71,7 @@ class Stateful(Leaf):
         raise missing_method(self, "run_vjp", "gradients need")
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
-        """Each matrix of the state is written to and read from once per token, in chunks.
-
-        A leaf that computes more than that overrides it. Unknown where no slot is a matrix.
-        """
+        """Each matrix of the state is written to and read from once per token, in chunks."""
         matrices = [axes[2:] for axes in self._state_axes() if len(axes) == 4]
         if not matrices:
             return None

@@ -104,10 +104,7 @@ class SymmetricLucidSolve(Leaf):
         return Offers(scale=self.scale, causal=False)
 
     def flops(self, sizes: Mapping[str, int]) -> Flops:
-        """The FLOPs of attention of the keys to themselves, once for each product with Φ.
-
-        They are those of `ITERATIONS`. How many a call needs depends on its keys.
-        """
+        """The FLOPs of attention of the keys to themselves, once for each product with Φ."""
         s, d, e = sizes["s"], sizes["d"], sizes["e"]
         each = pair_flops(visible_pairs(s, s, causal=False), s, d, e)
         solve = ITERATIONS * each.forward

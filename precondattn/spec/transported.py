@@ -64,10 +64,7 @@ class TokenPositions(NamedTuple):
     segment: Array | None
 
     def follow(self, other: TokenPositions, *, strict: bool) -> Array:
-        """The mask (b or 1, 1, t, s): is token i at or after token j of `other`?
-
-        After, and not at, if `strict`. Both must be in the same segment.
-        """
+        """The mask (b or 1, 1, t, s): is token i at or after token j of `other`?"""
         i, j = self.position[:, :, None], other.position[:, None, :]
         mask = j < i if strict else j <= i
         if self.segment is not None and other.segment is not None:

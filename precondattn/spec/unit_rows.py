@@ -99,11 +99,7 @@ class UnitRows(TokenWise):
         return self.eps if self.eps >= smallest_normal else 0.0
 
     def _divisors(self, o: Array, frame: Frame) -> tuple[Array, Array, Array]:
-        """Two numbers whose product is max(‖o‖, ε), and whether that is ‖o‖.
-
-        A row is divided by its largest entry before it is squared, so that no square overflows or
-        underflows.
-        """
+        """Two numbers whose product is max(‖o‖, ε), and whether that is ‖o‖."""
         xp = namespace(o)
         eps = self.eps_above(float(xp.finfo(o.dtype).smallest_normal))
         size = stop_gradient(self._along_rows(xp.abs(o), frame, "max"))

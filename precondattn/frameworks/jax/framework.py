@@ -41,10 +41,7 @@ class JAX(Framework):
         return None if self.is_traced(array) else frozenset(array.devices())
 
     def placement(self, array: Array) -> dict[str, Device]:
-        """As in `Framework`; empty where JAX creates arrays on that device itself.
-
-        It does on its default device, and for traced and sharded arrays.
-        """
+        """As in `Framework`; empty where JAX creates arrays on that device itself."""
         if self.is_traced(array) or len(array.devices()) > 1:
             return {}
         default, (device,) = jax.config.jax_default_device, array.devices()
@@ -163,10 +160,7 @@ class JAX(Framework):
     def bridge_of_step(
         self, call: BoundCall, length: Array, planned: PlannedCall, *arrays: Array
     ) -> Step | None:
-        """The gradient of a step is the backend's if the step is a kernel.
-
-        It is the backend's too if cotangents in float16 have to be divided.
-        """
+        """The gradient of a step is the backend's if the step is a kernel."""
         from precondattn.frameworks.jax.autograd import apply_step
         from precondattn.frameworks.jax.second_derivative import differentiates_step
 
@@ -178,10 +172,7 @@ class JAX(Framework):
         return apply_step if has_bridge else None
 
     def adopted_cache(self, cache: Cache, like: Array) -> Cache:
-        """The cache with NumPy's arrays as JAX's: JAX's own functions accept both.
-
-        Serialisers return NumPy's. Those with a dtype that JAX would change are left as they are.
-        """
+        """The cache with NumPy's arrays as JAX's: JAX's own functions accept both."""
         if not any(isinstance(a, np.ndarray) for a in (cache.length, *cache.store.values())):
             return cache
 

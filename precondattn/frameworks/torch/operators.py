@@ -9,14 +9,11 @@ compiler can fuse it.
 A piece is passed by its name (`algebra/names.py`), a backend by its name, and a frame as the text
 of its layout and its arrays. So compiled and exported graphs contain only strings and tensors.
 
-Under a compiler, sizes may be symbolic. A compiler does not trace into an operator. So an
-algorithm's loops over blocks of tokens are neither unrolled nor compiled again for every length,
-and its choices that depend on a length are made when it runs. The plan is made while tracing. If a
-backend compares a symbolic length then, PyTorch compiles again for the other outcome, which is slow
-but correct. Residuals are outputs of `forward`, with shapes that the backend declares in terms of
-the input sizes. So nothing is computed twice, and no more memory is needed than by an uncompiled
-call. Only the reference declares no residuals: it is an operator only if sizes are symbolic, and
-its gradient computes the forward pass again.
+A compiler does not trace into an operator. So an algorithm's loops over blocks of tokens are
+neither unrolled nor compiled again for every length. The plan is made while tracing; if a backend
+compares a symbolic length then, PyTorch compiles again for the other outcome. Residuals are outputs
+of `forward`, with shapes that the backend declares. Only the reference declares none: it is an
+operator only if sizes are symbolic, and its gradient computes the forward pass again.
 """
 
 from __future__ import annotations

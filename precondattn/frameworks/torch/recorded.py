@@ -1,9 +1,7 @@
 """PyTorch's autograd without operators, for calls that nothing else observes.
 
-An operator makes a call visible to compilers, transforms and counters, but takes as much time as a
-short call itself. If none of these is active, an autograd function calls the runner directly. If
-one is active when the gradient is computed, or if the gradient will be differentiated, the gradient
-uses the operator.
+An operator takes as much time as a short call itself. If one of these observes the gradient, or
+differentiates it, the gradient uses the operator.
 """
 
 from __future__ import annotations

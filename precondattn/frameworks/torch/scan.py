@@ -63,10 +63,7 @@ def steps(
     *,
     or_none: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The last state, and the outputs along axis 0, of steps over axis 0 of the inputs.
-
-    The operator needs a step. With `or_none`, one that changes no state follows the others.
-    """
+    """The last state, and the outputs along axis 0, of steps over axis 0 of the inputs."""
     count = inputs[0].shape[0]
     or_none = or_none and not isinstance(count, int)
     if or_none:
