@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    fresh,
-    host_array,
-    in_order,
-    library_of,
-    namespace,
-    placement,
-)
+from precondattn.arrays import fresh, host_array, in_order, library_of, namespace, placement
 from precondattn.cache.kinds import CacheLike, Kind, Kinds, kinds_of
+from precondattn.frameworks.types import Array, Arrays
 from precondattn.version import __version__, numbers_of
 
 VERSION = "version"

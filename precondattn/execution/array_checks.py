@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from precondattn.algebra.declaration import Inputs
-from precondattn.arrays import (
-    FLOATING,
-    HALF,
-    Array,
-    ByName,
-    dtype_name,
-    exact_device,
-    library_of,
-)
+from precondattn.arrays import FLOATING, HALF, dtype_name, exact_device, library_of
 from precondattn.backend import UnsupportedError
 from precondattn.frameworks import of
+from precondattn.frameworks.types import Array, ByName
 
 
 def check_arrays(owner: str, declared: Inputs, inputs: ByName) -> str:

@@ -5,15 +5,7 @@ from __future__ import annotations
 from precondattn import frameworks
 from precondattn.algebra.declaration import FIXED, ShapeError
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
-    is_distributed,
-    namespace,
-    placement,
-    traceable,
-)
+from precondattn.arrays import is_distributed, namespace, placement, traceable
 from precondattn.cache import KEY_MASK, Cache, new_buffer
 from precondattn.cache.kinds import TOKENS, WINDOW, Kind, Kinds
 from precondattn.cache.known_lengths import remembered
@@ -22,6 +14,7 @@ from precondattn.execution.array_checks import check_arrays, values_of
 from precondattn.execution.cache_checks import check_cacheable, keeps_tokens
 from precondattn.execution.given_states import given_states
 from precondattn.execution.input_names import INIT_OPTIONS, extending_inputs, inputs_by_name
+from precondattn.frameworks.types import Array, Arrays, ByName
 from precondattn.given import at_least
 
 

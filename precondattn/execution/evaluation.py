@@ -13,18 +13,7 @@ import numpy as np
 
 from precondattn.algebra.call import Keeping
 from precondattn.algebra.piece import ExtendPullback
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
-    Residuals,
-    Tree,
-    cast,
-    fresh,
-    namespace,
-    wants_gradient,
-    zero_where_not,
-)
+from precondattn.arrays import cast, fresh, namespace, wants_gradient, zero_where_not
 from precondattn.cache import KEY_MASK, Append, Cache, Replace, Updates, updated
 from precondattn.cache.kinds import STATE, holding
 from precondattn.cache.known_lengths import remembered
@@ -37,6 +26,7 @@ from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.masks import nan_where_invalid
 from precondattn.execution.parts import Parts
 from precondattn.frame import Frame
+from precondattn.frameworks.types import Array, Arrays, ByName, Residuals, Tree
 from precondattn.reversed_order import reversed_keys
 from precondattn.runner import LeafRunner
 

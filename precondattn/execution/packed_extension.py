@@ -16,15 +16,7 @@ import numpy as np
 from precondattn.algebra.call import Call
 from precondattn.algebra.declaration import ShapeError
 from precondattn.algebra.piece import ExtendPullback
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
-    host_array,
-    is_distributed,
-    namespace,
-    on_device_of,
-)
+from precondattn.arrays import host_array, is_distributed, namespace, on_device_of
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.execution.array_checks import check_arrays
 from precondattn.execution.cache_checks import check_cacheable, check_is_cache
@@ -38,6 +30,7 @@ from precondattn.execution.input_names import (
 from precondattn.execution.masks import ValueChecks, check_mask, segments_of, sequences_between
 from precondattn.execution.packed import Batches, is_of_tokens, moves_to, similar
 from precondattn.frame import runs
+from precondattn.frameworks.types import Array, Arrays, ByName
 from precondattn.given import Given
 
 PACKINGS = ("segment_ids", "cu_seqlens")

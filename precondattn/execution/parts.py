@@ -15,16 +15,7 @@ from typing import NamedTuple
 
 from precondattn.algebra.call import Keeping
 from precondattn.algebra.declaration import Inputs
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
-    arange_like,
-    as_index,
-    cast,
-    namespace,
-    take_tokens,
-)
+from precondattn.arrays import arange_like, as_index, cast, namespace, take_tokens
 from precondattn.backend import UnsupportedError
 from precondattn.cache import KEY_MASK, Cache, Replace, Updates
 from precondattn.execution.arguments import BoundCall
@@ -32,6 +23,7 @@ from precondattn.execution.keeping import Places, Tokens, stacked
 from precondattn.execution.masks import nan_where_invalid, zero_padding
 from precondattn.frame import EXTENSION, Frame, Layout, extending_frame
 from precondattn.frameworks import of
+from precondattn.frameworks.types import Array, Arrays, ByName
 
 PartStep = Callable[[Arrays, Arrays, Frame, Array, Array], tuple[Array, Updates]]
 """A function from states, inputs, a frame, lengths and numbers of new tokens to output and updates.

@@ -16,10 +16,6 @@ from precondattn.algebra.declaration import Inputs, Pattern, ShapeError, Sizes
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
-    Array,
-    Arrays,
-    DType,
-    Shape,
     device_of,
     is_captured,
     is_traced,
@@ -53,6 +49,7 @@ from precondattn.execution.transposed_layout import advice
 from precondattn.frame import FULL, Layout
 from precondattn.frameworks import of
 from precondattn.frameworks.framework import Framework
+from precondattn.frameworks.types import Array, Arrays, DType, Shape
 from precondattn.given import Given
 from precondattn.limits import KEPT, KEPT_SIGNATURES
 

@@ -10,21 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeGuard
 
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
-    DType,
-    Residuals,
-    cast,
-    namespace,
-    placement,
-    upcast,
-    upcast_all,
-)
+from precondattn.arrays import cast, namespace, placement, upcast, upcast_all
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
+from precondattn.frameworks.types import Array, Arrays, ByName, DType, Residuals
 from precondattn.kernel_backend.limits import MOST_HEADS
 from precondattn.spec.array_functions import swap_time_and_heads, where_valid
 from precondattn.spec.linear_family import (

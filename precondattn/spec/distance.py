@@ -27,17 +27,9 @@ import math
 from functools import lru_cache
 from typing import Protocol
 
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
-    as_index,
-    cast,
-    is_ordinary,
-    namespace,
-    placement,
-)
+from precondattn.arrays import as_index, cast, is_ordinary, namespace, placement
 from precondattn.frame import Frame
+from precondattn.frameworks.types import Array, Arrays, ByName
 from precondattn.limits import KEPT
 from precondattn.spec.array_functions import sum_to
 

@@ -30,20 +30,10 @@ from typing import ClassVar, NamedTuple
 
 from precondattn.algebra import Flops, Inputs, Leaf, options
 from precondattn.algebra.flops import visible_keys, visible_pairs
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
-    Residuals,
-    arange_like,
-    cast,
-    namespace,
-    nonempty,
-    stop_gradient,
-    zero_where_not,
-)
+from precondattn.arrays import arange_like, cast, namespace, nonempty, stop_gradient, zero_where_not
 from precondattn.cache import Append, Slot, Updates
 from precondattn.frame import Frame
+from precondattn.frameworks.types import Array, Arrays, ByName, Residuals
 from precondattn.spec.array_functions import (
     finite_or_zero,
     identity_like,

@@ -23,17 +23,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra import Inputs, Recurrence
-from precondattn.arrays import (
-    TIME,
-    Array,
-    Arrays,
-    ByName,
-    arange_like,
-    namespace,
-    zero_where_not,
-)
+from precondattn.arrays import TIME, arange_like, namespace, zero_where_not
 from precondattn.cache import Slot
 from precondattn.frame import Frame
+from precondattn.frameworks.types import Array, Arrays, ByName
 from precondattn.spec.array_functions import next_token, previous_token, row_sum
 from precondattn.spec.linear_family import (
     LinearFamily,

@@ -33,18 +33,10 @@ from typing import ClassVar, NamedTuple
 
 from precondattn.algebra import Flops, Inputs, options
 from precondattn.algebra.flops import CHUNK
-from precondattn.arrays import (
-    Array,
-    ByName,
-    arange_like,
-    as_index,
-    cast,
-    namespace,
-    take_tokens,
-    zero_where_not,
-)
+from precondattn.arrays import arange_like, as_index, cast, namespace, take_tokens, zero_where_not
 from precondattn.cache import Replace, Rewrite, Slot, Updates
 from precondattn.frame import Frame
+from precondattn.frameworks.types import Array, ByName
 from precondattn.given import at_least
 from precondattn.spec.array_functions import (
     identity_like,

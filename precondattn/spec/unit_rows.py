@@ -22,16 +22,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra import Inputs, Offers, TokenWise, options
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
-    Residuals,
-    namespace,
-    stop_gradient,
-    zero_where_not,
-)
+from precondattn.arrays import namespace, stop_gradient, zero_where_not
 from precondattn.frame import Frame
+from precondattn.frameworks.types import Array, Arrays, ByName, Residuals
 
 
 @dataclass(frozen=True)

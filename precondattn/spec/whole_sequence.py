@@ -16,10 +16,6 @@ from dataclasses import dataclass
 
 from precondattn.algebra import Leaf, ShapeError
 from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
-    Residuals,
     arange_like,
     cast,
     differs_from_previous,
@@ -28,6 +24,7 @@ from precondattn.arrays import (
     zero_where_not,
 )
 from precondattn.frame import Frame
+from precondattn.frameworks.types import Array, Arrays, ByName, Residuals
 from precondattn.spec.array_functions import repeat_heads, swap_time_and_heads
 
 
