@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from precondattn.frameworks import of
@@ -67,7 +67,7 @@ def upcast(array: Array) -> Array:
     return array
 
 
-def upcast_all(arrays: Mapping[str, Array]) -> dict[str, Array]:
+def upcast_all(arrays: ByName) -> dict[str, Array]:
     """The arrays, with those in half precision converted to float32."""
     wide = {}
     for name, array in arrays.items():
@@ -126,7 +126,7 @@ def vjp(function: Step, arrays: Sequence[Array], cotangents: Sequence[Array]) ->
     return of(arrays[0]).vjp(function, arrays, cotangents)
 
 
-def is_distributed(arrays: Iterable[Array], named: Mapping[str, Array], *others: object) -> bool:
+def is_distributed(arrays: Iterable[Array], named: ByName, *others: object) -> bool:
     """Whether one of the arguments is a DTensor."""
     return any(of(each).is_distributed for each in (*arrays, *named.values(), *others))
 

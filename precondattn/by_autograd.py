@@ -5,9 +5,7 @@ No graph of the call was recorded there, so `forward` or `step` is computed agai
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from precondattn.arrays import DIFFERENTIATING, Array, Arrays, Residuals, library_of, vjp
+from precondattn.arrays import DIFFERENTIATING, Array, Arrays, ByName, Residuals, library_of, vjp
 from precondattn.backend import Runner, missing_method
 from precondattn.frame import Frame
 
@@ -22,12 +20,7 @@ class DifferentiableRunner(Runner):
     by_autograd = frozenset({"backward", "step_backward"})
 
     def backward(
-        self,
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, inputs: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         def output(*arrays: Array) -> tuple[Array, ...]:
             return (self.forward(dict(zip(inputs, arrays, strict=True)), frame)[0],)
@@ -37,12 +30,7 @@ class DifferentiableRunner(Runner):
         return dict(zip(inputs, gradients, strict=True))
 
     def step_backward(
-        self,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
+        self, past: ByName, inputs: ByName, frame: Frame, cotangent: Array, d_buffers: ByName
     ) -> tuple[Arrays, Arrays]:
         count = len(past)
 

@@ -10,13 +10,13 @@ number of tokens that their sequence has in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from precondattn.arrays import Array, Arrays, arange_like, is_traced, namespace
+from precondattn.arrays import Array, Arrays, ByName, arange_like, is_traced, namespace
 
 FULL, EXTENSION = "full", "extension"
 
@@ -103,7 +103,7 @@ class Frame:
 
     _is_lazy = False
     """Whether the frame was made by `of`; its arrays are then computed from `_masks`."""
-    _masks: Mapping[str, Array]
+    _masks: ByName
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Frame:
         self._like = q_position
 
     @classmethod
-    def of(cls, layout: Layout, like: Array, masks: Mapping[str, Array] | None = None) -> Frame:
+    def of(cls, layout: Layout, like: Array, masks: ByName | None = None) -> Frame:
         """The frame of a layout, whose arrays are computed from its masks when they are first read.
 
         Many algorithms never read them, and computing them takes much of the time of a small call.

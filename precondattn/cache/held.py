@@ -7,11 +7,10 @@ not on the capacity.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from precondattn.arrays import Array, Arrays, namespace
+from precondattn.arrays import Arrays, ByName, namespace
 from precondattn.frame import Frame
 from precondattn.limits import KEPT
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def held_part(
-    leaf: LeafProtocol, past: Mapping[str, Array], frame: Frame, *, room: int = 0
+    leaf: LeafProtocol, past: ByName, frame: Frame, *, room: int = 0
 ) -> tuple[Arrays, Frame]:
     """A leaf's buffers up to the longest sequence's length plus `room`, and their frame."""
     names = _of_tokens(leaf)

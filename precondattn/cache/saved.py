@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from precondattn.arrays import fresh, host_array, in_order, library_of, namespace, placement
 from precondattn.cache.kinds import CacheLike, Kind, Kinds, kinds_of
-from precondattn.frameworks.types import Array, Arrays
+from precondattn.frameworks.types import Array, Arrays, ByName
 from precondattn.version import __version__, numbers_of
 
 VERSION = "version"
@@ -27,7 +25,7 @@ def state_dict(cache: CacheLike) -> Arrays:
     return {VERSION: version, LENGTH: fresh(cache.length), **buffers}
 
 
-def from_state_dict(arrays: Mapping[str, Array]) -> tuple[Array, Arrays, Kinds]:
+def from_state_dict(arrays: ByName) -> tuple[Array, Arrays, Kinds]:
     """The length, the buffers and the kinds of a cache, from a saved dict."""
     missing = [key for key in (VERSION, LENGTH) if key not in arrays]
     unknown = [key for key in arrays if key not in (VERSION, LENGTH) and not _is_key(key)]
