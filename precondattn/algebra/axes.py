@@ -72,7 +72,12 @@ class _Families:
 
 def letters_of(calls: Sequence[LeafCall]) -> tuple[dict[str, Pattern], Axes]:
     """The pattern of every value, and the axes of every call, in the letters of the program."""
-    declarations = _declarations(calls)
+    declarations: Declarations = {}
+    for number in reversed(range(len(calls))):
+        call = calls[number]
+        declarations.setdefault(call.out, []).append((number, Pattern.read(call.leaf.output)))
+        for formal, value in call.arguments:
+            declarations.setdefault(value, []).append((number, call.leaf.inputs[formal]))
     last = {value: declared[0] for value, declared in declarations.items()}
     if len(calls) > 1 or max(map(len, declarations.values())) > 1:
         axes = _program_axes(calls, declarations)
@@ -114,16 +119,6 @@ def _equated(calls: Sequence[LeafCall], declarations: Declarations) -> _Families
                 axis = Axis(letter)
                 families.equate(numbers.setdefault(letter, number), axis, number, axis)
     return families
-
-
-def _declarations(calls: Sequence[LeafCall]) -> Declarations:
-    declarations: Declarations = {}
-    for number in reversed(range(len(calls))):
-        call = calls[number]
-        declarations.setdefault(call.out, []).append((number, Pattern.read(call.leaf.output)))
-        for formal, value in call.arguments:
-            declarations.setdefault(value, []).append((number, call.leaf.inputs[formal]))
-    return declarations
 
 
 def _program_axes(calls: Sequence[LeafCall], declarations: Declarations) -> Axes:

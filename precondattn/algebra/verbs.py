@@ -302,12 +302,9 @@ class Verbs(Piece):
                 )
             # A graph does not write in place; the compiler reuses memory itself.
             length, store = cache.length, dict(cache.store)
-            captured = length, store, self._name, arrays, named, masks, backend
-            if is_packed:
-                results = frameworks.in_graph.captured_extend_packed(cache.kinds, *captured)
-            else:
-                results = frameworks.in_graph.captured_extend(*captured)
-            out, length, *buffers = results
+            out, length, *buffers = frameworks.in_graph.captured_extend(
+                cache.kinds, length, store, self._name, arrays, named, masks, backend
+            )
             if donate:
                 whole.store.clear()
             return out, holding(cache, length, dict(zip(store, buffers, strict=True)))

@@ -66,7 +66,8 @@ def forward(call: BoundCall) -> Array:
     for planned in plan.calls:
         inputs = call.inputs if planned.is_whole else _inputs(planned, values, call)
         frame = reversed_keys(call.frame) if planned.is_reversed else call.frame
-        bridge = None if is_direct else _bridge(planned, call)
+        has_none = is_direct or planned.backend is EMPTY
+        bridge = None if has_none else call.prepared.framework.bridge(planned, call)
         if bridge is None:
             values[planned.out] = planned.runner.forward(inputs, frame)[0]
         else:
@@ -138,7 +139,8 @@ def _steps(
     for planned in plan.calls:
         inputs = call.inputs if planned.is_whole else _inputs(planned, values, call)
         past = {name: cache.store[key] for name, key in planned.buffers}
-        if parts is not None and _has_states(planned):
+        slots = planned.piece.program.slots.values()
+        if parts is not None and any(slot.kind.rows == STATE for slot, _ in slots):
             values[planned.out], step_updates = _stepped_between(parts, planned, past, inputs, call)
             for name, key in planned.owned:
                 updates[key] = step_updates[name]
@@ -152,11 +154,6 @@ def _steps(
             updates[key] = step_updates[name]
         trace.append((planned, past, inputs, values[planned.out]))
     return values[plan.out], updates, trace
-
-
-def _has_states(planned: PlannedCall) -> bool:
-    slots = planned.piece.program.slots.values()
-    return any(slot.kind.rows == STATE for slot, _ in slots)
 
 
 def _stepped_between(
@@ -219,7 +216,12 @@ def extend_vjp(call: BoundCall, cache: Cache) -> tuple[Array, Cache, ExtendPullb
     inputs and of the old buffers, by name.
     """
     dtypes, frame = {key: buffer.dtype for key, buffer in cache.store.items()}, call.frame
-    output, updates, trace = _steps(call, cache, partial(_bridge_of_mapped_step, call))
+
+    def bridge_of(planned: PlannedCall, *arrays: Array) -> BridgeOfStep | None:
+        operators = _mapped_operators(call, planned, "step_backward", *arrays)
+        return None if operators is None else operators.apply_step
+
+    output, updates, trace = _steps(call, cache, bridge_of)
 
     @_tolerant
     def pullback(call: BoundCall, cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
@@ -333,26 +335,13 @@ def _inputs(planned: PlannedCall, values: ByName, call: BoundCall) -> Arrays:
     return inputs
 
 
-def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array] | None:
-    """The function that runs a call and registers its gradient with the framework; None if none."""
-    framework = call.prepared.framework
-    return None if planned.backend is EMPTY else framework.bridge(planned, call)
-
-
 def _bridge_of_step(
     call: BoundCall, length: Array, planned: PlannedCall, *arrays: Array
 ) -> BridgeOfStep | None:
-    """Like `_bridge`, for a step with these buffers and inputs."""
+    """The function that runs a step and registers its gradient with the framework; or None."""
     if planned.backend is EMPTY:
         return None
     return call.prepared.framework.bridge_of_step(call, length, planned, *arrays)
-
-
-def _bridge_of_mapped_step(
-    call: BoundCall, planned: PlannedCall, *arrays: Array
-) -> BridgeOfStep | None:
-    operators = _mapped_operators(call, planned, "step_backward", *arrays)
-    return None if operators is None else operators.apply_step
 
 
 def _mapped_operators(call: BoundCall, planned: PlannedCall, gradient: str, *arrays: Array) -> Tree:

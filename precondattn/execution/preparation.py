@@ -131,7 +131,9 @@ def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
         capacity = check_cache(owner, mechanism, cache, inputs)
         known = {"c": capacity, "b": cache.length.shape[0]}
         sizes = _sizes(mechanism, declared, shapes, known)
-        check_buffers(owner, mechanism, cache, sizes, call_dtype(inputs), _hint(dtypes_before))
+        hint = " (autocast casts them; create the cache by init_cache under the same autocast)"
+        hint = "" if dtypes_before is None else hint
+        check_buffers(owner, mechanism, cache, sizes, call_dtype(inputs), hint)
         masks |= cache.store.keys() & {KEY_MASK}
         if call.verb == "extend":  # It may be differentiated with respect to cached arrays too.
             others.extend(cache.store.values())
@@ -141,8 +143,7 @@ def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
     request = _request(call.verb, library, inputs, frozenset(masks), others)
     allowed = allowed_backends(call.backend)
     if framework.is_ordinary(like):
-        _check_has_no_gradient(owner, mechanism, inputs)
-        allowed = _only_reference(owner, allowed)
+        allowed = _only_reference(mechanism, inputs, allowed)
     positional = list(declared_inputs(mechanism))[: len(call.arrays)]
     numbers = {name: i for i, name in enumerate((*positional, *call.named))}
     order = tuple([numbers[name] for name in inputs])
@@ -189,15 +190,11 @@ def relating_leaves(mechanism: Piece) -> list[LeafProtocol]:
     return [leaf for leaf in mechanism.program.leaves if leaf.relates_tokens]
 
 
-def _hint(dtypes_before: Mapping[str, DType] | None) -> str:
-    """The hint that an error about the dtype of a cache adds under autocast."""
-    if dtypes_before is None:
-        return ""
-    return " (autocast casts them; create the cache by init_cache under the same autocast)"
-
-
-def _check_has_no_gradient(owner: str, mechanism: Piece, inputs: Arrays) -> None:
-    """Raise an error for a gradient: PyTorch 2.13 can not export a scan with one to ONNX."""
+def _only_reference(
+    mechanism: Piece, inputs: Arrays, allowed: tuple[str, ...] | None
+) -> tuple[str, ...]:
+    """The only backend of calls that are recorded as ordinary operators; others are an error."""
+    owner = str(mechanism)  # PyTorch 2.13 can not export a scan with a gradient to ONNX.
     is_scanned = any(slot.kind.rows == STATE for slot, _ in mechanism.program.slots.values())
     if is_scanned and wants_gradient(*inputs.values()):
         raise UnsupportedError(
@@ -205,9 +202,6 @@ def _check_has_no_gradient(owner: str, mechanism: Piece, inputs: Arrays) -> None
             f"requires one; call requires_grad_(False) on the module"
         )
 
-
-def _only_reference(owner: str, allowed: tuple[str, ...] | None) -> tuple[str, ...]:
-    """The only backend of calls that are recorded as ordinary operators; others are an error."""
     if allowed is not None and REFERENCE.name not in allowed:
         raise UnsupportedError(
             f"{owner}: within ordinary_operators() a call is recorded as the reference computes "

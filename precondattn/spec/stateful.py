@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from functools import cached_property, lru_cache
 
 from precondattn.algebra import Flops, Leaf, Pattern, Recurrence
-from precondattn.algebra.declaration import Axis
 from precondattn.algebra.flops import state_flops, state_heads
 from precondattn.algebra.leaf_protocol import missing_method
 from precondattn.arrays import Array, Arrays, ByName, Residuals, Shape, namespace
@@ -72,15 +71,13 @@ class Stateful(Leaf):
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         """Each matrix of the state is written to and read from once per token, in chunks."""
-        matrices = [axes[2:] for axes in self._state_axes() if len(axes) == 4]
+        states = (Pattern.read(slot.pattern).axes for slot in self.slots())
+        matrices = [axes[2:] for axes in states if len(axes) == 4]
         if not matrices:
             return None
         tokens = sizes["s"] if "s" in sizes else sizes["t"]
         per_head = [state_flops(tokens, *(axis.size(sizes) for axis in axes)) for axes in matrices]
         return Flops(*map(sum, zip(*per_head, strict=True))).times(state_heads(sizes))
-
-    def _state_axes(self) -> list[tuple[Axis, ...]]:
-        return [Pattern.read(slot.pattern).axes for slot in self.slots()]
 
     def zero_state(self, x: ByName) -> Arrays:
         """The state before the first token."""
