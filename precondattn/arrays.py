@@ -33,7 +33,6 @@ HALF = frozenset({"float16", "bfloat16"})
 FLOATING = HALF | {"float32", "float64"}
 
 DIFFERENTIATING = frozenset({"torch", "jax"})
-"""The libraries that have automatic differentiation."""
 
 _names: dict[DType, str] = {}
 _wide: set[tuple[type, DType]] = set()

@@ -38,9 +38,7 @@ class Layout(NamedTuple):
     """The masks of the call, of `lengths`, `key_mask`, `past_mask` (the key mask of cached tokens),
     `segment_ids`, `prefix` and `attn_mask`."""
     held: int | None = None
-    """`Frame.held`."""
     longest: int | None = None
-    """`Frame.longest`."""
 
     @property
     def is_unmasked(self) -> bool:
@@ -345,7 +343,6 @@ class Frame:
 TOKEN_ARRAYS = ("q_position", "k_position", "q_valid", "k_valid", "q_segment", "k_segment")
 ARRAYS = (*TOKEN_ARRAYS, "q_prefix", "pairs")
 OF_TOKENS = len(TOKEN_ARRAYS)
-"""The number of a frame's arrays without `q_prefix` and `pairs`."""
 
 
 def rebuilt(layout: Layout, sources: Sequence[Array | None], like: Array) -> Frame:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
 
 Methods = Any
-"""An object with these methods."""
 METHODS = (
     "forward",
     "forward_with_residuals",
@@ -96,7 +95,6 @@ def _declared(name: str) -> property:
 
 
 DECLARED = tuple(name for name in Backend.__annotations__ if name != "name")
-"""The names of the data that a backend declares."""
 
 for _name in DECLARED:
     setattr(MethodBackend, _name, _declared(_name))

@@ -14,7 +14,6 @@ from threading import Lock
 from typing import Any
 
 PlugIn = Any
-"""The object that an entry point names, such as a class or a module."""
 
 
 class PlugIns:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 LeafMethods = Any
-"""An object with the methods of a leaf."""
 
 
 class LeafRunner(Runner):

@@ -22,7 +22,6 @@ from precondattn.algebra.declaration import FIXED, Axis, Pattern
 from precondattn.algebra.leaf_protocol import LeafCall
 
 CallLetter = tuple[int, str]
-"""The index of a call, and a letter of its leaf."""
 
 Factor = int | Fraction
 """The ratio of two letters. Most are the integer 1, because fractions are slow."""
@@ -35,7 +34,6 @@ Declarations = dict[str, list[tuple[int, Pattern]]]
 comes first, the producer last."""
 
 Axes = tuple[dict[str, Axis], ...]
-"""For every call, the program's axis for each letter of its leaf."""
 
 SPARE_LETTERS = "fgijklopqrvwxyz"
 """The letters that no leaf uses, for families whose own letters are all taken."""

@@ -37,7 +37,6 @@ MAY_BE_EMPTY = "bts"
 Sizes = dict[str, int]
 
 ATTENTION_INPUTS = frozenset({"q", "k", "v", "g"})
-"""The inputs that have the same meaning in every mechanism."""
 
 
 class ShapeError(ValueError):
@@ -45,7 +44,6 @@ class ShapeError(ValueError):
 
 
 FIXED = "."
-"""The letter of an axis of fixed size."""
 
 
 class Axis(NamedTuple):

@@ -39,7 +39,6 @@ class Mechanism(Verbs):
     """The base class of leaves and preconditioners."""
 
     _depth: ClassVar[int] = 0
-    """The number of preconditioners around the base; set on each instance."""
 
     def __new__(cls, *values: OptionValue, **options: OptionValue) -> registry.AnyMechanism:
         if is_traced_by_dynamo():  # Dynamo can not trace the checks of options and programs.
@@ -192,7 +191,6 @@ class Step(NamedTuple):
     """One step of a preconditioner: a mechanism, with some of its inputs renamed."""
 
     out: str
-    """The name of its output value."""
     mechanism: Mechanism
     renamed: tuple[tuple[str, str], ...] = ()
     """(the mechanism's name of an input, its name in this list of steps), if they differ."""

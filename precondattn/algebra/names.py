@@ -21,7 +21,6 @@ from precondattn.algebra.piece import Piece
 from precondattn.algebra.registry import AnyMechanism
 
 named_pieces: dict[str, Piece] = {}
-"""The pieces with classes outside this package, by name."""
 
 
 def name_of(piece: Piece) -> str:

@@ -16,7 +16,6 @@ from precondattn.arrays import is_finite_number
 from precondattn.given import whole_number
 
 OptionValue = Any
-"""The value of an option of a mechanism."""
 
 
 class OptionKind(NamedTuple):
@@ -29,7 +28,6 @@ class OptionKind(NamedTuple):
     read: Callable[[str], OptionValue]
     """A function that parses a setting from the text of an expression."""
     settings: tuple[OptionValue, ...] = ()
-    """All accepted settings, if there are only a few."""
 
 
 def option(default: OptionValue, kind: OptionKind) -> OptionValue:

@@ -21,7 +21,6 @@ from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 from precondattn.cache import Slot
 
 LONGEST_USE = 2000
-"""The most characters of the text by which calls are ordered."""
 
 
 class Program:

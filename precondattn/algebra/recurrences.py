@@ -25,7 +25,6 @@ from precondattn.algebra.recurrence import (
 K = TypeVar("K")
 T = TypeVar("T")
 Table = Mapping[Any, T]
-"""A table with entries by class of leaf, or by set of recurrences."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ class Recurrences:
     erase: tuple[Erase, ...] = ("written key",)
     strength: tuple[Strength | None, ...] = (None,)
     several_steps: bool = False
-    """Whether a token may have several steps."""
     reads: tuple[Reads, ...] = ("after",)
     normaliser: tuple[Normaliser | None, ...] = (None,)
 

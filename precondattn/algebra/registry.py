@@ -36,7 +36,6 @@ _lock = Lock()
 _plug_ins = PlugIns(GROUP)
 
 broken = _plug_ins.broken
-"""The entry points that could not be imported, with the error."""
 
 
 def register(cls: type[Registered]) -> None:

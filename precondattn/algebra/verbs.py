@@ -43,7 +43,6 @@ class Verbs(Piece):
 
     __signature__ = _SignatureOfCall()
     _text: str
-    """The mechanism's expression."""
 
     def __call__(
         self,

@@ -23,7 +23,6 @@ class Integers(NamedTuple):
     """Integers as an array of the cache's library."""
 
     array: Array
-    """int32, (n,)"""
     known: list[int] | None
     """The integers as a list; None if they are traced."""
 

@@ -52,11 +52,8 @@ class Kind(NamedTuple):
     is_wide: bool = False
     """Whether the buffer is in float32 if the inputs are in half precision."""
     window: int = 0
-    """The window, for the kind `"window "`; otherwise 0."""
     symbol: str = ""
-    """The short name of a state."""
     every: int = 1
-    """The number of tokens from one kept state to the next."""
 
     @classmethod
     def read(cls, text: str) -> Kind:

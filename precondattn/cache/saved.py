@@ -8,7 +8,6 @@ from precondattn.frameworks.types import Array, Arrays, ByName
 from precondattn.version import __version__, numbers_of
 
 VERSION = "version"
-"""The key of the version that saved the cache, as three int32."""
 LENGTH = "length"
 BETWEEN = ": "
 """The separator between the kind of a buffer and its name, as in `"wide tokens: rms(k)"`."""

@@ -23,7 +23,6 @@ class Discovered(NamedTuple):
     """Every backend of this process."""
 
     backends: tuple[Backend, ...]
-    """The backends in order of preference; the reference is last."""
     broken: tuple[tuple[str, str], ...]
     """(name, error) of the entry points that could not be imported."""
 
@@ -49,7 +48,6 @@ _lock = RLock()
 chosen_names: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar(
     "precondattn_backends", default=None
 )
-"""The names that `use_backend` allows; None for all."""
 
 
 def discover() -> Discovered:

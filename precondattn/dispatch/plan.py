@@ -41,7 +41,6 @@ program is tried, and groups of at most this number of consecutive leaf calls.""
 
 
 Names = Mapping[str, str]
-"""A mapping from a piece's names of values to the program's names, or the reverse."""
 
 
 class PlannedCall(NamedTuple):
@@ -56,7 +55,6 @@ class PlannedCall(NamedTuple):
     backend: Backend
     runner: Runner
     is_symbolic: bool = False
-    """Whether PyTorch traces the call with symbolic sizes (`Request.is_symbolic`)."""
     has_gradient_of_step: bool = False
     """Whether the runner has a `step_backward` for it, in an extension of JAX arrays."""
     is_whole: bool = False

@@ -18,7 +18,6 @@ from precondattn.given import Given
 from precondattn.limits import KEPT
 
 Settings = tuple[tuple[str, OptionValue], ...]
-"""(option, value) pairs."""
 
 Switches = Mapping[str, Mapping[int, Settings]]
 """The settings that declare an optional input, by its name and its number of axes."""
@@ -117,7 +116,6 @@ _built: dict[Hashable, tuple[AnyMechanism, tuple[str, ...]]] = {}
 """The results of `build` by the key of `_key`: mechanism, and keywords left for its call."""
 
 PLAIN = frozenset({bool, int, float, str, type(None)})
-"""The types of settings that are compared by their value."""
 
 
 def built(cls: MechanismClass, named: Mapping[str, Given]) -> tuple[AnyMechanism, dict[str, Array]]:

@@ -18,7 +18,6 @@ class Checks(NamedTuple):
 
 _always = os.environ.get("PRECONDATTN_CHECKED", "0") not in ("", "0")
 CHECKS: ContextVar[Checks | None] = ContextVar("checks", default=Checks() if _always else None)
-"""The checks of this context; None if there are none."""
 
 
 @contextmanager

@@ -34,9 +34,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Traced = tuple[PlannedCall, Arrays, Array, Residuals]
-"""A planned call with its inputs, its output and its residuals."""
 Step = tuple[PlannedCall, Arrays, Arrays, Array]
-"""A planned call of an extension, with its buffers, its inputs and its output."""
 BridgeOfStep = Callable[..., tuple[Array, Updates]]
 
 

@@ -93,13 +93,9 @@ class BadValues(NamedTuple):
     """Values that differ from what is declared in one way."""
 
     is_bad: np.ndarray
-    """Whether a value, or a row, is invalid."""
     shown: np.ndarray
-    """The values, or the lengths of the rows, to show in the message."""
     expected: str
-    """What they should be, in words."""
     instead: str
-    """The code to write instead."""
     is_of_rows: bool = False
 
 

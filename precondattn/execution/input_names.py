@@ -25,7 +25,6 @@ def extending_inputs(mechanism: Piece) -> Inputs:
 
 MASKS = ("segment_ids", "cu_seqlens", "lengths", "key_mask", "prefix", "attn_mask")
 CALL_OPTIONS = (*MASKS, "backend")
-"""The keywords of a call that are not inputs."""
 
 EXTEND_OPTIONS = (*MASKS, "donate", "keep", "states_every", "backend")
 INIT_OPTIONS = ("capacity", "key_mask", "states", "sequences")

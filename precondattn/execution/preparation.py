@@ -58,12 +58,10 @@ class PreparedCall(NamedTuple):
     """The checks and the plan of a call."""
 
     names: tuple[str, ...]
-    """The names of the inputs, in the declared order."""
     numbers: tuple[int, ...] | None
     """The index of each input among the arguments; None if these are in the declared order."""
     sizes: Sizes
     is_cast: bool
-    """Whether autocast casts the inputs."""
     examined: Mapping[str, Pattern]
     """The inputs that `containment.py` examines for NaN and infinity."""
     framework: Framework
@@ -85,7 +83,6 @@ class PreparedCall(NamedTuple):
 
 
 prepared_calls: dict[Hashable | None, PreparedCall] = {}
-"""The preparation of calls, by their signatures."""
 
 
 def prepared(call: Call, signature: Hashable | None) -> PreparedCall:

@@ -16,7 +16,6 @@ from precondattn.execution.input_names import MASKS
 from precondattn.given import Given
 
 WIDTH = 96
-"""The width of docstring lines in a stub of 100 columns"""
 
 
 def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:

@@ -71,7 +71,6 @@ class Framework:
     ignores_errors = True
     """Whether errors of floating-point numbers that are none must be ignored (`evaluation.py`)."""
     is_distributed = False
-    """Whether each device has a part of an array, and the array knows it."""
 
     def __init__(self, name: str | None) -> None:
         self.name = name

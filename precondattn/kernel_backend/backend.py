@@ -30,7 +30,6 @@ from precondattn.kernel_backend.ledger import (
 from precondattn.method_backend import MethodRunner
 
 VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
-"""The method of a kernel class that serves each verb."""
 
 
 class KernelBackend(Backend):

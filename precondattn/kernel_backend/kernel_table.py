@@ -33,7 +33,6 @@ class ByOption:
 
 OneLeaf = type | Recurrences
 Kernels = Any
-"""An object with a method `refuses`, and the methods of `Backend` that its kernels support."""
 
 KernelTable = Mapping[OneLeaf | tuple[OneLeaf, ...], str | ByOption]
 

@@ -40,7 +40,6 @@ class LedgerEntry(NamedTuple):
     width: int
     """The padded width of keys or values, whichever are wider."""
     capability: str
-    """The compute capability of the GPU, such as `"9.0"`."""
     assembler: str
     """The assembler of the machine code: `"ptxas 13.1"`, `"NVRTC 13.0"`, `"jaxlib 0.11.2"`."""
     code: str

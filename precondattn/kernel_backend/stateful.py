@@ -29,7 +29,6 @@ from precondattn.spec.stateful import Stateful
 WIDEST_KEYS, WIDEST_VALUES = 256, 512
 
 State = ByName | None
-"""The states by slot name; None for zeros."""
 
 
 def is_linear(leaf: Stateful) -> TypeGuard[LinearFamily]:

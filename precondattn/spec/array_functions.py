@@ -30,7 +30,6 @@ def transpose(x: Array) -> Array:
 
 
 _SWAPPED = tuple((0, 2, 1, *range(3, rank)) for rank in range(9))
-"""The order of axes with time and heads swapped, by the number of axes."""
 
 
 def swap_time_and_heads(x: Array) -> Array:

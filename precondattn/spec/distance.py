@@ -43,7 +43,6 @@ MOST_BUCKETS = 1024
 """The most buckets; the start of a bucket is computed as an integer power with as many factors."""
 
 INPUTS = {"none": "", "slopes": "slopes", "buckets": "bucket_table"}
-"""The name of the input, by the option."""
 
 
 def distance_input(leaf: SoftmaxAttention) -> dict[str, str]:

@@ -17,10 +17,8 @@ from precondattn.cache import Updates
 from precondattn.frame import Frame
 
 Output = Callable[[ByName, Frame], Array]
-"""A function from inputs and frame to the output."""
 
 StepOutput = Callable[[ByName, ByName, Frame], tuple[Array, Updates]]
-"""A function from old buffers, new inputs and frame to the output and the updates of a step."""
 
 
 class JaxBackend(Backend):

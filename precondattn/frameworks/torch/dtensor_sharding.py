@@ -37,7 +37,6 @@ class MeshSharding(NamedTuple):
     mesh: DeviceMesh
     divided: tuple[str, ...]
     counts: Mapping[str, int]
-    """The total numbers of sequences and heads, by letter."""
 
     def placements(self, pattern: Pattern, shape: tuple[int, ...] | None = None) -> Placements:
         """The placements of an array with this pattern; `shape` shows which axes broadcast."""

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from precondattn.execution.arguments import BoundCall
 
 _FAKE = frozenset({"FakeTensor", "FunctionalTensor"})
-"""The names of PyTorch's tensor types without entries, used for tracing."""
 
 _DESCRIPTION = attrgetter("dtype", "shape", "device", "requires_grad", "layout")
 

@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 from precondattn.arrays import Tree
 
 LEVELS = 64
-"""The most levels that may be nested."""
 
 _key = torch._C._dispatch_key_parse("Batched")
 _library = torch.library.Library("precondattn", "FRAGMENT")

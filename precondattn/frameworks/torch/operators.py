@@ -41,7 +41,6 @@ from precondattn.limits import KEPT
 
 Tensors = list[Tensor]
 Masks = list[Tensor | None]
-"""The arrays of a frame."""
 
 
 class Named(NamedTuple):
@@ -50,10 +49,8 @@ class Named(NamedTuple):
     piece: Piece
     backend: Backend
     is_wide: bool
-    """Whether the backend has `wide_values`."""
     is_reference: bool
     runners: dict[tuple[str, str, str], Runner]
-    """The runner of a verb, for each kind of device and dtype."""
 
     def runner(self, verb: str, inputs: dict[str, Tensor]) -> Runner:
         """The runner of a verb, prepared for the inputs of its first call."""
