@@ -25,15 +25,7 @@ if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
 
 Methods = Any
-METHODS = (
-    "forward",
-    "forward_with_residuals",
-    "backward",
-    "residuals_from_lse",
-    "step",
-    "step_backward",
-    "residual_shapes",
-)
+METHODS = (*(n for n in vars(Runner) if n[0] != "_" and callable(getattr(Runner, n))),)
 
 
 class MethodRunner(Runner):

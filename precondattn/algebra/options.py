@@ -48,14 +48,10 @@ def _read_as(convert: Callable[[str], OptionValue], text: str) -> OptionValue:
         return text
 
 
-def _python_number(value: OptionValue) -> OptionValue:
-    """A NumPy scalar as a Python number; anything else unchanged."""
-    return value.item() if type(value).__module__ == "numpy" and not value.shape else value
-
-
 def _number(expected: str, is_in_range: Callable[[float], bool]) -> OptionKind:
     def accept(value: OptionValue) -> float:
-        value = _python_number(value)
+        if type(value).__module__ == "numpy" and not value.shape:
+            value = value.item()
         is_valid = is_finite_number(value) and is_in_range(value)
         # Adding 0.0 turns −0.0 into 0.0, so that equal options have equal text.
         return float(_accepted(value, is_valid)) + 0.0

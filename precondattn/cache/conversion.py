@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import array_api_compat
 import numpy as np
 
@@ -56,8 +54,10 @@ def _in_dtype(dtype: DType, buffer: Array, is_wide: bool) -> Array:
     wanted = getattr(xp, dtype, dtype) if isinstance(dtype, str) else dtype
     name = "" if isinstance(wanted, str) else str(wanted).rpartition(".")[2]
     if name and library in ("numpy", "cupy", "jax"):
-        with suppress(TypeError):  # It is no dtype, and the error below says so.
+        try:
             name = np.dtype(wanted).name
+        except TypeError:
+            name = ""
     if name not in FLOATING:
         raise TypeError(
             f"to: dtype must be float16, bfloat16, float32 or float64, as {library} has it; "

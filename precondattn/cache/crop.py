@@ -94,9 +94,24 @@ def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
     else:
         held = entries(cache.length)
         starts = [0] * len(held) if first is None else entries(first)
-        _check_known(verb, new.known, held, [n and n + reach for n in starts], invalid)
         kept = checkpoints(cache) if has_kept else [[]] * len(held)
-        for i, (after, before, at) in enumerate(zip(new.known, held, kept, strict=True)):
+        each = zip(new.known, held, starts, kept, strict=True)
+        for i, (after, before, start, at) in enumerate(each):
+            if before == invalid:
+                raise ValueError(
+                    f"{verb}: sequence {i} of the batch has lost tokens and is invalid"
+                )
+            if not 0 <= after <= before:
+                raise ValueError(
+                    f"{verb}: lengths must lie between 0 and the {before} tokens held; found "
+                    f"{after} (sequence {i} of the batch)"
+                )
+            if start and after < start + reach:
+                raise ValueError(
+                    f"{verb}: lengths must be {start + reach} or above, because the cache holds a "
+                    f"window of the last tokens only; found {after} (sequence {i} of the batch); "
+                    f"take a snapshot() before the tokens, and restore() it"
+                )
             if has_kept and after != before and after not in at:
                 shown = [*at[:2], "...", *at[-2:]] if len(at) > 4 else at
                 raise ValueError(
@@ -119,25 +134,6 @@ def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
         elif kinds[name].rows == WINDOW and not donate:
             store[name] = fresh(buffer)
     return without_kept(holding(cache, length, store))
-
-
-def _check_known(
-    verb: str, new: list[int], held: list[int], lowest: list[int], invalid: int
-) -> None:
-    for i, (after, before, least) in enumerate(zip(new, held, lowest, strict=True)):
-        if before == invalid:
-            raise ValueError(f"{verb}: sequence {i} of the batch has lost tokens and is invalid")
-        if not 0 <= after <= before:
-            raise ValueError(
-                f"{verb}: lengths must lie between 0 and the {before} tokens held; found {after} "
-                f"(sequence {i} of the batch)"
-            )
-        if after < least:
-            raise ValueError(
-                f"{verb}: lengths must be {least} or above, because the cache holds a window of "
-                f"the last tokens only; found {after} (sequence {i} of the batch); take a "
-                f"snapshot() before the tokens, and restore() it"
-            )
 
 
 def _without_rows(

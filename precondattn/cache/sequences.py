@@ -114,7 +114,8 @@ def concatenate(caches: Sequence[C]) -> C:
 
 def _described(cache: CacheLike) -> dict[str, tuple[object, ...]]:
     """What the buffers of caches to concatenate must have in common."""
-    kinds, described = kinds_of(cache), dict[str, tuple[object, ...]]()
+    described: dict[str, tuple[object, ...]] = {}
+    kinds = kinds_of(cache)
     for name, array in cache.store.items():
         rows = tuple(array.shape[2 if kinds[name].has_tokens else 1 :])
         place = library_of(array), dtype_name(array), str(exact_device(array))

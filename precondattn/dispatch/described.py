@@ -42,7 +42,11 @@ def explain_described(
     _check("library", library, tuple(DEVICES))
     _check("dtype", dtype, tuple(sorted(FLOATING)))
     _check("verb", verb, VERBS)
-    kind = _kind_of_device(library, device)
+    kinds = DEVICES[library]
+    kind, _, number = (device or kinds[0]).partition(":")
+    kind = "cuda" if kind in ("gpu", "rocm") else kind
+    if kind not in kinds or (number and not number.isdecimal()):
+        raise ValueError(f"device of {library} must be {' or '.join(kinds)}; found {device!r}")
     if verb.startswith("extend") and not mechanism.offers.causal:
         raise ValueError(f"{mechanism}: is not causal, so it can not have a cache")
     complete = _complete(sizes)
@@ -64,15 +68,6 @@ def explain_described(
 def _check(what: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{what} must be one of {', '.join(choices)}; found {value!r}")
-
-
-def _kind_of_device(library: str, device: str | None) -> str:
-    kinds = DEVICES[library]
-    kind, _, number = (device or kinds[0]).partition(":")
-    kind = "cuda" if kind in ("gpu", "rocm") else kind
-    if kind not in kinds or (number and not number.isdecimal()):
-        raise ValueError(f"device of {library} must be {' or '.join(kinds)}; found {device!r}")
-    return kind
 
 
 def _complete(described: Mapping[str, int]) -> dict[str, int]:

@@ -101,24 +101,19 @@ def _checked(backend: Backend | Methods) -> Backend:
     if missing:
         raise TypeError(f"{backend!r} is not a backend: it lacks {', '.join(missing)}")
     checked: Backend = MethodBackend(backend) if has_methods else backend
-    _check_promises(checked)
-    return checked
-
-
-def _check_promises(backend: Backend) -> None:
-    promises = backend.promises
-    is_set = isinstance(promises, set | frozenset)
-    if not is_set or not promises <= CONVENTIONS:
+    name, promises = checked.name, checked.promises
+    if not isinstance(promises, set | frozenset) or not promises <= CONVENTIONS:
         raise ValueError(
-            f"backend {backend.name!r}: promises must be a set of conventions, of "
+            f"backend {name!r}: promises must be a set of conventions, of "
             f"{', '.join(sorted(CONVENTIONS))}; found {promises!r}"
         )
     lacking = ", ".join(sorted(CONVENTIONS - promises))
-    if lacking and not backend.only_by_name:
+    if lacking and not checked.only_by_name:
         raise ValueError(
-            f"backend {backend.name!r} does not promise {lacking}, on which calls that name no "
-            f"backend rely: it must set only_by_name = True"
+            f"backend {name!r} does not promise {lacking}, on which calls that name no backend "
+            f"rely: it must set only_by_name = True"
         )
+    return checked
 
 
 def _add(backend: Backend) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import cast as cast_type
 
 import numpy as np
 
 from precondattn.algebra.call import Keeping
 from precondattn.algebra.piece import ExtendPullback
-from precondattn.arrays import cast, fresh, namespace, wants_gradient, zero_where_not
+from precondattn.arrays import F, cast, fresh, namespace, wants_gradient, zero_where_not
 from precondattn.cache import KEY_MASK, Append, Cache, Replace, Updates, updated
 from precondattn.cache.kinds import STATE, holding
 from precondattn.cache.known_lengths import remembered
@@ -30,17 +30,12 @@ from precondattn.frameworks.types import Array, Arrays, ByName, Residuals, Tree
 from precondattn.reversed_order import reversed_keys
 from precondattn.runner import LeafRunner
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 Traced = tuple[PlannedCall, Arrays, Array, Residuals]
 Step = tuple[PlannedCall, Arrays, Arrays, Array]
 BridgeOfStep = Callable[..., tuple[Array, Updates]]
 
 
-def _tolerant(
-    function: Callable[Concatenate[BoundCall, P], R],
-) -> Callable[Concatenate[BoundCall, P], R]:
+def _tolerant(function: F) -> F:
     """A function of a call, for which two floating-point errors of NumPy are none.
 
     Weights of masked and of decayed tokens are meant to underflow to 0. OpenBLAS may report an
@@ -50,11 +45,11 @@ def _tolerant(
     tolerant = np.errstate(under="ignore", invalid="ignore")(function)
 
     @wraps(function)
-    def run(call: BoundCall, /, *args: P.args, **named: P.kwargs) -> R:
+    def run(call: BoundCall, /, *args: Tree, **named: Tree) -> Tree:
         is_tolerant = call.prepared.framework.ignores_errors
         return (tolerant if is_tolerant else function)(call, *args, **named)
 
-    return run
+    return cast_type("F", run)
 
 
 @_tolerant

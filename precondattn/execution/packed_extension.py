@@ -88,7 +88,10 @@ class PackedExtension(Batches):
         super().__init__(self.shape[0], moves, self.like)
         self.sizes = tuple((len(n), max(int(n.max()), int(has_tokens))) for n in self.lengths)
         if CHECKS.get() is not None:
-            self._examine()
+            from precondattn.execution.examined_values import examine_whole
+
+            is_token = np.arange(count).reshape(self.shape) < self.count
+            examine_whole(mechanism, inputs, is_token, self.key_mask)
 
     def _sequences(self, masks: Mapping[str, Given]) -> tuple[np.ndarray, np.ndarray]:
         """The first token and the number of tokens of each sequence, counted over all rows."""
@@ -119,13 +122,6 @@ class PackedExtension(Batches):
                     f"{self.call.mechanism}: capacity exceeded: the cache holds at most {capacity} "
                     f"tokens, and the new ones do not fit (sequence {i} of the packed ones)"
                 )
-
-    def _examine(self) -> None:
-        """Check the values of all inputs."""
-        from precondattn.execution.examined_values import examine_whole
-
-        is_token = np.arange(self.shape[0] * self.shape[1]).reshape(self.shape) < self.count
-        examine_whole(self.call.mechanism, self.inputs, is_token, self.key_mask)
 
     def batches(self) -> list[tuple[list[int], Call]]:
         """The calls of the sequences that are extended together, and their rows of the cache."""

@@ -33,7 +33,12 @@ def signature_of(call: Call) -> Hashable | None:
             described.append(None)
             continue
         cls = type(argument)
-        describe, state_of = _described_by[cls] if cls in _described_by else _learned(argument)
+        if cls not in _described_by:
+            framework = of(argument)
+            is_array = framework.name is not None
+            describe = framework.description(argument) if is_array else None
+            _described_by[cls] = describe, framework.state_of_calls
+        describe, state_of = _described_by[cls]
         if describe is None:
             return None
         if state is None:  # One library: the first argument determines it.
@@ -63,11 +68,3 @@ _described_by: dict[type, tuple[Describe | None, Describe | None]] = dict.fromke
 )
 """The functions that describe arguments of a type, and the state of their framework; without the
 first, calls with such arguments have no signature."""
-
-
-def _learned(argument: Given) -> tuple[Describe | None, Describe | None]:
-    """The functions for arguments of a type, when it is seen for the first time."""
-    framework = of(argument)
-    describe = None if framework.name is None else framework.description(argument)
-    _described_by[type(argument)] = describe, framework.state_of_calls
-    return describe, framework.state_of_calls
