@@ -16,7 +16,7 @@ from precondattn.algebra.call import Call, Keeping
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
 from precondattn.arrays import Array, Arrays, ByName, is_compiling, library_of
 from precondattn.cache import Cache
-from precondattn.cache.conversion import with_writable_buffers
+from precondattn.cache.conversion import ordinary, with_writable_buffers
 from precondattn.cache.kept import without_kept
 from precondattn.cache.kinds import empty_if_donated, holding
 from precondattn.given import Given
@@ -401,6 +401,6 @@ def _read(cache: Given, arrays: tuple[Array, ...], named: Arrays, *, is_captured
     if library_of(cache.length) == "torch":
         # Each call makes a new length, also for the buffers that it does not copy.
         is_kept = is_captured or not cache.length.is_inference()
-        return cache if is_kept else frameworks.of(cache.length).recordable_cache(cache)
+        return cache if is_kept else ordinary(cache)
     like = next(iter((*arrays, *named.values())), None)
     return frameworks.of(like).adopted_cache(cache, like)

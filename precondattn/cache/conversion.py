@@ -42,6 +42,12 @@ def with_writable_buffers(cache: C) -> C:
     return holding(cache, cache.length, {n: of(a).writable(a) for n, a in buffers.items()})
 
 
+def ordinary(cache: C) -> C:
+    """The cache, copied if it was made in PyTorch's inference mode."""
+    recordable: C = of(cache.length).recordable_cache(cache)
+    return recordable
+
+
 def _apart(device: Device, new: Array, old: Array) -> Array:
     """The new array on a device, in memory that it does not share with the old array."""
     new = new if device is None else _on(device, new)

@@ -19,7 +19,7 @@ from precondattn.arrays import (
     writes_in_place,
     zero_where_not,
 )
-from precondattn.cache.conversion import with_writable_buffers
+from precondattn.cache.conversion import ordinary, with_writable_buffers
 from precondattn.cache.integers import Integers, entries, integers
 from precondattn.cache.kept import FROM, checkpoints, is_kept, states_at, without_kept
 from precondattn.cache.kinds import (
@@ -36,7 +36,6 @@ from precondattn.cache.kinds import (
     refuse_distributed,
 )
 from precondattn.cache.windows import FIRST, reach_of
-from precondattn.frameworks import of
 from precondattn.given import Given, whole_number
 
 
@@ -66,8 +65,7 @@ def crop(cache: C, lengths: Given, *, donate: bool) -> C:
 
 def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
     """The cache cropped to lengths (b,): histories are cropped, and other buffers unchanged."""
-    xp, given = namespace(cache.length), cache
-    cache = of(cache.length).recordable_cache(cache)
+    xp, given, cache = namespace(cache.length), cache, ordinary(cache)
     kinds = kinds_of(cache)
     refuse_distributed(cache, verb)
     if donate and wants_gradient(*cache.store.values()) and writes_in_place(cache.length):

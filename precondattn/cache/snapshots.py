@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from precondattn.arrays import Array, fresh, is_traced, writes_in_place
-from precondattn.cache.conversion import with_writable_buffers
+from precondattn.cache.conversion import ordinary, with_writable_buffers
 from precondattn.cache.crop import cropped, fixed_buffers
 from precondattn.cache.integers import Integers, entries
 from precondattn.cache.kept import without_kept
 from precondattn.cache.kinds import C, CacheLike, empty_if_donated, holding
 from precondattn.cache.windows import reach_of
-from precondattn.frameworks import of
 
 
 class Snapshot(NamedTuple):
@@ -52,7 +51,7 @@ def restore(cache: C, earlier: Snapshot, *, donate: bool) -> C:
             f"restore: the snapshot is of another cache: its arrays have the shapes {shapes[0]}, "
             f"and {shapes[1]} are needed"
         )
-    whole, cache = cache, of(cache.length).recordable_cache(without_kept(cache))
+    whole, cache = cache, ordinary(without_kept(cache))
     cache = with_writable_buffers(cache) if donate else cache
     known = None if is_traced(earlier.length) else entries(earlier.length)
     buffers = dict(cache.store)
