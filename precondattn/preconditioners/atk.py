@@ -27,6 +27,8 @@ class ATK(Preconditioner):
     PGDN, and `atk(kda)` is PKDA. The inputs `g_atk` and `beta_atk` (b, s, h) have one entry per key
     head.
 
+    Source: flash-linear-attention, fla/ops/precond_gated_delta_rule and fla/ops/precond_kda.
+
     Parameters
     ----------
     base : Mechanism
@@ -41,10 +43,6 @@ class ATK(Preconditioner):
         The constant c: channels with log(A + ε) = c are not changed.
     learned : bool
         Whether c is an input `log_atk_scale` (h) instead, with one number per key head.
-
-    Source
-    ------
-    flash-linear-attention, fla/ops/precond_gated_delta_rule and fla/ops/precond_kda.
 
     Examples
     --------

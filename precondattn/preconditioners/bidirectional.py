@@ -31,6 +31,9 @@ class Bidirectional(Preconditioner):
     The output of a token is thus one step of the recurrence from the sum of two states: of all
     tokens before it, and of all tokens after it. It is not causal and has no cache.
 
+    Source: For delta rules this is the library's own definition. For a fixed decay it is a decay by
+    distance, γ^|i−j|, which RMT (arXiv 2309.11523) has in two dimensions.
+
     Parameters
     ----------
     base : Mechanism
@@ -38,11 +41,6 @@ class Bidirectional(Preconditioner):
         delta rule with one step per token. Preconditioners go outside: `QKNorm(Bidirectional())`.
     combine : {"sum", "concat"}
         Whether → and ← − own are added, or concatenated to twice the channels of v.
-
-    Source
-    ------
-    For delta rules this is the library's own definition. For a fixed decay it is a decay by
-    distance, γ^|i−j|, which RMT (arXiv 2309.11523) has in two dimensions.
 
     Examples
     --------

@@ -34,6 +34,8 @@ class CCQ(Preconditioner):
     heads than query heads, and more query heads than key heads; the query heads of a key head share
     its statistics.
 
+    Source: CCQ (arXiv 2606.01294), Eq. 8–12, Algorithms 1 and 2, App. I.
+
     Parameters
     ----------
     base : Mechanism
@@ -50,10 +52,6 @@ class CCQ(Preconditioner):
         The temperature of "query_weighted".
     eps : float
         The ε in L2(x) = x / √(‖x‖² + ε).
-
-    Source
-    ------
-    CCQ (arXiv 2606.01294), Eq. 8–12, Algorithms 1 and 2, App. I.
 
     Examples
     --------

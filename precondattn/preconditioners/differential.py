@@ -20,6 +20,8 @@ class Differential(Preconditioner):
     `split_heads` and `pair_values` convert both published layouts to these inputs. The group norm
     that the published layer applies to the difference is not included.
 
+    Source: Differential Transformer (arXiv 2410.05258) Eq. 1; LUCID Table 1; LASER 4.4.
+
     Parameters
     ----------
     base : Mechanism
@@ -28,10 +30,6 @@ class Differential(Preconditioner):
         Whether λ, the input `lam`, is a 0-d array, (h,), or (b, t, h).
     paired : names
         The inputs that the two maps do not share. Each has a second input, such as `q2`.
-
-    Source
-    ------
-    Differential Transformer (arXiv 2410.05258) Eq. 1; LUCID Table 1; LASER 4.4.
 
     Examples
     --------

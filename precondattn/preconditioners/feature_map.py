@@ -52,16 +52,14 @@ class FeatureMap(Preconditioner):
 class Elu1(FeatureMap):
     """The feature map φ(x) = elu(x) + 1, which is positive: o = base(φ(q), φ(k), v).
 
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), Eq. 7.
+
     Parameters
     ----------
     base : Mechanism
         Any base with one score map, except the delta rule, whose keys must not be longer than 1. It
         is meant for `Linear(normalize=True)`, whose weights are then positive and sum to 1, up to
         its `eps`.
-
-    Source
-    ------
-    Katharopoulos et al. 2020 (arXiv 2006.16236), Eq. 7.
 
     Examples
     --------
@@ -95,6 +93,8 @@ class Hedgehog(FeatureMap):
     `q_bias` and `k_bias` are b. Pass the same arrays for both if the maps are tied. A base with a
     gate per key channel has 2d channels.
 
+    Source: Hedgehog (arXiv 2402.04347), Eq. 6; CCQ (arXiv 2606.01294) 4.1.
+
     Parameters
     ----------
     base : Mechanism
@@ -103,10 +103,6 @@ class Hedgehog(FeatureMap):
         The factor c. flash-linear-attention has 2.
     per : {"layer", "head"}
         Whether W (d, d) and b (d) are shared by all heads, or each head has its own, W (h, d, d).
-
-    Source
-    ------
-    Hedgehog (arXiv 2402.04347), Eq. 6; CCQ (arXiv 2606.01294) 4.1.
 
     Examples
     --------

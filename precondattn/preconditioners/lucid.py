@@ -32,6 +32,9 @@ class Lucid(Preconditioner):
     P of the matrix has |P_ij| ≤ 1, and the condition number is at most N √(N + 1), for any keys,
     including equal and zero ones.
 
+    Source: LUCID (arXiv 2602.10410), Eq. 2 and Table 5; 3.4 for beta. The metric around `path` is
+    this library's interpretation.
+
     Parameters
     ----------
     base : Mechanism
@@ -58,11 +61,6 @@ class Lucid(Preconditioner):
     metric : {"base", "dot"}
         The score function in Φ: that of the base, or the dot product. They differ only around
         `path`, whose score function transports the key to the later token.
-
-    Source
-    ------
-    LUCID (arXiv 2602.10410), Eq. 2 and Table 5; 3.4 for beta. The metric around `path` is this
-    library's interpretation.
 
     Examples
     --------

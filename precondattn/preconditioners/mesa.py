@@ -21,6 +21,8 @@ class Mesa(Preconditioner):
     MesaNet. For λ → ∞ it is the base divided by λ. Keys should have length 1; then the condition
     number of H + diag λ is at most 1 + N / min λ.
 
+    Source: MesaNet (arXiv 2506.05233).
+
     Parameters
     ----------
     base : Mechanism
@@ -31,10 +33,6 @@ class Mesa(Preconditioner):
         Whether there is an input `beta_mesa`.
     tolerance, iterations : optional
         The options of the iterative solve (`MesaQuery`).
-
-    Source
-    ------
-    MesaNet (arXiv 2506.05233).
 
     Examples
     --------

@@ -17,6 +17,8 @@ class PerDimScale(Preconditioner):
 
     p is an input `per_dim` (d).
 
+    Source: LASER (arXiv 2411.03493) 4.1.
+
     Parameters
     ----------
     base : Mechanism
@@ -24,10 +26,6 @@ class PerDimScale(Preconditioner):
     normalize : bool
         Whether softplus(p) is divided by ln 2, so that p = 0 changes nothing. LASER's paper does
         not divide.
-
-    Source
-    ------
-    LASER (arXiv 2411.03493) 4.1.
 
     Examples
     --------

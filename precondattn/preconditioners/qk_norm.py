@@ -24,6 +24,8 @@ class QKNorm(Preconditioner):
     LASER uses a layer norm, Table 5 of LUCID an RMS norm, and layers with a delta rule an L2 norm.
     LUCID outside or inside it computes Φ from the normalised keys.
 
+    Source: Dehghani et al. 2023 (arXiv 2302.05442) 2; LASER (arXiv 2411.03493) 4.1; LUCID Table 5.
+
     Parameters
     ----------
     base : Mechanism
@@ -35,10 +37,6 @@ class QKNorm(Preconditioner):
         The ε inside the square root.
     gain : bool
         Whether there are inputs `q_gain` and `k_gain` (d) that multiply the normalised rows.
-
-    Source
-    ------
-    Dehghani et al. 2023 (arXiv 2302.05442) 2; LASER (arXiv 2411.03493) 4.1; LUCID Table 5.
 
     Examples
     --------

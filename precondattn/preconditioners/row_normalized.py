@@ -15,6 +15,8 @@ from precondattn.spec.unit_rows import UnitRows
 class RowNormalized(Preconditioner):
     """Rows of length 1: y = o / max(‖o‖, ε), with o = base(q, k, v), for each row and head.
 
+    Source: Preconditioned Attention, Eq. 8–20 and Algorithm 1.
+
     Parameters
     ----------
     base : Mechanism
@@ -27,10 +29,6 @@ class RowNormalized(Preconditioner):
     axis : {"auto", "token", "channel"}
         What a row is: the output of a token, or a channel of the output over all tokens, which
         requires a base that is not causal. "auto" means the rows of the base's attention matrix.
-
-    Source
-    ------
-    Preconditioned Attention, Eq. 8–20 and Algorithm 1.
 
     Examples
     --------

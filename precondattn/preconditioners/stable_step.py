@@ -21,6 +21,8 @@ class StableStep(Preconditioner):
     and `beta` is expected in [0, ∞). For `gdn2`, φ(c) multiplies both strengths b and w, with c = Σ
     b k².
 
+    Source: Longhorn (arXiv 2407.14207); error-free linear attention (arXiv 2512.12602).
+
     Parameters
     ----------
     base : Mechanism
@@ -29,10 +31,6 @@ class StableStep(Preconditioner):
     rule : {"implicit", "exact"}
         "implicit" is the default, because β still has an effect for long keys: its gradient falls
         like 1/c², and with "exact" like e^{−c}. For small c both are the unchanged delta rule.
-
-    Source
-    ------
-    Longhorn (arXiv 2407.14207); error-free linear attention (arXiv 2512.12602).
 
     Examples
     --------

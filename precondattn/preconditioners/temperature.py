@@ -18,16 +18,14 @@ class Temperature(Preconditioner):
     A bias or a forget gate of the base is not divided by τ. LUCID outside or inside it is not
     affected, because Φ depends on keys only.
 
+    Source: LASER (arXiv 2411.03493) 4.1.
+
     Parameters
     ----------
     base : Mechanism
         Any base that does not normalise its queries, which would undo the temperature.
     per : {"layer", "head"}
         Whether `tau` is a 0-d array, or (h,) with one number per query head.
-
-    Source
-    ------
-    LASER (arXiv 2411.03493) 4.1.
 
     Examples
     --------

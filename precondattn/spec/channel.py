@@ -63,16 +63,14 @@ class Channel(BetweenChannels):
     reads key/value head ⌊i n / h⌋. Queries and keys are those of the same tokens, and values are as
     wide as keys. It is not causal and has no cache.
 
+    Source: DaViT (arXiv 2204.03645), channel group attention.
+
     Parameters
     ----------
     scale : float, optional
         The factor s of the logits.
     scale_by : {"width", "tokens"}
         Whether s is d^{-1/2} or N^{-1/2} where no `scale` is given. Masked tokens do not count.
-
-    Source
-    ------
-    DaViT (arXiv 2204.03645), channel group attention.
 
     Examples
     --------

@@ -31,6 +31,8 @@ class Comba(LinearFamily):
     The paper also corrects queries to q − D p, with a learnt D for each head. That does not depend
     on the state, and the recipe of the layer does it.
 
+    Source: Comba (arXiv 2506.02475), 3.
+
     Parameters
     ----------
     scale : float, optional
@@ -38,10 +40,6 @@ class Comba(LinearFamily):
     erases : {"undecayed", "decayed"}
         The state in which p is read: S_{t−1}, or e^{g_t} S_{t−1}. The two are equal up to a factor
         e^{g_t} of p.
-
-    Source
-    ------
-    Comba (arXiv 2506.02475), 3.
 
     Examples
     --------

@@ -117,6 +117,8 @@ class KeyStatistics(Stateful):
 class ConditionedQuery(KeyStatistics):
     """q^c = q̄ − λ Σ q̄, with Σ the running covariance of k̄; q̄ and k̄ have length 1.
 
+    Source: CCQ (arXiv 2606.01294), Eq. 8–12, Algorithms 1 and 2; App. I for the decay.
+
     Parameters
     ----------
     decay : {"none", "head", "channel", "retention"}
@@ -124,10 +126,6 @@ class ConditionedQuery(KeyStatistics):
         mean over channels of an input `g` per key head and channel, or by retention's γ.
     eps : float
         In the norm: L2(x) = x / √(‖x‖² + eps).
-
-    Source
-    ------
-    CCQ (arXiv 2606.01294), Eq. 8–12, Algorithms 1 and 2; App. I for the decay.
 
     Examples
     --------

@@ -24,14 +24,12 @@ from precondattn.spec.scaled_dims import logistic
 class ContractionGate(TokenWise):
     """λ = σ(w·q̄ + b) of shape (b, t, h), with `weight` (h, d) and `bias` (h).
 
+    Source: CCQ (arXiv 2606.01294), Eq. 9, Algorithms 1 and 2.
+
     Parameters
     ----------
     eps : float
         In the norm: q̄ = q / √(‖q‖² + eps).
-
-    Source
-    ------
-    CCQ (arXiv 2606.01294), Eq. 9, Algorithms 1 and 2.
 
     Examples
     --------

@@ -44,14 +44,12 @@ class CrossCovariance(BetweenChannels):
     reads key/value head ⌊i n / h⌋. Queries and keys are those of the same tokens, and values are as
     wide as keys. It is not causal and has no cache.
 
+    Source: XCiT (arXiv 2106.09681), Eq. 1.
+
     Parameters
     ----------
     eps : float
         ε in ‖q‖ = √(Σ_t q_t² + ε). The ε of public code, 1e-12 outside the root, is about 1e-24.
-
-    Source
-    ------
-    XCiT (arXiv 2106.09681), Eq. 1.
 
     Examples
     --------

@@ -51,16 +51,14 @@ class DeltaProduct(LinearFamily):
     `beta` should be in [0, 2]. Preconditioners that change keys refuse it, because a token has
     several.
 
+    Source: DeltaProduct (arXiv 2502.10297), Eq. 7.
+
     Parameters
     ----------
     scale : float, optional
         The scale s; d^{-1/2} by default.
     steps : int
         The number n of steps for each token.
-
-    Source
-    ------
-    DeltaProduct (arXiv 2502.10297), Eq. 7.
 
     Examples
     --------

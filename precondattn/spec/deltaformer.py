@@ -56,14 +56,12 @@ class DeltaFormer(Leaf):
     a query for every key; a masked token has neither, and its output is 0. Keys and values may have
     fewer heads than queries (n < h), but u has one head for each query head, which the cache holds.
 
+    Source: Zhong et al. 2025 (arXiv 2505.19488).
+
     Parameters
     ----------
     scale : float, optional
         The factor s of the logits; d^{-1/2} by default.
-
-    Source
-    ------
-    Zhong et al. 2025 (arXiv 2505.19488).
 
     Examples
     --------

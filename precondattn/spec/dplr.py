@@ -40,14 +40,12 @@ class DPLR(LinearFamily):
     Nothing is normalised here, and entries outside the declared ranges are not rejected. The number
     of value heads is a multiple of that of query and key heads, and each value head has a state.
 
+    Source: RWKV-7 (arXiv 2503.14456), Eq. 17.
+
     Parameters
     ----------
     scale : float, optional
         The scale s; d^{-1/2} by default. RWKV-7 has 1.
-
-    Source
-    ------
-    RWKV-7 (arXiv 2503.14456), Eq. 17.
 
     Examples
     --------

@@ -36,14 +36,12 @@ class GDN2(LinearFamily):
     s S_tᵀ q_t. Queries and keys are not normalised here; keys should have length 1. Entries outside
     the declared ranges are not rejected. Each value head has its own gates and a state.
 
+    Source: flash-linear-attention, fla/ops/gdn2/naive.py.
+
     Parameters
     ----------
     scale : float, optional
         The scale s; d^{-1/2} by default.
-
-    Source
-    ------
-    flash-linear-attention, fla/ops/gdn2/naive.py.
 
     Examples
     --------

@@ -40,14 +40,12 @@ class GSA(Stateful):
     layer's activations of q, k and v (swish, silu) are not included. Keys, values, `s` and `g` may
     have fewer heads than queries (n < h); there are m slots per key/value head.
 
+    Source: Gated slot attention (arXiv 2409.07146), Eq. 7–8.
+
     Parameters
     ----------
     scale : float, optional
         The scale s; d^{-1/2} by default. The public layer passes 1.
-
-    Source
-    ------
-    Gated slot attention (arXiv 2409.07146), Eq. 7–8.
 
     Examples
     --------

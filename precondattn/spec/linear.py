@@ -36,6 +36,8 @@ class Linear(LinearFamily):
     Keys and values may have fewer heads than queries (n < h). There is one state per key/value
     head.
 
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), Eq. 18–20.
+
     Parameters
     ----------
     scale : float, optional
@@ -47,10 +49,6 @@ class Linear(LinearFamily):
     eps : float
         The ε that is added to the sum of the scaled weights. With 0, a row of zero weights has
         output 0.
-
-    Source
-    ------
-    Katharopoulos et al. 2020 (arXiv 2006.16236), Eq. 18–20.
 
     Examples
     --------

@@ -72,6 +72,8 @@ class TriangularSystem(NamedTuple):
 class LucidSolve(Leaf):
     """y with (I + diag(β) stril(Φ)) y = diag(β) v, Φ = exp(s ⟨RN(k), RN(k)⟩ − s d).
 
+    Source: LUCID Eq. 2, 3.2–3.4; variants: Table 1, Table 5.
+
     Parameters
     ----------
     metric : Metric
@@ -89,10 +91,6 @@ class LucidSolve(Leaf):
         Whether there is an input `lucid_beta` in [0, 2]; for normalised keys only.
     detach_max : bool
         Whether the maximum of "rows" is constant for the gradient.
-
-    Source
-    ------
-    LUCID Eq. 2, 3.2–3.4; variants: Table 1, Table 5.
 
     Examples
     --------

@@ -73,6 +73,8 @@ class MesaQuery(KeyStatistics):
     Where it is not reached they raise a `NotSolvedError`, or, under JAX and while a CUDA graph
     captures Triton's kernels, the query is NaN.
 
+    Source: MesaNet (arXiv 2506.05233).
+
     Parameters
     ----------
     decay : {"none", "head", "channel", "retention"}
@@ -83,10 +85,6 @@ class MesaQuery(KeyStatistics):
         τ; by default 1e-6, and 1e-13 in float64.
     iterations : int, optional
         The largest number of iterations; by default 200, or 2 d where that is more.
-
-    Source
-    ------
-    MesaNet (arXiv 2506.05233).
 
     Examples
     --------

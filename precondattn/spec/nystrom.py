@@ -64,6 +64,8 @@ class Nystrom(WholeSequence):
     With fewer key/value heads than query heads (n < h), query head i reads key/value head
     ⌊i n / h⌋. It is not causal and has no cache.
 
+    Source: Nyströmformer (arXiv 2102.03902), Eq. 13–15 and Algorithm 1.
+
     Parameters
     ----------
     landmarks : int
@@ -80,10 +82,6 @@ class Nystrom(WholeSequence):
     skip : bool
         Whether there is an input `skip` (h, c): weights of a convolution of the values over tokens,
         which is added to the output.
-
-    Source
-    ------
-    Nyströmformer (arXiv 2102.03902), Eq. 13–15 and Algorithm 1.
 
     Examples
     --------

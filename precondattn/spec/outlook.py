@@ -56,6 +56,8 @@ class Outlook(Leaf):
     and packed sequences are honoured; each packed sequence has a grid of its own, so they need a
     grid without a fixed number of rows. It is not causal and has no cache.
 
+    Source: VOLO (arXiv 2106.13112), 3.1.
+
     Parameters
     ----------
     size : int or pair
@@ -70,10 +72,6 @@ class Outlook(Leaf):
         windows have one axis.
     scale : float, optional
         The factor s of the logits; e^{-1/2} by default.
-
-    Source
-    ------
-    VOLO (arXiv 2106.13112), 3.1.
 
     Examples
     --------

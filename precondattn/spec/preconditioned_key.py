@@ -38,6 +38,8 @@ class PreconditionedKey(Stateful):
     `g_atk` (b, s, h) is the log-decay of A, and `beta_atk` (b, s, h) in (0, 1] its weight of a key.
     Keys should have length 1.
 
+    Source: flash-linear-attention, fla/ops/precond_gated_delta_rule/naive.py.
+
     Parameters
     ----------
     bound : float
@@ -48,10 +50,6 @@ class PreconditionedKey(Stateful):
         c: the logarithm of the A whose channels are left as they are.
     learned : bool
         Whether c is an input `log_atk_scale` (h) instead, one number for each head.
-
-    Source
-    ------
-    flash-linear-attention, fla/ops/precond_gated_delta_rule/naive.py.
 
     Examples
     --------

@@ -58,16 +58,14 @@ class QueryWeightedQuery(Leaf):
 
     It takes quadratic time in the number of tokens; this definition also takes quadratic memory.
 
+    Source: CCQ (arXiv 2606.01294), App. I.
+
     Parameters
     ----------
     tau : float
         τ; 1 gives the Hessian of the log-partition function at q̄, and τ → ∞ gives CCQ.
     eps : float
         In the norm: L2(x) = x / √(‖x‖² + eps).
-
-    Source
-    ------
-    CCQ (arXiv 2606.01294), App. I.
 
     Examples
     --------

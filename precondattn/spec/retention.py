@@ -33,14 +33,12 @@ class Retention(LinearFamily):
     There is no gate input, and every query head has its own state. The state does not decay at
     padded and masked tokens.
 
+    Source: RetNet (arXiv 2307.08621), Eq. 5–7, without its rotation and norms.
+
     Parameters
     ----------
     scale : float, optional
         The scale s; d^{-1/2} by default.
-
-    Source
-    ------
-    RetNet (arXiv 2307.08621), Eq. 5–7, without its rotation and norms.
 
     Examples
     --------

@@ -46,14 +46,12 @@ class RWKV6(LinearFamily):
     Keys, values and gates may have fewer heads than queries (n < h). There is one state per
     key/value head.
 
+    Source: RWKV-6 (arXiv 2404.05892), 4.2.
+
     Parameters
     ----------
     scale : float, optional
         The scale s; d^{-1/2} by default. The published layer has 1.
-
-    Source
-    ------
-    RWKV-6 (arXiv 2404.05892), 4.2.
 
     Examples
     --------

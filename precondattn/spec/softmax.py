@@ -247,6 +247,9 @@ class Softmax(SoftmaxAttention):
     Query i of t has position i + s − t among the keys. With fewer key/value heads than query heads
     (n < h), query head i reads key/value head ⌊i n / h⌋.
 
+    Source: Vaswani et al. 2017, Eq. 1; LASER (arXiv 2411.03493) Eq. 2; ALiBi (arXiv 2108.12409) 3;
+    T5 (arXiv 1910.10683) 2.1.
+
     Parameters
     ----------
     causal : bool
@@ -279,11 +282,6 @@ class Softmax(SoftmaxAttention):
         The number of rows of `bucket_table`; without causality half are for keys after the query.
     max_distance : int
         The distance from which on all keys are in the last bucket.
-
-    Source
-    ------
-    Vaswani et al. 2017, Eq. 1; LASER (arXiv 2411.03493) Eq. 2; ALiBi (arXiv 2108.12409) 3; T5
-    (arXiv 1910.10683) 2.1.
 
     Examples
     --------

@@ -22,14 +22,12 @@ class SSD(LinearFamily):
     The number of value heads is a multiple of that of query and key heads (Mamba-2's groups). Each
     value head has a gate and a state.
 
+    Source: Mamba-2 (arXiv 2405.21060), 5–6.
+
     Parameters
     ----------
     scale : float, optional
         The scale s; 1 by default, as in Mamba-2, and d^{-1/2} with None.
-
-    Source
-    ------
-    Mamba-2 (arXiv 2405.21060), 5–6.
 
     Examples
     --------

@@ -81,14 +81,12 @@ class StableBeta(TokenWise):
     `k` (b, s, h, d) may be of any length, and `beta` (b, s, u) any number that is not negative.
     There are as many value heads as key heads, or a multiple.
 
+    Source: Longhorn (arXiv 2407.14207); error-free linear attention (arXiv 2512.12602).
+
     Parameters
     ----------
     rule : {"implicit", "exact"}
         φ = 1 / (1 + c), or (1 − e^{−c}) / c.
-
-    Source
-    ------
-    Longhorn (arXiv 2407.14207); error-free linear attention (arXiv 2512.12602).
 
     Examples
     --------
@@ -135,16 +133,14 @@ class StableChannels(TokenWise):
     `k` (b, s, h, d) may be of any length, and `b` (b, s, u, d) is not negative. `w` (b, s, u, e) is
     read where it is what is multiplied.
 
+    Source: That of `StableBeta`, for strengths of channels.
+
     Parameters
     ----------
     rule : {"implicit", "exact"}
         φ = 1 / (1 + c), or (1 − e^{−c}) / c.
     of : {"b", "w"}
         What is multiplied.
-
-    Source
-    ------
-    That of `StableBeta`, for strengths of channels.
 
     Examples
     --------

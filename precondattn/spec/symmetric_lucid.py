@@ -55,6 +55,8 @@ class SymmetricLucidSolve(Leaf):
     The second term is the rounding of the product with the matrix, below which no residual is
     known. Where it is not reached they raise a `NotSolvedError`, or, under JAX, the column is NaN.
 
+    Source: This library. The causal form is that of LUCID, Eq. 2.
+
     Parameters
     ----------
     rho : float
@@ -69,10 +71,6 @@ class SymmetricLucidSolve(Leaf):
         τ; by default 1e-6, and 1e-13 in float64.
     iterations : int
         The largest number of iterations.
-
-    Source
-    ------
-    This library. The causal form is that of LUCID, Eq. 2.
 
     Examples
     --------

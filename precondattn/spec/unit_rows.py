@@ -31,6 +31,8 @@ from precondattn.frameworks.types import Array, Arrays, ByName, Residuals
 class UnitRows(TokenWise):
     """o / max(‖o‖, eps), with a norm that is by default constant for the gradient.
 
+    Source: Preconditioned Attention, Eq. 8–11, Algorithm 1.
+
     Parameters
     ----------
     eps : float
@@ -40,10 +42,6 @@ class UnitRows(TokenWise):
         Whether the norm is constant for the gradient.
     axis : {"token", "channel"}
         Whether a row is the output of a token, or that of a channel over all tokens.
-
-    Source
-    ------
-    Preconditioned Attention, Eq. 8–11, Algorithm 1.
 
     Examples
     --------

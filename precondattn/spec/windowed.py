@@ -55,6 +55,8 @@ class Windowed(Leaf):
     `lengths`, `key_mask` and packed sequences are honoured; each packed sequence has a grid of its
     own, so they need a grid without a fixed number of rows.
 
+    Source: Swin Transformer (arXiv 2103.14030) 3.2.
+
     Parameters
     ----------
     size : int or pair
@@ -72,10 +74,6 @@ class Windowed(Leaf):
         without a grid, which is added to the scaled logits.
     read : Mean or LogMeanExp
         The read of the values. `Laser` sets it.
-
-    Source
-    ------
-    Swin Transformer (arXiv 2103.14030) 3.2.
 
     Examples
     --------
