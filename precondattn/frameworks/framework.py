@@ -76,8 +76,6 @@ class Framework:
         self.name = name
         """The library's name; None for what is not an array."""
 
-    # ------------------------------------------------------------------ properties of arrays
-
     def device_of(self, array: Array) -> str:
         """The kind of an array's device: `"cpu"`, `"cuda"`, `"tpu"` …"""
         return "cpu"
@@ -147,8 +145,6 @@ class Framework:
         """The set of `"grad"` and `"vmap"`, as far as PyTorch differentiates or maps the arrays."""
         return frozenset()
 
-    # ----------------------------------------------------------------------- memory and hosts
-
     def writes_in_place(self, array: Array, *updates: Array) -> bool:
         """Whether `array[index] = update` is allowed, with integer arrays as the index."""
         return False
@@ -196,8 +192,6 @@ class Framework:
     def on_device_of(self, like: Array, array: Array) -> Array:
         """An array of NumPy or of `like`'s library, on `like`'s device, without waiting."""
         return namespace(like).asarray(array, **self.placement(like))
-
-    # ------------------------------------------------------------------------------- functions
 
     def stop_gradient(self, array: Array) -> Array:
         """The array as a constant of automatic differentiation."""
@@ -315,8 +309,6 @@ class Framework:
         """The gradients of the arrays, from the cotangents of all results of the function."""
         raise TypeError(f"{self.name} has no automatic differentiation")
 
-    # -------------------------------------------------------------- rows with NaN and infinity
-
     def are_finite(self, array: Array, low: float | None) -> bool:
         """Whether all entries are known to be good: finite, or −∞ where `low`, the least, is −∞."""
         return bool(namespace(array).all(good_entries(array, low)))
@@ -324,8 +316,6 @@ class Framework:
     def good_along(self, array: Array, axes: tuple[int, ...], low: float | None) -> Array:
         """Whether all entries along these axes are good; they keep size 1."""
         return namespace(array).all(good_entries(array, low), axis=axes, keepdims=True)
-
-    # ------------------------------------------------------------------------------- autocast
 
     def cast_inputs(
         self, declared: FromAbove, inputs: Arrays
@@ -336,8 +326,6 @@ class Framework:
     def without_autocast(self, array: Array) -> AbstractContextManager[object]:
         """A context without autocast on the device of `array`."""
         return _NOTHING
-
-    # ----------------------------------------------------------------------------------- calls
 
     def bridge(self, planned: FromAbove, call: FromAbove) -> Callable[..., Array] | None:
         """The function that runs a call and registers its gradient; None if none is needed."""

@@ -27,8 +27,6 @@ class JAX(Framework):
     solve_triangular = staticmethod(solve_triangular)
     stop_gradient = staticmethod(lax.stop_gradient)
 
-    # ------------------------------------------------------------------- properties of arrays
-
     def device_of(self, array: Array) -> str:
         if self.is_traced(array):
             # A traced array has no device yet; jitted code runs on the default backend.
@@ -64,15 +62,11 @@ class JAX(Framework):
     def wants_gradient(self, *arrays: Array) -> bool:
         return any(map(self.is_traced, arrays))
 
-    # ----------------------------------------------------------------------- memory and hosts
-
     def fresh(self, array: Array) -> Array:
         return jnp.array(array)
 
     def host_array(self, array: Array) -> Array:
         return None if self.is_traced(array) else np.asarray(array)
-
-    # ------------------------------------------------------------------------------- functions
 
     def take_tokens(self, array: Array, tokens: Array) -> Array:
         """As in `Framework`, without communication between devices with different sequences."""
@@ -146,8 +140,6 @@ class JAX(Framework):
         good = good_entries(array, low).all()
         # Under `jax.jit`, the result for a constant is traced too.
         return not self.is_traced(good) and bool(good)
-
-    # ----------------------------------------------------------------------------------- calls
 
     def bridge(self, planned: PlannedCall, call: BoundCall) -> Callable[..., Array] | None:
         if planned.runner.differentiable:

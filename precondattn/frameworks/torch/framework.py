@@ -46,8 +46,6 @@ class PyTorch(Framework):
     without_autocast = staticmethod(autocast.off)
     vjp = staticmethod(vjp)
 
-    # ------------------------------------------------------------------ properties of tensors
-
     def device_of(self, array: Tensor) -> str:
         return str(array.device.type)
 
@@ -117,8 +115,6 @@ class PyTorch(Framework):
             transforms.add("grad")
         return frozenset(transforms)
 
-    # ----------------------------------------------------------------------- memory and hosts
-
     def writes_in_place(self, array: Tensor, *updates: Tensor) -> bool:
         if self.is_traced(array) and not self.is_captured(array):
             return False
@@ -164,8 +160,6 @@ class PyTorch(Framework):
             return tensor
         is_pinned = like.is_cuda and not self.is_traced(tensor)
         return (tensor.pin_memory() if is_pinned else tensor).to(like.device, non_blocking=True)
-
-    # ------------------------------------------------------------------------------- functions
 
     def stop_gradient(self, array: Tensor) -> Tensor:
         return array.detach()
@@ -232,8 +226,6 @@ class PyTorch(Framework):
                 zeros = zeros + array.reshape(-1)[:0].sum().to(zeros.dtype)
         return zeros
 
-    # -------------------------------------------------------------- rows with NaN and infinity
-
     def are_finite(self, array: Tensor, low: float | None) -> bool:
         if self.is_traced(array):
             return False
@@ -252,8 +244,6 @@ class PyTorch(Framework):
         if low == -INF:
             return values.amax(axes, keepdim=True) < INF
         return torch.linalg.vector_norm(values, INF, axes, keepdim=True) < INF
-
-    # ----------------------------------------------------------------------------------- calls
 
     def bridge(self, planned: PlannedCall, call: BoundCall) -> Callable[..., Tensor] | None:
         from precondattn.frameworks.torch import autograd, recorded
