@@ -8,9 +8,6 @@ import numpy as np
 from precondattn.arrays import (
     FLOATING,
     HALF,
-    Array,
-    Device,
-    DType,
     cast,
     dtype_name,
     exact_device,
@@ -20,6 +17,7 @@ from precondattn.arrays import (
 )
 from precondattn.cache.kinds import C, holding, kinds_of
 from precondattn.frameworks import of
+from precondattn.frameworks.types import Array, Device, DType
 
 
 def to(cache: C, device: Device, dtype: DType) -> C:

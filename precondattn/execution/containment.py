@@ -23,9 +23,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
     arange_like,
     cast,
     differs_from_previous,
@@ -37,6 +34,7 @@ from precondattn.arrays import (
 from precondattn.cache import Append, Cache, Replace, Rewrite, Update
 from precondattn.execution.preparation import relating_leaves
 from precondattn.frameworks.framework import good_entries
+from precondattn.frameworks.types import Array, Arrays, ByName
 from precondattn.limits import KEPT
 
 if TYPE_CHECKING:

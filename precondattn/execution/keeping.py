@@ -14,8 +14,6 @@ from collections.abc import Sequence
 
 from precondattn.algebra.call import Call, Keeping
 from precondattn.arrays import (
-    Array,
-    Arrays,
     arange_like,
     as_index,
     host_array,
@@ -27,6 +25,7 @@ from precondattn.cache import Cache
 from precondattn.cache.kept import states_in, with_kept, without_way_back
 from precondattn.execution.arguments import BoundCall
 from precondattn.execution.cache_checks import check_is_cache
+from precondattn.frameworks.types import Array, Arrays
 
 
 def can_keep(call: Call) -> bool:

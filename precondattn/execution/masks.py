@@ -18,9 +18,6 @@ import numpy as np
 
 from precondattn.algebra.declaration import Inputs, ShapeError
 from precondattn.arrays import (
-    Array,
-    ByName,
-    Shape,
     arange_like,
     cast,
     device_of,
@@ -37,6 +34,7 @@ from precondattn.arrays import (
 )
 from precondattn.cache.integers import whole_numbers
 from precondattn.execution.array_checks import check_device
+from precondattn.frameworks.types import Array, ByName, Shape
 from precondattn.given import Given
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")

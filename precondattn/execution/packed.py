@@ -19,8 +19,6 @@ import numpy as np
 from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
-    Array,
-    Arrays,
     host_array,
     is_traced,
     namespace,
@@ -34,6 +32,7 @@ from precondattn.execution.arguments import BoundCall
 from precondattn.execution.preparation import prepared_part, times
 from precondattn.frame import full_frame, runs
 from precondattn.frameworks import of
+from precondattn.frameworks.types import Array, Arrays
 from precondattn.limits import KEPT
 
 SIMILAR = 0.8

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 
 from precondattn.arrays import (
-    Array,
-    Arrays,
     arange_like,
     as_index,
     cast,
@@ -22,6 +20,7 @@ from precondattn.arrays import (
     zero_where_not,
 )
 from precondattn.frame import Frame
+from precondattn.frameworks.types import Array, Arrays
 
 
 def transpose(x: Array) -> Array:
