@@ -143,16 +143,6 @@ def is_traced_by_dynamo() -> bool:
     return compiler is not None and bool(compiler.is_dynamo_compiling())
 
 
-def traceable(function: F) -> F:
-    """A function with an `lru_cache`, which calls the function without the cache if Dynamo traces.
-
-    Dynamo traces into the function in any case, and would warn about the ignored cache.
-    """
-    if is_traced_by_dynamo():
-        function = function.__wrapped__  # type: ignore[attr-defined]
-    return function
-
-
 def arange_like(n: int, array: Array) -> Array:
     """0, 1, … n − 1 as int32, on the device of `array`."""
     xp = namespace(array)

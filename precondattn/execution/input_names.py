@@ -17,12 +17,6 @@ def declared_inputs(mechanism: Piece) -> Inputs:
     return mechanism.inputs
 
 
-@lru_cache(maxsize=KEPT)
-def extending_inputs(mechanism: Piece) -> Inputs:
-    """The declared inputs of `extend`."""
-    return mechanism.inputs.extending()
-
-
 MASKS = ("segment_ids", "cu_seqlens", "lengths", "key_mask", "prefix", "attn_mask")
 CALL_OPTIONS = (*MASKS, "backend")
 

@@ -23,7 +23,6 @@ from precondattn.execution.cache_checks import check_cacheable, check_is_cache
 from precondattn.execution.checked import CHECKS
 from precondattn.execution.input_names import (
     EXTEND_OPTIONS,
-    extending_inputs,
     inputs_by_name,
     shapes_of,
 )
@@ -52,7 +51,7 @@ class PackedExtension(Batches):
                 f"{owner}: lengths of packed sequences are those between their borders; leave "
                 f"lengths out, and let cu_seqlens end before padding"
             )
-        declared = extending_inputs(mechanism)
+        declared = mechanism.inputs.extending()
         inputs = inputs_by_name(owner, declared, call.arrays, call.named, EXTEND_OPTIONS)
         check_arrays(owner, declared, inputs)
         self.of_tokens = [name for name in inputs if is_of_tokens(declared[name])]

@@ -40,7 +40,6 @@ from precondattn.execution.input_names import (
     CALL_OPTIONS,
     EXTEND_OPTIONS,
     declared_inputs,
-    extending_inputs,
     inputs_by_name,
     shapes_of,
 )
@@ -100,7 +99,8 @@ def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
     is_full = call.verb in ("forward", "vjp")
     if not is_full:
         check_is_cache(owner, cache)
-    declared = declared_inputs(mechanism) if is_full else extending_inputs(mechanism)
+    declared = declared_inputs(mechanism)
+    declared = declared if is_full else declared.extending()
     options = CALL_OPTIONS if is_full else EXTEND_OPTIONS
     inputs = inputs_by_name(owner, declared, call.arrays, call.named, options)
     inputs, dtypes_before = of(next(iter(inputs.values()), None)).cast_inputs(declared, inputs)

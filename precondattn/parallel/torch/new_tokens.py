@@ -14,7 +14,7 @@ from precondattn.arrays import dtype_name, wants_gradient
 from precondattn.cache import KEY_MASK
 from precondattn.execution.array_checks import call_dtype, check_arrays
 from precondattn.execution.cache_checks import check_buffers, check_cache
-from precondattn.execution.input_names import EXTEND_OPTIONS, extending_inputs, inputs_by_name
+from precondattn.execution.input_names import EXTEND_OPTIONS, inputs_by_name
 from precondattn.execution.masks import ValueChecks, check_lengths, check_mask
 from precondattn.execution.pair_masks import refuse_divided
 from precondattn.parallel.torch.arguments import local_part
@@ -82,7 +82,7 @@ def bind_new(
     refuse_divided(owner, named)
     masks = ("lengths", KEY_MASK, "segment_ids", "cu_seqlens")
     arguments = {name: x for name, x in named.items() if name not in masks}
-    declared = extending_inputs(mechanism)
+    declared = mechanism.inputs.extending()
     inputs = inputs_by_name(owner, declared, arrays, arguments, EXTEND_OPTIONS)
     kinds = {isinstance(x, DTensor) for x in inputs.values()}
     inputs = {name: _whole(name, x, mesh) for name, x in inputs.items()}
