@@ -36,8 +36,8 @@ def test_the_page_is_what_the_backends_answer_and_has_every_mechanism():
     [
         (TRITON, "gla", "backward", ["gla"], None),
         (TRITON, "lucid", "forward", ["lucid_solve"], "has no kernels for softmax"),
-        (TPU, "gla", "forward", [], "not computed with a gate for each channel"),
-        (TPU, "gsa", "decode", [], "slots are not computed"),
+        (TPU, "gla", "forward", [], "not computed with gate='channel'"),
+        (TPU, "gsa", "decode", [], "rule='slots' is not computed"),
         (CUPY, "row_normalized", "decode", ["softmax", "unit_rows"], None),
         (CUPY, "windowed", "decode", [], "it is not causal"),
     ],
