@@ -6,8 +6,7 @@
                                                 `Runner`
     refuses_by_default(piece, request)          as that of `Runner`
 
-Such a class need not inherit from `Backend`. `register_backend` and the discovery of entry points
-apply the adapter; all other code calls `prepare`.
+`register_backend` and the discovery of entry points apply the adapter.
 """
 
 from __future__ import annotations

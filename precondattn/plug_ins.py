@@ -1,9 +1,7 @@
 """Plug-ins: the objects that installed packages name in an entry-point group.
 
-Each is imported once per process. No lock is held while a plug-in is imported, because its module
-may call this library, or wait for a module that another thread imports and that calls this library.
-Threads that need the plug-ins at the same time all import them; Python runs each module once, and
-the first thread that has an object adds it.
+No lock is held while a plug-in is imported, because its module may call this library, or wait for
+one that does. Threads that need plug-ins at the same time all import them, and the first adds them.
 """
 
 from __future__ import annotations
@@ -36,9 +34,8 @@ class PlugIns:
     ) -> None:
         """Import the entry points that are not known yet, and add the objects that they name.
 
-        `prepare` may run the plug-in's code. `add` runs under a lock, once for each entry point. An
-        error in either one makes the entry point broken. KeyboardInterrupt is not caught; the next
-        call continues.
+        `add` runs under a lock, once for each entry point. An error in `prepare`, which may run the
+        plug-in's code, or in `add` makes the entry point broken.
         """
         if self.complete:
             return

@@ -7,9 +7,8 @@ two calls read, has one shape. So the letters of different calls are equated axi
     out = gla(q=q_map, …)     q_map: b t h d,    g: b s n d
     q_map = hedgehog_map(q)   q_map: b t h 2*d,  q: b t h d
 
-The d of `gla` is twice the d of `hedgehog_map`, so g is `b s n 2*d` in the letters of q. Letters
-that are multiples of one another form a family. A family is named by the base's letter, or else by
-the letter of the last call that has one. Its smallest member has the factor 1.
+The d of `gla` is twice that of `hedgehog_map`, so g is `b s n 2*d` in the letters of q. Such
+letters form a family, with the name of the base's letter, or else of the last call's.
 """
 
 from __future__ import annotations

@@ -112,8 +112,7 @@ class Pattern(NamedTuple):
     def is_rows(self) -> bool:
         """Whether it has a row for each token, like queries, keys and values.
 
-        Directions of length 1, and inputs with a range, do not count as rows. Like gates, they are
-        parameters of a computation on rows.
+        Directions of length 1, and inputs with a range, are parameters of a computation on rows.
         """
         is_free = (self.row or not self.unit) and self.low is None
         return self.time_axis is not None and self.letters[-1:] in ("d", "e") and is_free

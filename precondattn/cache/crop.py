@@ -1,8 +1,7 @@
 """Cropping a cache: removing the last tokens of its sequences.
 
-Only a history of tokens can be cropped. A state, or a row that later tokens have rewritten, can not
-go back. The rows of removed tokens are set to 0, as in a cache that never had them, so that a NaN
-in one of them has no effect.
+Only a history of tokens can be cropped. The rows of removed tokens are set to 0, as in a cache that
+never had them, so that a NaN in one of them has no effect.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The filled part of a cache: the slots that at least one sequence uses.
 
-A buffer may have room for many more tokens than it has. If the lengths can be read, a step is
-computed on the slots up to the longest sequence's length. Its time then depends on that length, and
-not on the capacity.
+If the lengths can be read, the time of a step depends on the longest one, not on the capacity.
 """
 
 from __future__ import annotations

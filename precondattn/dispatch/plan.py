@@ -1,9 +1,7 @@
 """Plans: which backend runs which leaf calls of a program.
 
 All groups of leaf calls that could run as one are tried, larger groups first. For each group, the
-backends are asked in their order of preference. The reference runs every leaf that no other backend
-supports. A plan depends on shapes, dtypes and other static properties, never on the entries of
-arrays, and is cached.
+backends are asked in their order of preference. A plan never depends on the entries of arrays.
 """
 
 from __future__ import annotations

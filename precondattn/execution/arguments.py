@@ -129,8 +129,7 @@ def check_call(
 def bind_extension(call: Call, signature: Hashable | None) -> BoundCall:
     """The checked arguments of `extend`, with its masks.
 
-    `segment_ids` (b, t) are only for caches of states, and no argument of the public verbs. The
-    cached states belong to the segment of the first new token.
+    `segment_ids` (b, t) are no argument of the public verbs; cached states belong to the first.
     """
     ready = preparation.prepared_calls.get(signature) or prepared(call, signature)
     inputs, before = _inputs(call, ready)

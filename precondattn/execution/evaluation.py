@@ -38,9 +38,8 @@ BridgeOfStep = Callable[..., tuple[Array, Updates]]
 def _tolerant(function: F) -> F:
     """A function of a call, for which two floating-point errors of NumPy are none.
 
-    Weights of masked and of decayed tokens are meant to underflow to 0. OpenBLAS may report an
-    invalid operation for finite numbers (numpy issues 13173 and 24067). Overflow and division by 0
-    are reported, as the result is then not finite either.
+    Weights of masked and of decayed tokens are meant to underflow to 0, and OpenBLAS may report an
+    invalid operation for finite numbers (numpy issues 13173 and 24067).
     """
     tolerant = np.errstate(under="ignore", invalid="ignore")(function)
 

@@ -10,7 +10,7 @@ from cu_seqlens[i] to cu_seqlens[i + 1] − 1. Tokens after the last sequence ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -54,13 +54,8 @@ class ValueChecks:
             invalid = xp.logical_not(good)
             self.invalid = invalid if self.invalid is None else self.invalid | invalid
         elif not bool(xp.all(good)):
-            self.require_now((bool(good[i, ...]) for i in range(good.shape[0])), message)
-
-    def require_now(self, good: Iterable[bool], message: str) -> None:
-        """Like `require`, for Python booleans."""
-        for i, is_good in enumerate(good):
-            if not is_good:
-                raise ValueError(f"{self.owner}: {message} (sequence {i} of the batch)")
+            i = next(i for i in range(good.shape[0]) if not bool(good[i, ...]))
+            raise ValueError(f"{self.owner}: {message} (sequence {i} of the batch)")
 
 
 def check_lengths(
@@ -72,7 +67,7 @@ def check_lengths(
     within = f"lengths must lie between 0 and {letter} = {longest}"
     if isinstance(lengths, list | tuple):
         lengths = whole_numbers(f"{owner}: lengths", lengths)
-        checks.require_now([0 <= n <= longest for n in lengths], within)
+        checks.require(np.asarray([0 <= n <= longest for n in lengths], dtype=bool), within)
         lengths = xp.asarray(lengths, dtype=xp.int32, **placement(like))
     lengths = check_mask(owner, "lengths", lengths, like, (b,), INTEGERS, "(b)")
     assert lengths is not None

@@ -2,9 +2,7 @@
 
     o_j, S_j = step(S_{j−1}, tokens of part j)
 
-There is a part before the first place, one between each two places, and one after the last. If JAX
-traces the call, the parts between places are a loop, because compiling them unrolled would take
-long.
+If JAX traces the call, the parts between places are a loop: compiling many steps would take long.
 """
 
 from __future__ import annotations

@@ -97,17 +97,11 @@ class Framework:
         return None
 
     def is_traced(self, array: Array) -> bool:
-        """Whether the array's entries can not be read, as under jit, compile, vmap or grad.
-
-        While a CUDA graph captures a call they can not be read either: its replays have others.
-        """
+        """Whether entries can not be read, as under jit, vmap or grad, or in a CUDA graph."""
         return False
 
     def has_only_a_shape(self, array: Array) -> bool:
-        """Whether the array is a meta or a fake tensor, whose result is needed for its shape only.
-
-        While `make_fx` records a graph, it is not, as the graph is run with entries.
-        """
+        """Whether the array is a meta or fake tensor, not recorded by `make_fx` for real ones."""
         return False
 
     def is_captured(self, array: Array) -> bool:
@@ -254,9 +248,8 @@ class Framework:
     ) -> tuple[Array, Array]:
         """The last state, and the outputs along axis 2, of `state, output = step(state, token)`.
 
-        The loop runs over axis 2 of the inputs (b, m, t, …), from the last token to the first if
-        `reverse` is set. Outputs are always in the order of tokens. `step` must be a module-level
-        function, because JAX caches the compiled scan by its identity.
+        Inputs are (b, m, t, …), and outputs always in the order of tokens. `step` must be a
+        module-level function, because JAX caches the compiled scan by its identity.
         """
         times, outputs = range(inputs[0].shape[TIME]), []
         for t in reversed(times) if reverse else times:
@@ -274,9 +267,8 @@ class Framework:
     ) -> Array:
         """The recurrence y_t = factor_t ⊗ y_{t−1} ⊕ value_t along the last axis, from value_0.
 
-        `plus` ⊕ and `times` ⊗ are the operations of a semiring, such as + and ·, or max and +. It
-        takes log₂ s steps, each of which reaches twice as far back. Factors are combined from
-        neighbours, not computed as differences of cumulative sums.
+        `plus` ⊕ and `times` ⊗ are the operations of a semiring, such as + and ·, or max and +. Each
+        of log₂ s steps reaches twice as far back.
         """
         xp, distance = namespace(value), 1
         while distance < value.shape[-1]:

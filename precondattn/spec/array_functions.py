@@ -181,11 +181,8 @@ def log_sum_exp(x: Array, axis: int) -> Array:
 def log_softmax(x: Array, more: Array | None = None) -> tuple[Array, Array]:
     """x − λ and λ = log Σ eˣ along the last axis, which becomes an axis of size 1.
 
-    Both are −∞ where every x is −∞. `more` is one more entry of each row that λ includes.
-
-    The maximum is subtracted first. The logarithm that is subtracted next is between 0 and log n,
-    so that logits of any size give weights that sum to 1. The weights do not depend on the shift,
-    which is therefore constant for the gradient.
+    Both are −∞ where every x is −∞. `more` is one more entry of each row that λ includes. The
+    maximum is subtracted first; weights do not depend on it, so it is constant for the gradient.
     """
     xp = namespace(x)
     largest = xp.max(nonempty(x, -1), axis=-1, keepdims=True)

@@ -1,8 +1,6 @@
 """PyTorch under `torch.compile`: a call is one node of the captured graph.
 
-Dynamo does not trace into the call, and sees only strings and tensors. Afterwards the call is
-traced with fake tensors, like any other code: the checks of shapes, the plan, and the calls of the
-plan.
+Dynamo does not trace into the call. Afterwards it is traced with fake tensors, like other code.
 
 A mechanism that is constructed in compiled code is a constant of the graph. `constructed` and
 `parsed` construct it while tracing, and return a stand-in with its name.

@@ -185,7 +185,7 @@ class PyTorch(Framework):
     def cholesky(self, matrix: Tensor) -> Tensor:
         if not self.is_ordinary(matrix):
             return super().cholesky(matrix)
-        from precondattn.frameworks.torch.cholesky import cholesky
+        from precondattn.frameworks.torch.solve import cholesky
 
         return cholesky(matrix)
 

@@ -15,9 +15,7 @@ def output_dtype(
 ) -> torch.dtype:
     """The dtype of a piece's output: v's dtype, or float32 for half precision if `is_wide`.
 
-    With float32, the input of the next piece, and the cotangent of this one, are not rounded to
-    half precision. An output with a gradient is never in float16, so that its cotangent is not
-    (`cotangents.py`).
+    An output with a gradient is never in float16, so that its cotangent is not (`cotangents.py`).
     """
     dtype = values_of(inputs).dtype
     if dtype == torch.bfloat16 and is_wide:

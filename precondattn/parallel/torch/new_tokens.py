@@ -109,8 +109,9 @@ def bind_new(
         )
     counts = (t,) * b if lengths is None else tuple(lengths.tolist())
     if cache.capacity is not None:
-        checks.require_now(
-            (n + new <= cache.capacity for n, new in zip(cache.lengths, counts, strict=True)),
+        fits = [n + new <= cache.capacity for n, new in zip(cache.lengths, counts, strict=True)]
+        checks.require(
+            torch.tensor(fits, dtype=torch.bool, device="cpu"),
             f"capacity exceeded: the cache holds at most {cache.capacity} tokens, and the new "
             f"ones do not fit",
         )
