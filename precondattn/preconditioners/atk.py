@@ -96,14 +96,11 @@ class ATK(Preconditioner):
         rule = ERASING.get(replace(declared, erase="own key"))
         return None if rule is None else rule(scale=self.base.scale)  # type: ignore[attr-defined]
 
-    @cached_property
-    def _write_key(self) -> Step:
-        return step("k_written", self._key())
-
     def _key(self) -> PreconditionedKey:
         return PreconditionedKey(self.bound, self.eps, self.center, self.learned)
 
     def steps(self) -> tuple[Step, ...]:
         assert self._rule is not None  # Other bases are refused.
         erase = {} if self._rule is self.base else {"erase": "k"}
-        return (self._write_key, step("out", self._rule, k="k_written", **erase))
+        out = step("out", self._rule, k="k_written", **erase)
+        return step("k_written", self._key()), out

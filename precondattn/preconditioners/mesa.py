@@ -69,7 +69,8 @@ class Mesa(Preconditioner):
             return missed
         if not self.base.offers.causal:
             return "its regression is that of the keys so far, and the base is not causal"
-        if not any(isinstance(leaf, Stateful) and leaf.role == "base" for leaf in self._leaves):
+        leaves: tuple[object, ...] = self.base.program.leaves
+        if not any(isinstance(leaf, Stateful) and leaf.role == "base" for leaf in leaves):
             return (
                 "it solves a regression that the state of its base reads, and the base has none: "
                 "it takes the linear family and delta rules"
@@ -80,10 +81,6 @@ class Mesa(Preconditioner):
                 "gives them"
             )
         return None
-
-    @property
-    def _leaves(self) -> tuple[object, ...]:
-        return tuple(self.base.program.leaves)
 
     def query(self) -> MesaQuery:
         """The leaf that solves for the query."""

@@ -20,7 +20,7 @@ from precondattn.algebra import Inputs, Offers, Recurrence, options
 from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
-from precondattn.spec.array_functions import row_sum, softmax, swap_time_and_heads
+from precondattn.spec.array_functions import softmax, softmax_vjp, swap_time_and_heads
 from precondattn.spec.linear_family import (
     forget_other_segments,
     queries_of_rows,
@@ -115,8 +115,7 @@ class GSA(Stateful):
         of_keys, of_values, _ = self._streams(state, x, frame, form)
         d_o = queries_of_states(cotangent, x["k"].shape[2])
         d_values = form.vjp(of_values, state["values"], d_o, d_state["values"])
-        p, d_p = of_values.q, d_values.stream.q
-        d_logits = p * (d_p - row_sum(p * d_p))
+        d_logits = softmax_vjp(of_values.q, d_values.stream.q)
         d_keys = form.vjp(of_keys, state["keys"], d_logits, d_state["keys"])
         first, second = d_keys.stream, d_values.stream
         gradients = {

@@ -18,7 +18,7 @@ from typing import ClassVar
 from precondattn.algebra import Flops, Inputs, TokenWise, options
 from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
-from precondattn.spec.array_functions import row_sum, softmax, transpose
+from precondattn.spec.array_functions import softmax, softmax_vjp, transpose
 
 WEIGHT = {"layer": ("d d", "d"), "head": ("h d d", "h d")}
 """Patterns of W and b: shared by all heads, or one per head."""
@@ -67,7 +67,7 @@ class HedgehogMap(TokenWise):
         self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         xp, d = namespace(out), x["x"].shape[-1]
-        d_z = out * (cotangent - row_sum(out * cotangent))
+        d_z = softmax_vjp(out, cotangent)
         d_y = self.factor * (d_z[..., :d] - d_z[..., d:])
         if self.per == "layer":
             rows = (-1, d)

@@ -66,8 +66,7 @@ def forget_other_segments(g: Array, frame: Frame) -> Array:
 
 
 def same_segment_as_before(frame: Frame, s: int) -> Array | None:
-    """Whether each of s tokens is in the segment of the one before (b, s), as the first is; None
-    without segments."""
+    """Whether each of s tokens is in the segment of the one before (b, s); None without any."""
     segment = None if frame.k_segment is None else frame.among_keys(s).q_segment
     if segment is None:
         return None

@@ -160,7 +160,11 @@ class Transported:
     def advance(self, past: ByName, k: Array, extra: Extra, frame: Frame) -> Updates:
         xp = namespace(k)
         since_flush = self._since_flush(past, extra, frame)
-        length = frame.q_position[:, :1] + _count(frame)
+        count = frame.q_position.shape[1]
+        if frame.q_valid is not None:
+            dtype = frame.q_position.dtype
+            count = xp.sum(cast(frame.q_valid, dtype), axis=1, keepdims=True, dtype=dtype)
+        length = frame.q_position[:, :1] + count
         flushed = length - length % self.flush
         is_applied = (since_flush.tokens.position < flushed)[:, None, :, None]
         applied = since_flush._replace(
@@ -219,15 +223,6 @@ def _tokens(frame: Frame) -> tuple[TokenPositions, TokenPositions]:
         TokenPositions(frame.q_position, frame.q_segment),
         TokenPositions(frame.k_position, frame.k_segment),
     )
-
-
-def _count(frame: Frame) -> Array | int:
-    """The number of valid new tokens (b, 1)."""
-    if frame.q_valid is None:
-        return frame.q_position.shape[1]
-    xp = namespace(frame.q_valid)
-    dtype = frame.q_position.dtype
-    return xp.sum(cast(frame.q_valid, dtype), axis=1, keepdims=True, dtype=dtype)
 
 
 def metric_option(default: Metric) -> options.OptionValue:
