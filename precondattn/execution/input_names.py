@@ -21,6 +21,7 @@ MASKS = ("segment_ids", "cu_seqlens", "lengths", "key_mask", "prefix", "attn_mas
 CALL_OPTIONS = (*MASKS, "backend")
 
 EXTEND_OPTIONS = (*MASKS, "donate", "keep", "states_every", "backend")
+EXTEND_VJP_OPTIONS = ("segment_ids", "cu_seqlens", "lengths", "key_mask", "backend")
 INIT_OPTIONS = ("capacity", "key_mask", "states", "sequences")
 
 

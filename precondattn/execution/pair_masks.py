@@ -47,11 +47,6 @@ def check_takes_masks(mechanism: Piece, masks: frozenset[str]) -> None:
                     raise ValueError(f"{mechanism} takes no {name}: {reason}")
 
 
-def has_no(name: str) -> str:
-    """The reason why `extend` takes no mask of pairs if the cache is a state."""
-    return f"a state sums up all tokens, and has no {name}"
-
-
 def refuse_divided(owner: str, named: Mapping[str, Given]) -> None:
     """Raise a TypeError for a mask of pairs in a call that is divided between devices."""
     for name in PAIR_MASKS:

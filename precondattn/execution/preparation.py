@@ -39,6 +39,7 @@ from precondattn.execution.cache_checks import (
 from precondattn.execution.input_names import (
     CALL_OPTIONS,
     EXTEND_OPTIONS,
+    EXTEND_VJP_OPTIONS,
     declared_inputs,
     inputs_by_name,
     shapes_of,
@@ -102,6 +103,7 @@ def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
     declared = declared_inputs(mechanism)
     declared = declared if is_full else declared.extending()
     options = CALL_OPTIONS if is_full else EXTEND_OPTIONS
+    options = EXTEND_VJP_OPTIONS if call.verb == "extend_vjp" else options
     inputs = inputs_by_name(owner, declared, call.arrays, call.named, options)
     inputs, dtypes_before = of(next(iter(inputs.values()), None)).cast_inputs(declared, inputs)
     if not is_full:

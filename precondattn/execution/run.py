@@ -23,7 +23,7 @@ from precondattn.execution.checked import CHECKS
 from precondattn.execution.containment import contained, contained_after
 from precondattn.execution.keeping import can_keep, needs_lengths
 from precondattn.execution.masks import zero_padding
-from precondattn.execution.pair_masks import ATTN_MASK, PAIR_MASKS, PREFIX, has_no
+from precondattn.execution.pair_masks import ATTN_MASK, PAIR_MASKS, PREFIX
 from precondattn.execution.signature import signature_of
 from precondattn.execution.unchanged import guarded
 
@@ -159,17 +159,6 @@ def extend_packed(call: Call) -> tuple[Array, Cache]:
 def extend_vjp(call: Call) -> tuple[Array, Cache, ExtendPullback]:
     """The output for new tokens, the extended cache of states, and the pullback."""
     mechanism = call.mechanism
-    _refuse_pair_masks(call)
-    if "donate" in call.named:
-        raise TypeError(
-            f"{mechanism}: extend_vjp does not donate: the pullback needs the old cache"
-        )
-    for name in ("keep", "states_every"):
-        if name in call.named:
-            raise TypeError(
-                f"{mechanism}: extend_vjp has no {name}; where the library has automatic "
-                f"differentiation, differentiate extend(..., {name}=...)"
-            )
     check_has_states(mechanism)
     signature = signature_of(call)
     if signature is None and _is_distributed(call):
@@ -198,7 +187,6 @@ def extend_vjp(call: Call) -> tuple[Array, Cache, ExtendPullback]:
 
 def extend_vjp_packed(call: Call) -> tuple[Array, Cache, ExtendPullback]:
     """The output for packed new tokens, the extended cache of states, and the pullback."""
-    _refuse_pair_masks(call)
     out, extended, pull = packed_extension.extend_vjp(call, extend_vjp)
     return out, extended, _checked_pullback(call.mechanism, out, extended, pull)
 
@@ -278,10 +266,3 @@ def _is_distributed(call: Call) -> bool:
     cache = call.cache
     buffers = (cache.length, *cache.store.values()) if isinstance(cache, Cache) else ()
     return is_distributed(call.arrays, call.named, *buffers, *call.masks.values())
-
-
-def _refuse_pair_masks(call: Call) -> None:
-    """Raise a TypeError for a mask of pairs in `extend_vjp`, whose cache is a state."""
-    for name in PAIR_MASKS:
-        if name in call.named:
-            raise TypeError(f"{call.mechanism}: {has_no(name)}")
