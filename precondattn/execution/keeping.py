@@ -100,7 +100,7 @@ class Places:
 
     def rows_before(self, array: Array, count: int) -> Array:
         """The `count` rows before each place, (b, n, count, …), from x (b, count + t, …)."""
-        rows = [Tokens(column, count, array.shape[1]).of(array) for column in self.columns]
+        rows = [rows_from(array, column, count) for column in self.columns]
         return stacked(rows) if rows else array[:, None, :count, ...][:, :0, ...]
 
     def kept_in(self, cache: Cache, states: Arrays) -> Cache:
@@ -113,15 +113,9 @@ def stacked(states: Sequence[Array]) -> Array:
     return namespace(states[0]).stack(states, axis=1)
 
 
-class Tokens:
-    """Up to `width` tokens of each sequence, from column `start` on."""
-
-    def __init__(self, start: Array, width: int, t: int) -> None:
-        self.start, self.width, self.t = start, width, t
-
-    def of(self, array: Array) -> Array:
-        """The rows of an array (b, t, …) for these tokens."""
-        if isinstance(self.start, int):
-            return array[:, self.start : self.start + self.width, ...]
-        tokens = self.start[:, None] + arange_like(self.width, self.start)[None, :]
-        return take_tokens(array, as_index(namespace(tokens).clip(tokens, max=self.t - 1)))
+def rows_from(array: Array, start: Array, width: int) -> Array:
+    """Up to `width` rows of each sequence of an array (b, t, …), from `start` (b,) or an int on."""
+    if isinstance(start, int):
+        return array[:, start : start + width, ...]
+    tokens = start[:, None] + arange_like(width, start)[None, :]
+    return take_tokens(array, as_index(namespace(tokens).clip(tokens, max=array.shape[1] - 1)))
