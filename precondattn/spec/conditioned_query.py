@@ -50,7 +50,7 @@ from precondattn.spec.linear_family import (
     rows_of_states,
 )
 from precondattn.spec.recurrence import RECURRENT, Form, Stream
-from precondattn.spec.retention import log_retention
+from precondattn.spec.retention import retention_decay
 from precondattn.spec.stateful import Stateful
 
 GATE = {"head": "b s h in (-inf, 0]", "channel": "b s n m in (-inf, 0]"}
@@ -96,10 +96,7 @@ class KeyStatistics(Stateful):
         elif self.decay == "channel":
             g = xp.mean(swap_time_and_heads(x["g"]), axis=-1, keepdims=True)
         else:
-            heads = x["q"].shape[2]
-            shape = (k.shape[0], heads, k.shape[2], 1)
-            each = log_retention(heads, k)[None, :, None, None]
-            g = where_valid(xp.broadcast_to(each, shape), frame)
+            return forget_other_segments(retention_decay(x, frame), frame)
         return forget_other_segments(g[..., None], frame)
 
     def _gate_gradient(self, x: ByName, d_decay: Array) -> Arrays:

@@ -18,7 +18,6 @@ from typing import ClassVar
 from precondattn.algebra import Flops, Inputs, Offers, Recurrence, options
 from precondattn.algebra.flops import state_flops, state_heads
 from precondattn.arrays import Arrays, ByName
-from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import repeat_heads, sum_heads, swap_time_and_heads
 from precondattn.spec.linear_family import (
@@ -101,10 +100,6 @@ class DeltaProduct(LinearFamily):
     @property
     def offers(self) -> Offers:
         return super().offers._replace(several_keys=True)
-
-    def slots(self) -> tuple[Slot, ...]:
-        history = "delta_product.state({k}, {v}, {g}, {beta})"
-        return (Slot("state", history, "b u d e", wide=True, symbol="S"),)
 
     def flops(self, sizes: Mapping[str, int]) -> Flops:
         each = state_flops(self.steps * sizes["s"], sizes["d"], sizes["e"], is_delta=True)

@@ -118,6 +118,9 @@ class LinearFamily(Stateful):
             declared["g"] = f"b s {r.heads} {GATES[r.gate]}"
         if r.strength == "scalar":
             declared["beta"] = f"b s {r.heads} in [0, {1 if has_own_key else 2}]"
+        if r.strength == "channel":
+            declared["b"] = f"b s {r.heads} d in [0, {1 if has_own_key else 2}]"
+            declared["w"] = f"b s {r.heads} e in [0, 1]"
         if has_own_key:
             declared[self.erase_name] = f"b s {keys} d unit row"
         return Inputs(**declared)
