@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra import Mechanism, Offers, Preconditioner, Step, options, step
-from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
+from precondattn.preconditioners.query_side import refuses_keys
 from precondattn.spec.delta import GatedDelta
 from precondattn.spec.stable_strength import StableBeta, StableChannels
 
@@ -62,8 +62,7 @@ class StableStep(Preconditioner):
         return self.base.offers._replace(unit_keys=False)
 
     def refuses(self) -> str | None:
-        missed = misses_second_map(self.name, self.base) or has_several_keys(self.name, self.base)
-        if missed is not None:
+        if (missed := refuses_keys(self.name, self.base)) is not None:
             return missed
         if not self.base.offers.unit_keys:
             return (
