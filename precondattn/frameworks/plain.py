@@ -12,7 +12,7 @@ from precondattn.frameworks.framework import INF, Framework, namespace, repeats_
 from precondattn.frameworks.types import Array, Device, Tree
 
 
-class Plain(Framework):
+class InPlace(Framework):
     """A library whose arrays are written to in place."""
 
     def writes_in_place(self, array: Array, *updates: Array) -> bool:
@@ -38,7 +38,7 @@ class Plain(Framework):
         return namespace(array).maximum.accumulate(array, axis=axis)
 
 
-class NumPy(Plain):
+class NumPy(InPlace):
     """NumPy, whose arrays are read at once, and may be read-only."""
 
     reads_at_once = True
@@ -72,7 +72,7 @@ class NumPy(Plain):
         return array
 
 
-class CuPy(Plain):
+class CuPy(InPlace):
     """CuPy, on a CUDA device."""
 
     def device_of(self, array: Array) -> str:
