@@ -12,7 +12,7 @@ from precondattn.frameworks.framework import INF, Framework, namespace, repeats_
 from precondattn.frameworks.types import Array, Device, Tree
 
 
-class InPlace(Framework):
+class WritableArrays(Framework):
     """A library whose arrays are written to in place."""
 
     def writes_in_place(self, array: Array, *updates: Array) -> bool:
@@ -38,7 +38,7 @@ class InPlace(Framework):
         return namespace(array).maximum.accumulate(array, axis=axis)
 
 
-class NumPy(InPlace):
+class NumPy(WritableArrays):
     """NumPy, whose arrays are read at once, and may be read-only."""
 
     reads_at_once = True
@@ -72,7 +72,7 @@ class NumPy(InPlace):
         return array
 
 
-class CuPy(InPlace):
+class CuPy(WritableArrays):
     """CuPy, on a CUDA device."""
 
     def device_of(self, array: Array) -> str:

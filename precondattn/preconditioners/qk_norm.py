@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra import Mechanism, Offers, Preconditioner, Step, options, step, with_base
+from precondattn.preconditioners.query_side import refuses_keys
 from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.layer_norm import LayerNorm
 from precondattn.spec.norm import RowNorm
