@@ -11,12 +11,10 @@ rule on n s steps, where the gate is that of the first step, and the queries rea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra import Flops, Inputs, Offers, Recurrence, options
-from precondattn.algebra.flops import state_flops, state_heads
+from precondattn.algebra import Recurrence, options
 from precondattn.arrays import Arrays, ByName
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import repeat_heads, sum_heads, swap_time_and_heads
@@ -86,28 +84,6 @@ class DeltaProduct(LinearFamily):
     @property
     def declares(self) -> Recurrence:
         return Recurrence("delta", gate="head", strength="scalar", steps=self.steps, heads="u")
-
-    @property
-    def inputs(self) -> Inputs:
-        return Inputs(
-            q="b t h d",
-            k=f"b s {self.steps} h d unit row",
-            v=f"b s {self.steps} u e",
-            g="b s u in (-inf, 0]",
-            beta=f"b s {self.steps} u in [0, 2]",
-        )
-
-    @property
-    def offers(self) -> Offers:
-        return super().offers._replace(several_keys=True)
-
-    def flops(self, sizes: Mapping[str, int]) -> Flops:
-        each = state_flops(self.steps * sizes["s"], sizes["d"], sizes["e"], is_delta=True)
-        each = each._replace(decode=self.steps * each.decode)
-        return each.times(state_heads(sizes))
-
-    def state_heads(self, x: ByName) -> int:
-        return int(x["v"].shape[3])
 
     def stream(self, x: ByName, frame: Frame) -> Stream:
         n, m = self.steps, self.state_heads(x)

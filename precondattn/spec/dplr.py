@@ -10,11 +10,10 @@ writes 0 with b, and the second adds v with k.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra import Flops, Inputs, Recurrence
+from precondattn.algebra import Inputs, Recurrence
 from precondattn.arrays import Arrays, ByName, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -75,10 +74,6 @@ class DPLR(LinearFamily):
         b="b s h d unit row",
         g="b s u d in (-inf, 0]",
     )
-
-    def flops(self, sizes: Mapping[str, int]) -> Flops | None:
-        one_step = super().flops(sizes)
-        return None if one_step is None else one_step.times(STEPS)
 
     def stream(self, x: ByName, frame: Frame) -> Stream:
         xp = namespace(x["k"])

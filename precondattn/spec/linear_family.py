@@ -110,14 +110,15 @@ class LinearFamily(Stateful):
         keys = "h" if r.heads == "u" else "n"
         values = "u" if r.heads == "u" else "n"
         unit = " unit row" if r.rule == "delta" else ""
-        has_own_key = r.erase != "written key"
-        declared = {"q": "b t h d", "k": f"b s {keys} d{unit}", "v": f"b s {values} e"}
+        has_own_key, step = r.erase != "written key", "" if r.steps is None else f"{r.steps} "
+        declared = {"k": f"b s {step}{keys} d{unit}", "v": f"b s {step}{values} e"}
+        declared = {"q": "b t h d", **declared}
         if r.keys == "of the gate":
             del declared["k"]
         if r.gate in GATES:
             declared["g"] = f"b s {r.heads} {GATES[r.gate]}"
         if r.strength == "scalar":
-            declared["beta"] = f"b s {r.heads} in [0, {1 if has_own_key else 2}]"
+            declared["beta"] = f"b s {step}{r.heads} in [0, {1 if has_own_key else 2}]"
         if r.strength == "channel":
             declared["b"] = f"b s {r.heads} d in [0, {1 if has_own_key else 2}]"
             declared["w"] = f"b s {r.heads} e in [0, 1]"
@@ -131,8 +132,10 @@ class LinearFamily(Stateful):
 
     @property
     def offers(self) -> Offers:
-        decay = DECAYS.get(self.declares.gate or "")
-        return Offers(scale=self.scale, decay=decay, unit_keys=self.declares.rule == "delta")
+        r = self.declares
+        decay, several_keys = DECAYS.get(r.gate or ""), r.steps is not None
+        unit_keys = r.rule == "delta"
+        return Offers(scale=self.scale, decay=decay, unit_keys=unit_keys, several_keys=several_keys)
 
     def slots(self) -> tuple[Slot, ...]:
         written = ", ".join(f"{{{name}}}" for name in self.inputs if name != "q")
@@ -140,14 +143,14 @@ class LinearFamily(Stateful):
         return (Slot("state", history, f"b {self.declares.heads} d e", wide=True, symbol="S"),)
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
-        """The FLOPs of one d × e state for each head that reads one."""
+        """The FLOPs of the steps of one d × e state for each head that reads one."""
         is_delta = not self.declares.is_diagonal
         each = state_flops(sizes["s"], sizes["d"], sizes["e"], is_delta=is_delta)
-        return each.times(state_heads(sizes))
+        return each.times(state_heads(sizes) * self.steps_per_token)
 
     def state_heads(self, x: ByName) -> int:
         """The number of heads with a state."""
-        return int(x["q" if self.declares.heads == "h" else "v"].shape[2])
+        return int(x["q" if self.declares.heads == "h" else "v"].shape[-2])
 
     def log_decay(self, x: ByName, frame: Frame) -> Array:
         """The log-decay (b, m, s, 1 or d, 1)."""

@@ -69,7 +69,7 @@ class RWKV6(LinearFamily):
 
     @property
     def inputs(self) -> Inputs:
-        return Inputs(**{name: axes.text for name, axes in super().inputs.items()}, u="h d")
+        return Inputs(**super().inputs, u="h d")
 
     def slots(self) -> tuple[Slot, ...]:
         return (Slot("state", "rwkv6.state({k}, {v}, {g})", "b n d e", wide=True, symbol="S"),)
