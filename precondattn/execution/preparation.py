@@ -102,7 +102,7 @@ def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
         check_is_cache(owner, cache)
     declared = declared_inputs(mechanism)
     declared = declared if is_full else declared.extending()
-    options = CALL_OPTIONS if is_full else EXTEND_OPTIONS
+    options: tuple[str, ...] = CALL_OPTIONS if is_full else EXTEND_OPTIONS
     options = EXTEND_VJP_OPTIONS if call.verb == "extend_vjp" else options
     inputs = inputs_by_name(owner, declared, call.arrays, call.named, options)
     inputs, dtypes_before = of(next(iter(inputs.values()), None)).cast_inputs(declared, inputs)

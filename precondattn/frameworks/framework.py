@@ -239,12 +239,7 @@ class Framework:
         return xp.moveaxis(array, 0, axis)
 
     def scan(
-        self,
-        step: Callable[[Array, Token], tuple[Array, Array]],
-        state: Array,
-        inputs: Token,
-        *,
-        reverse: bool = False,
+        self, step: Step, state: Array, inputs: Token, *, reverse: bool = False
     ) -> tuple[Array, Array]:
         """The last state, and the outputs along axis 2, of `state, output = step(state, token)`.
 
@@ -257,14 +252,7 @@ class Framework:
             outputs.append(output)
         return state, namespace(state).stack(outputs[::-1] if reverse else outputs, axis=TIME)
 
-    def linear_scan(
-        self,
-        factor: Array,
-        value: Array,
-        *,
-        times: Callable[[Array, Array], Array],
-        plus: Callable[[Array, Array], Array],
-    ) -> Array:
+    def linear_scan(self, factor: Array, value: Array, *, times: Step, plus: Step) -> Array:
         """The recurrence y_t = factor_t ⊗ y_{t−1} ⊕ value_t along the last axis, from value_0.
 
         `plus` ⊕ and `times` ⊗ are the operations of a semiring, such as + and ·, or max and +. Each
@@ -293,10 +281,7 @@ class Framework:
         return function
 
     def vjp(
-        self,
-        function: Callable[..., tuple[Array, ...]],
-        arrays: Sequence[Array],
-        cotangents: Sequence[Array],
+        self, function: Step, arrays: Sequence[Array], cotangents: Sequence[Array]
     ) -> tuple[Array, ...]:
         """The gradients of the arrays, from the cotangents of all results of the function."""
         raise TypeError(f"{self.name} has no automatic differentiation")

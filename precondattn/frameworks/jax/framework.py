@@ -120,10 +120,7 @@ class JAX(Framework):
         return compiled
 
     def vjp(
-        self,
-        function: Callable[..., tuple[Array, ...]],
-        arrays: Sequence[Array],
-        cotangents: Sequence[Array],
+        self, function: Step, arrays: Sequence[Array], cotangents: Sequence[Array]
     ) -> tuple[Array, ...]:
         results, pullback = jax.vjp(function, *arrays)
         each = zip(cotangents, results, strict=True)
