@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from threading import RLock
 from typing import NamedTuple
 
 from precondattn.backend import CONVENTIONS, Backend
 from precondattn.dispatch.reference import Reference
-from precondattn.limits import KEPT
 from precondattn.method_backend import DECLARED, MethodBackend, Methods
 from precondattn.plug_ins import PlugIns
 
@@ -170,22 +168,9 @@ def allowed_backends(backend: str | tuple[str, ...] | None) -> tuple[str, ...] |
     """The names that a call is restricted to by its `backend=` or by `use_backend`, or None."""
     if backend is None:
         return chosen_names.get()
-    if type(backend) is str or type(backend) is tuple:
-        try:
-            return _checked_names(backend, changes)
-        except TypeError:
-            pass  # An entry has no hash, or is no name: the check below says so.
     names = (backend,) if isinstance(backend, str) else backend
     _check_names(names)
     return tuple(names)
-
-
-@lru_cache(maxsize=KEPT)
-def _checked_names(backend: str | tuple[str, ...], changes: int) -> tuple[str, ...]:
-    """The names in a call's `backend=`, checked once for each set of backends."""
-    names = (backend,) if isinstance(backend, str) else backend
-    _check_names(names)
-    return names
 
 
 def _check_names(names: tuple[str, ...]) -> None:

@@ -41,8 +41,7 @@ LONGEST = 1 + 2.0**-7
 
 def examine(mechanism: Piece, call: BoundCall, *, is_full: bool) -> None:
     """Raise a ValueError for the first value that is not finite or out of its range."""
-    checks = CHECKS.get()
-    if is_full and checks is not None and checks.layout:
+    if is_full and CHECKS.get():
         sizes, (_, tokens) = call.sizes, times(call.sizes)
         heads = max((sizes[letter] for letter in HEADS if letter in sizes), default=0)
         if 1 < tokens < heads:
