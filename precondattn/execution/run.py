@@ -34,13 +34,9 @@ def forward(call: Call) -> Array:
     if signature is None and _is_distributed(call):
         return frameworks.distributed.forward(call)
     mechanism, bound = call.mechanism, bind(call, signature)
-    if CHECKS.get() is not None:
-        _check_values(mechanism, bound, is_full=True)
+    _check(call, bound, bound)
     if bound.prepared.examined:
         bound = contained(mechanism, bound)
-    check_division = bound.prepared.framework.check_division
-    if check_division is not None:
-        check_division(mechanism, bound)
     divided = None if bound.segments is None else packed.divided(mechanism, bound)
     return _evaluated(bound) if divided is None else packed.forward(divided, _evaluated)
 
@@ -59,11 +55,8 @@ def vjp(call: Call) -> tuple[Array, Callable[[Array], Arrays]]:
         return of_parts
     call, check_unchanged = guarded(call)
     bound = bind(call, signature)
-    if CHECKS.get() is not None:
-        _check_values(mechanism, bound, is_full=True)
+    _check(call, bound)
     framework = bound.prepared.framework
-    if framework.check_division is not None:
-        framework.check_division(mechanism)
     bound = contained(mechanism, bound)
     divided = packed.divided(mechanism, bound)
     with framework.without_autocast(next(iter(bound.inputs.values()))):
@@ -125,11 +118,8 @@ def extend(call: Call) -> tuple[Array, Cache]:
         b, t = (bound.sizes[letter] for letter in "bt")
         call = call._replace(masks={**masks, "lengths": [t] * b})
         bound = bind_extension(call, signature_of(call))
-    if CHECKS.get() is not None:
-        _check_values(mechanism, bound, is_full=False)
+    _check(call, bound)
     ready = bound.prepared
-    if ready.framework.check_division is not None:
-        ready.framework.check_division(mechanism)
     if ready.examined or bound.frame.k_segment is not None:
         bound, cache = contained_after(mechanism, bound, cache)
     if donate and ready.request.library == "torch" and ready.request.differentiated:
@@ -166,11 +156,8 @@ def extend_vjp(call: Call) -> tuple[Array, Cache, ExtendPullback]:
         return of_parts
     call, check_unchanged = guarded(call)
     bound = bind_extension(call, signature)
-    if CHECKS.get() is not None:
-        _check_values(mechanism, bound, is_full=False)
+    _check(call, bound)
     framework = bound.prepared.framework
-    if framework.check_division is not None:
-        framework.check_division(mechanism)
     bound, cache = contained_after(mechanism, bound, call.cache)
     with framework.without_autocast(cache.length):
         out, extended, pull = evaluation.extend_vjp(bound, cache)
@@ -255,11 +242,15 @@ def explain(call: Call) -> Explanation:
     return Explanation(str(mechanism), program, ready.request, plan, discover(), batches)
 
 
-def _check_values(mechanism: Piece, bound: BoundCall, *, is_full: bool) -> None:
-    """Check the values of the inputs."""
-    from precondattn.execution.examined_values import examine
+def _check(call: Call, bound: BoundCall, *divided: BoundCall) -> None:
+    """Check values, and the devices: those of PyTorch's `context_parallel` serve `divided` only."""
+    if CHECKS.get() is not None:
+        from precondattn.execution.examined_values import examine
 
-    examine(mechanism, bound, is_full=is_full)
+        examine(call.mechanism, bound, is_full=call.cache is None)
+    check_division = bound.prepared.framework.check_division
+    if check_division is not None:
+        check_division(call.mechanism, *divided)
 
 
 def _is_distributed(call: Call) -> bool:
