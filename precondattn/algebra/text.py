@@ -90,7 +90,14 @@ class _Reader:
         name = self.word(_MECHANISM, "the name of a mechanism")
         cls = registry.find(name)
         if cls is None:
-            self.fail_at_unknown(name)
+            names, elsewhere = sorted(registry.nameable()), mechanism_elsewhere(name)
+            unknown = f"{self.shown}: unknown mechanism {_quoted(name)}"
+            if elsewhere is not None:
+                raise ValueError(f"{unknown}; here it is {elsewhere!r}")
+            broken = registry.broken.items()
+            errors = "".join(f"\n  {entry} could not be imported: {e}" for entry, e in broken)
+            hint = nearest(in_our_spelling(name), names)
+            raise ValueError(f"{unknown}{hint}; known are {', '.join(names)}{errors}")
         arguments = self.options(cls)
         if self.accept("("):
             if _default_base(cls) is None:
@@ -99,18 +106,6 @@ class _Reader:
             if not self.accept(")"):
                 self.fail("')'")
         return cls(**arguments)
-
-    def fail_at_unknown(self, name: str) -> NoReturn:
-        """Raise the error of an unknown name, with the name that this library uses."""
-        names = sorted(registry.nameable())
-        unknown = f"{self.shown}: unknown mechanism {_quoted(name)}"
-        elsewhere = mechanism_elsewhere(name)
-        if elsewhere is not None:
-            raise ValueError(f"{unknown}; here it is {elsewhere!r}")
-        broken = registry.broken.items()
-        errors = "".join(f"\n  {entry} could not be imported: {e}" for entry, e in broken)
-        hint = nearest(in_our_spelling(name), names)
-        raise ValueError(f"{unknown}{hint}; known are {', '.join(names)}{errors}")
 
     def options(self, cls: type[Registered]) -> dict[str, OptionValue]:
         fields, options = fields_of(cls), dict[str, OptionValue]()

@@ -5,12 +5,10 @@ If the lengths can be read, the time of a step depends on the longest one, not o
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from precondattn.arrays import Arrays, ByName, namespace
 from precondattn.frame import Frame
-from precondattn.limits import KEPT
 
 if TYPE_CHECKING:
     from precondattn.algebra.leaf_protocol import LeafProtocol
@@ -20,7 +18,7 @@ def held_part(
     leaf: LeafProtocol, past: ByName, frame: Frame, *, room: int = 0
 ) -> tuple[Arrays, Frame]:
     """A leaf's buffers up to the longest sequence's length plus `room`, and their frame."""
-    names = _of_tokens(leaf)
+    names = [slot.name for slot in leaf.slots() if "c" in slot.pattern.split()]
     if frame.is_traced or not names:
         return dict(past), frame
     capacity = past[names[0]].shape[1]
@@ -36,9 +34,3 @@ def longest_held(frame: Frame) -> int:
     if frame.longest is not None:
         return frame.longest
     return int(namespace(frame.q_position).max(frame.q_position[:, 0]))
-
-
-@lru_cache(maxsize=KEPT)
-def _of_tokens(leaf: LeafProtocol) -> tuple[str, ...]:
-    """The leaf's names for the buffers that have a row for each token."""
-    return tuple(slot.name for slot in leaf.slots() if "c" in slot.pattern.split())

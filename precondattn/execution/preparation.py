@@ -50,7 +50,6 @@ from precondattn.frame import FULL, Layout
 from precondattn.frameworks import of
 from precondattn.frameworks.framework import Framework
 from precondattn.frameworks.types import Array, Arrays, DType, Shape
-from precondattn.given import Given
 from precondattn.limits import KEPT, KEPT_SIGNATURES
 
 
@@ -121,7 +120,14 @@ def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
     others = [mask for mask in given_masks.values() if library_of(mask) == library]
     if is_full:
         sizes = _sizes(mechanism, declared, shapes)
-        _check_times(mechanism, sizes, call.masks)
+        t, s = times(sizes)
+        if t != s and not mechanism.offers.causal:
+            for name in ("lengths", "segment_ids", "cu_seqlens"):
+                if call.masks[name] is not None:
+                    raise ValueError(
+                        f"{mechanism}: {name} of a non-causal call needs as many queries as keys; "
+                        f"found t = {t} and s = {s}; use key_mask"
+                    )
         program = mechanism.program
         for leaf_call, axes in zip(program.calls, program.axes, strict=True):
             own = {x: axis.size(sizes) for x, axis in axes.items() if axis.letter in sizes}
@@ -240,18 +246,6 @@ def _sizes(
         hint = advice(declared, shapes, known or {}, causal=mechanism.offers.causal)
         raise ShapeError(f"{error}{hint}") from None
     return sizes
-
-
-def _check_times(mechanism: Piece, sizes: Sizes, masks: Mapping[str, Given]) -> None:
-    """Raise an error unless the numbers of queries and keys fit the masks."""
-    t, s = times(sizes)
-    if t != s and not mechanism.offers.causal:
-        for name in ("lengths", "segment_ids", "cu_seqlens"):
-            if masks[name] is not None:
-                raise ValueError(
-                    f"{mechanism}: {name} of a non-causal call needs as many queries as keys; "
-                    f"found t = {t} and s = {s}; use key_mask"
-                )
 
 
 def _request(

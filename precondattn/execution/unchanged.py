@@ -17,7 +17,11 @@ from precondattn.frameworks import of
 
 def guarded(call: Call) -> tuple[Call, Callable[[], None]]:
     """The call, and a function that raises an error if an argument has changed since."""
-    arguments = _arguments(call)
+    arguments = {**dict(zip(call.mechanism.inputs, call.arrays, strict=False)), **call.named}
+    arguments |= call.masks
+    if isinstance(call.cache, Cache):
+        buffers = {"length": call.cache.length, **call.cache.store}
+        arguments |= {f"the cache's {name!r}": buffer for name, buffer in buffers.items()}
     if any(of(array).is_of_inference(array) for array in arguments.values()):
         call = _with_copies(call)
     counts = {name: of(array).counted_writes(array) for name, array in arguments.items()}
@@ -55,13 +59,3 @@ def _with_copies(call: Call) -> Call:
         cache = cache._replace(length=kept(cache.length), store=all_kept(cache.store))
     arrays = tuple(map(kept, call.arrays))
     return call._replace(arrays=arrays, named=named, masks=masks, cache=cache)
-
-
-def _arguments(call: Call) -> Arrays:
-    """The arguments, by the names that messages have for them."""
-    arguments = {**dict(zip(call.mechanism.inputs, call.arrays, strict=False)), **call.named}
-    arguments |= call.masks
-    if isinstance(call.cache, Cache):
-        buffers = {"length": call.cache.length, **call.cache.store}
-        arguments |= {f"the cache's {name!r}": buffer for name, buffer in buffers.items()}
-    return arguments
