@@ -36,7 +36,6 @@ from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.input_names import shapes_of
 from precondattn.frameworks.torch.autocast import off
 from precondattn.frameworks.torch.frames import frame_of
-from precondattn.frameworks.torch.outputs import output_dtype, unaliased
 from precondattn.limits import KEPT
 
 Tensors = list[Tensor]
@@ -94,6 +93,31 @@ def _operator(function: Callable[..., Tree]) -> Tree:
 
     name = f"precondattn::{function.__name__}"
     return torch.library.custom_op(name, without_autocast, mutates_args=())
+
+
+def output_dtype(
+    inputs: dict[str, Tensor], *, is_wide: bool, has_gradient: bool = False
+) -> torch.dtype:
+    """The dtype of a piece's output: v's dtype, or float32 for half precision if `is_wide`.
+
+    An output with a gradient is never in float16, so that its cotangent is not (`cotangents.py`).
+    """
+    dtype = values_of(inputs).dtype
+    if dtype == torch.bfloat16 and is_wide:
+        return torch.float32
+    return torch.float32 if dtype == torch.float16 and (is_wide or has_gradient) else dtype
+
+
+def unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """The outputs; one that shares memory with an input or another output is copied."""
+    used = {t.untyped_storage().data_ptr() for t in inputs if t is not None}
+    unaliased = []
+    for output in outputs:
+        if output.untyped_storage().data_ptr() in used:
+            output = output.clone()
+        used.add(output.untyped_storage().data_ptr())
+        unaliased.append(output.contiguous())
+    return unaliased
 
 
 @_operator

@@ -19,7 +19,7 @@ from precondattn.frameworks.torch import autograd, derivatives
 from precondattn.frameworks.torch.autocast import off
 from precondattn.frameworks.torch.legacy_vmap import is_mapped
 from precondattn.frameworks.torch.modes import only_computes
-from precondattn.frameworks.torch.outputs import output_dtype, unaliased
+from precondattn.frameworks.torch.operators import output_dtype, unaliased
 
 Names = tuple[str, ...]
 
