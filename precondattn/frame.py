@@ -232,7 +232,7 @@ class Frame:
     @property
     def computed(self) -> Frame:
         """The frame with all of its arrays computed; sizes may be symbolic."""
-        return self._with(self.layout.without_symbols)
+        return self.changed(self.layout.without_symbols)
 
     @property
     def sources(self) -> tuple[Array | None, ...]:
@@ -264,7 +264,7 @@ class Frame:
             return Frame.of(layout, self._like, masks)
         k_valid = None if self.k_valid is None else kept(self.k_valid)
         changes = {"k_position": kept(self.k_position), "k_valid": k_valid, "pairs": pairs}
-        return self._with(layout, **changes)
+        return self.changed(layout, **changes)
 
     def of_held(self) -> Frame:
         """The frame of a full call on the cached and the new tokens of an extension."""
@@ -283,13 +283,9 @@ class Frame:
         """The frame with other arrays for the names in `changes`."""
         if all(getattr(self, name) is array for name, array in changes.items()):
             return self
-        return self._with(UNKNOWN, **changes)
+        return self.changed(UNKNOWN, **changes)
 
-    def with_valid_keys(self, k_valid: Array) -> Frame:
-        """The frame with another `k_valid`, from a `key_mask` that masks as many keys."""
-        return self._with(self.layout, k_valid=k_valid)
-
-    def _with(self, layout: Layout, **changes: Array | None) -> Frame:
+    def changed(self, layout: Layout, **changes: Array | None) -> Frame:
         named: Arrays = dict(zip(ARRAYS, self.arrays, strict=True)) | changes
         return Frame(**named, layout=layout)
 
