@@ -132,9 +132,8 @@ def _plan(
     program = mechanism.program
     if is_empty([shape for _, shape in request.shapes]):
         every = frozenset(range(len(program.calls)))
-        piece, arguments, names = _piece(program, every)
-        runner = EMPTY.prepare(piece, request)
-        call = _planned(program, every, piece, arguments, names, EMPTY, runner)
+        runner = EMPTY.prepare(_piece(program, every)[0], request)
+        call = _planned(program, every, EMPTY, runner)
         return CallPlan((call._replace(owned=call.buffers),), program.out, ()), None
     shapes = _value_shapes(program, request, capacity)
     if allowed is None:
@@ -142,13 +141,13 @@ def _plan(
     else:
         backends = [discovered.named(name) for name in allowed]
     considered: list[Considered] = []
-    claimed: dict[frozenset[int], tuple[Piece, Names, Names, Backend, Runner, bool]] = {}
+    claimed: dict[frozenset[int], PlannedCall] = {}
     taken: frozenset[int] = frozenset()
     for calls in _groups(program):
         is_searched = len(program.calls) <= LARGEST_SEARCH  # Consecutive calls have an order.
         if calls & taken or (is_searched and _in_order(program, [*claimed, calls]) is None):
             continue
-        piece, arguments, names = _piece(program, calls)
+        piece, arguments, _ = _piece(program, calls)
         of_piece = tuple([(name, shapes[value]) for name, value in arguments.items()])
         piece_request = dataclasses.replace(request, shapes=of_piece)
         for backend in backends:
@@ -161,7 +160,10 @@ def _plan(
                 support = Support.yes(differentiable=answer.differentiable)
                 is_step_of_jax = request.verb == "extend" and request.library == "jax"
                 has_gradient = is_step_of_jax and _has_step_backward(backend, piece, piece_request)
-                claimed[calls] = piece, arguments, names, backend, answer, has_gradient
+                planned = _planned(program, calls, backend, answer)
+                claimed[calls] = planned._replace(
+                    has_gradient_of_step=has_gradient, is_symbolic=request.is_symbolic
+                )
                 taken |= calls
             considered.append(Considered(calls, backend.name, support))
             if support.ok:
@@ -173,20 +175,18 @@ def _plan(
         raise error
     order = _in_order(program, list(claimed))
     assert order is not None  # Each group was accepted only with an order.
-    planned = [_planned(program, calls, *claimed[calls]) for calls in order]
-    if request.is_symbolic:
-        planned = [call._replace(is_symbolic=True) for call in planned]
+    ordered = [claimed[calls] for calls in order]
     inputs = [name for name, _ in request.shapes]
     whole = tuple(zip(inputs, inputs, strict=True))
     updated, shares_buffers = set[str](), False
-    for i, call in enumerate(planned):
+    for i, call in enumerate(ordered):
         owned = call.buffers
         if not updated.isdisjoint(dict(call.buffers).values()):
             owned = tuple((name, key) for name, key in call.buffers if key not in updated)
             shares_buffers = True
-        planned[i] = call._replace(is_whole=call.arguments == whole, owned=owned)
+        ordered[i] = call._replace(is_whole=call.arguments == whole, owned=owned)
         updated.update(dict(owned).values())
-    plan = CallPlan(tuple(planned), program.out, tuple(considered), shares_buffers)
+    plan = CallPlan(tuple(ordered), program.out, tuple(considered), shares_buffers)
     return plan, _passed_over(mechanism, request, plan, backends)
 
 
@@ -286,15 +286,9 @@ def _piece(program: Program, calls: frozenset[int]) -> tuple[Piece, Names, Names
 
 
 def _planned(
-    program: Program,
-    calls: frozenset[int],
-    piece: Piece,
-    arguments: Names,
-    names: Names,
-    backend: Backend,
-    runner: Runner,
-    has_gradient_of_step: bool = False,
+    program: Program, calls: frozenset[int], backend: Backend, runner: Runner
 ) -> PlannedCall:
+    piece, arguments, names = _piece(program, calls)
     (out,) = _results(program, calls)
     outs = {call.out for call in program.calls}
     computed = tuple(name for name, value in arguments.items() if value in outs)
@@ -311,7 +305,6 @@ def _planned(
         tuple(buffers.items()),
         backend,
         runner,
-        has_gradient_of_step=has_gradient_of_step,
         is_reversed=not program.reversed_values.isdisjoint(arguments.values()),
         narrowed=() if backend.wide_values else computed,
     )
