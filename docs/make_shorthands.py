@@ -31,9 +31,11 @@ from precondattn.arrays import Array
 
 def stub() -> str:
     """The stub, as the formatter leaves it."""
-    names = (name for name in sorted(pa.__all__) if registry.known(name))
+    names = [name for name in sorted(pa.__all__) if registry.known(name)]
+    listed = "".join(f'    "{name}",\n' for name in names)
     made = (_function(name, getattr(pa, name)) for name in names)
-    return HEAD + "\n\n".join("\n".join(lines) for lines in made) + "\n"
+    functions = "\n\n".join("\n".join(lines) for lines in made)
+    return f"{HEAD}__all__ = [\n{listed}]\n\n{functions}\n"
 
 
 def _function(name: str, function: object) -> Iterator[str]:

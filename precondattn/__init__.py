@@ -7,22 +7,22 @@
 """
 
 from precondattn import diagnostics
-from precondattn.algebra import options
-from precondattn.algebra.declaration import Inputs, ShapeError
-from precondattn.algebra.flops import Flops
-from precondattn.algebra.group import group_of
-from precondattn.algebra.mechanism import (
+from precondattn.algebra import (
+    Flops,
+    Inputs,
     Leaf,
     Mechanism,
+    Offers,
     Preconditioner,
+    Recurrence,
+    ShapeError,
     Step,
     TokenWise,
-    mechanisms,
-    parse,
+    options,
     step,
 )
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra.group import group_of
+from precondattn.algebra.mechanism import mechanisms, parse
 from precondattn.algebra.registry import unregister as unregister_mechanism
 from precondattn.arrays import namespace
 from precondattn.backend import (
@@ -48,22 +48,19 @@ from precondattn.frameworks.ordinary import ordinary_operators
 from precondattn.interop.head_pairs import pair_values, split_heads
 from precondattn.interop.mamba2 import mamba2, mamba2_inputs
 from precondattn.parallel.partial_attention import merge, with_lse, with_lse_vjp
-from precondattn.preconditioners import (
-    ATK,
-    CCQ,
-    Bidirectional,
-    Differential,
-    Elu1,
-    Hedgehog,
-    Laser,
-    Lucid,
-    Mesa,
-    PerDimScale,
-    QKNorm,
-    RowNormalized,
-    StableStep,
-    Temperature,
-)
+from precondattn.preconditioners.atk import ATK
+from precondattn.preconditioners.bidirectional import Bidirectional
+from precondattn.preconditioners.ccq import CCQ
+from precondattn.preconditioners.differential import Differential
+from precondattn.preconditioners.feature_map import Elu1, Hedgehog
+from precondattn.preconditioners.laser import Laser
+from precondattn.preconditioners.lucid import Lucid
+from precondattn.preconditioners.mesa import Mesa
+from precondattn.preconditioners.per_dim_scale import PerDimScale
+from precondattn.preconditioners.qk_norm import QKNorm
+from precondattn.preconditioners.row_normalized import RowNormalized
+from precondattn.preconditioners.stable_step import StableStep
+from precondattn.preconditioners.temperature import Temperature
 from precondattn.spec import array_functions
 from precondattn.spec.both_directions import BothDirections
 from precondattn.spec.channel import Channel
@@ -116,46 +113,8 @@ from precondattn.spec.windowed import Windowed
 
 # The shorthands are made from the classes that are imported above.
 # isort: split
-from precondattn.shorthands import (
-    atk,
-    bidirectional,
-    ccq,
-    channel,
-    comba,
-    contraction_gate,
-    cross_covariance,
-    delta,
-    delta_product,
-    deltaformer,
-    differential,
-    dplr,
-    elu1,
-    gated_delta,
-    gdn2,
-    gla,
-    gsa,
-    hedgehog,
-    hgrn2,
-    kda,
-    laser,
-    linear,
-    lucid,
-    mesa,
-    mlstm,
-    nystrom,
-    outlook,
-    path,
-    per_dim_scale,
-    qk_norm,
-    retention,
-    row_normalized,
-    rwkv6,
-    softmax,
-    ssd,
-    stable_step,
-    temperature,
-    windowed,
-)
+from precondattn import shorthands
+from precondattn.shorthands import *  # noqa: F403
 from precondattn.version import __version__ as __version__
 
 
@@ -268,63 +227,26 @@ __all__ = [
     "alignment",
     "alignment_gap",
     "array_functions",
-    "atk",
-    "bidirectional",
-    "ccq",
-    "channel",
     "checked",
-    "comba",
-    "contraction_gate",
-    "cross_covariance",
-    "delta",
-    "delta_product",
-    "deltaformer",
     "diagnostics",
-    "differential",
-    "dplr",
-    "elu1",
-    "gated_delta",
-    "gdn2",
-    "gla",
     "group_of",
-    "gsa",
-    "hedgehog",
-    "hgrn2",
-    "kda",
-    "laser",
-    "linear",
-    "lucid",
     "mamba2",
     "mamba2_inputs",
     "mechanisms",
     "merge",
-    "mesa",
-    "mlstm",
     "namespace",
-    "nystrom",
     "options",
     "ordinary_operators",
-    "outlook",
     "pair_values",
     "parse",
-    "path",
-    "per_dim_scale",
-    "qk_norm",
     "register_backend",
-    "retention",
-    "row_normalized",
-    "rwkv6",
     "shorthand",
-    "softmax",
     "split_heads",
-    "ssd",
-    "stable_step",
     "step",
-    "temperature",
     "unregister_backend",
     "unregister_mechanism",
     "use_backend",
-    "windowed",
     "with_lse",
     "with_lse_vjp",
 ]
+__all__ += shorthands.__all__

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from precondattn.frameworks import of
@@ -33,7 +33,6 @@ HALF = frozenset({"float16", "bfloat16"})
 FLOATING = HALF | {"float32", "float64"}
 
 DIFFERENTIATING = frozenset({"torch", "jax"})
-"""The libraries that have automatic differentiation."""
 
 _names: dict[DType, str] = {}
 _wide: set[tuple[type, DType]] = set()
@@ -67,7 +66,7 @@ def upcast(array: Array) -> Array:
     return array
 
 
-def upcast_all(arrays: Mapping[str, Array]) -> dict[str, Array]:
+def upcast_all(arrays: ByName) -> dict[str, Array]:
     """The arrays, with those in half precision converted to float32."""
     wide = {}
     for name, array in arrays.items():
@@ -126,7 +125,7 @@ def vjp(function: Step, arrays: Sequence[Array], cotangents: Sequence[Array]) ->
     return of(arrays[0]).vjp(function, arrays, cotangents)
 
 
-def is_distributed(arrays: Iterable[Array], named: Mapping[str, Array], *others: object) -> bool:
+def is_distributed(arrays: Iterable[Array], named: ByName, *others: object) -> bool:
     """Whether one of the arguments is a DTensor."""
     return any(of(each).is_distributed for each in (*arrays, *named.values(), *others))
 
@@ -142,16 +141,6 @@ def is_traced_by_dynamo() -> bool:
     """Whether `torch.compile` is tracing this line instead of running it."""
     compiler = getattr(sys.modules.get("torch"), "compiler", None)
     return compiler is not None and bool(compiler.is_dynamo_compiling())
-
-
-def traceable(function: F) -> F:
-    """A function with an `lru_cache`, which calls the function without the cache if Dynamo traces.
-
-    Dynamo traces into the function in any case, and would warn about the ignored cache.
-    """
-    if is_traced_by_dynamo():
-        function = function.__wrapped__  # type: ignore[attr-defined]
-    return function
 
 
 def arange_like(n: int, array: Array) -> Array:

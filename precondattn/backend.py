@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from precondattn.arrays import Array, dtype_name
+from precondattn.arrays import Array, ByName, dtype_name
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 
@@ -170,7 +170,7 @@ class Runner:
         """
         return None
 
-    def forward(self, inputs: Mapping[str, Array], frame: Frame, /) -> tuple[Array, Residuals]:
+    def forward(self, inputs: ByName, frame: Frame, /) -> tuple[Array, Residuals]:
         """The output, and the residuals that `backward` needs besides inputs and output.
 
         The output has the shape of `piece.program.output`, such as (b, t, h, e). The residuals are
@@ -178,9 +178,7 @@ class Runner:
         """
         raise missing_method(self, "forward")
 
-    def forward_with_residuals(
-        self, inputs: Mapping[str, Array], frame: Frame, /
-    ) -> tuple[Array, Residuals]:
+    def forward_with_residuals(self, inputs: ByName, frame: Frame, /) -> tuple[Array, Residuals]:
         """`forward` with the residuals that `residual_shapes` declares.
 
         Define it if `forward` returns no residuals for calls whose gradient it leaves to the
@@ -189,13 +187,7 @@ class Runner:
         return self.forward(inputs, frame)
 
     def backward(
-        self,
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
-        /,
+        self, inputs: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array, /
     ) -> Arrays:
         """The gradient of every input, by name and in its shape.
 
@@ -212,9 +204,7 @@ class Runner:
         """
         return None
 
-    def step(
-        self, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame, /
-    ) -> tuple[Array, Updates]:
+    def step(self, past: ByName, inputs: ByName, frame: Frame, /) -> tuple[Array, Updates]:
         """The output for t new tokens, and the update of every buffer in `past`.
 
         The keys of `past` and of the updates are the names of `piece.program.slots`. A buffer of
@@ -224,13 +214,7 @@ class Runner:
         raise missing_method(self, "step")
 
     def step_backward(
-        self,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
-        /,
+        self, past: ByName, inputs: ByName, frame: Frame, cotangent: Array, d_buffers: ByName, /
     ) -> tuple[Arrays, Arrays]:
         """The gradients of the inputs and of `past`, each by name.
 

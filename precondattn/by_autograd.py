@@ -5,9 +5,7 @@ No graph of the call was recorded there, so `forward` or `step` is computed agai
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from precondattn.arrays import DIFFERENTIATING, Array, Arrays, Residuals, library_of, vjp
+from precondattn.arrays import DIFFERENTIATING, Array, Arrays, ByName, Residuals, library_of, vjp
 from precondattn.backend import Runner, missing_method
 from precondattn.frame import Frame
 
@@ -22,28 +20,22 @@ class DifferentiableRunner(Runner):
     by_autograd = frozenset({"backward", "step_backward"})
 
     def backward(
-        self,
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, inputs: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
+        if library_of(cotangent) not in DIFFERENTIATING:
+            raise missing_method(self, "backward")
+
         def output(*arrays: Array) -> tuple[Array, ...]:
             return (self.forward(dict(zip(inputs, arrays, strict=True)), frame)[0],)
 
-        _check_library(self, "backward", cotangent)
         gradients = vjp(output, list(inputs.values()), [cotangent])
         return dict(zip(inputs, gradients, strict=True))
 
     def step_backward(
-        self,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
+        self, past: ByName, inputs: ByName, frame: Frame, cotangent: Array, d_buffers: ByName
     ) -> tuple[Arrays, Arrays]:
+        if library_of(cotangent) not in DIFFERENTIATING:
+            raise missing_method(self, "step_backward")
         count = len(past)
 
         def output_and_states(*arrays: Array) -> tuple[Array, ...]:
@@ -53,14 +45,7 @@ class DifferentiableRunner(Runner):
             replaced: Arrays = dict(updates)
             return out, *(replaced[name].value for name in past)
 
-        _check_library(self, "step_backward", cotangent)
         cotangents = [cotangent, *(d_buffers[name] for name in past)]
         gradients = vjp(output_and_states, [*past.values(), *inputs.values()], cotangents)
         d_past, d_inputs = gradients[:count], gradients[count:]
         return dict(zip(inputs, d_inputs, strict=True)), dict(zip(past, d_past, strict=True))
-
-
-def _check_library(runner: Runner, method: str, array: Array) -> None:
-    """Raise an error unless the array's library has automatic differentiation."""
-    if library_of(array) not in DIFFERENTIATING:
-        raise missing_method(runner, method)

@@ -10,13 +10,13 @@ number of tokens that their sequence has in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from precondattn.arrays import Array, Arrays, arange_like, is_traced, namespace
+from precondattn.arrays import Array, Arrays, ByName, arange_like, is_traced, namespace
 
 FULL, EXTENSION = "full", "extension"
 
@@ -38,9 +38,7 @@ class Layout(NamedTuple):
     """The masks of the call, of `lengths`, `key_mask`, `past_mask` (the key mask of cached tokens),
     `segment_ids`, `prefix` and `attn_mask`."""
     held: int | None = None
-    """`Frame.held`."""
     longest: int | None = None
-    """`Frame.longest`."""
 
     @property
     def is_unmasked(self) -> bool:
@@ -103,7 +101,7 @@ class Frame:
 
     _is_lazy = False
     """Whether the frame was made by `of`; its arrays are then computed from `_masks`."""
-    _masks: Mapping[str, Array]
+    _masks: ByName
 
     def __init__(
         self,
@@ -125,11 +123,10 @@ class Frame:
         self._like = q_position
 
     @classmethod
-    def of(cls, layout: Layout, like: Array, masks: Mapping[str, Array] | None = None) -> Frame:
-        """The frame of an extension, or of a full call without masks.
+    def of(cls, layout: Layout, like: Array, masks: ByName | None = None) -> Frame:
+        """The frame of a layout, whose arrays are computed from its masks when they are first read.
 
-        Its arrays are computed when they are first read. Many algorithms never read them, and
-        computing them would take a large part of the time of a small call.
+        Many algorithms never read them, and computing them takes much of the time of a small call.
 
         Parameters
         ----------
@@ -145,7 +142,11 @@ class Frame:
         if "lengths" not in masks:
             frame.q_valid = None
         if layout.kind == FULL:
-            frame.k_valid = None
+            if frame.k_segment is not None:
+                t, s = frame._sizes
+                frame.q_segment = frame.k_segment[:, s - t :]
+            if "lengths" not in masks:
+                frame.k_valid = masks.get("key_mask")
         return frame
 
     @property
@@ -157,10 +158,7 @@ class Frame:
 
     @cached_property
     def q_position(self) -> Array:
-        """The positions of the queries (b or 1, t), integers.
-
-        In `extend` they begin at the number of cached tokens, and in a full call at s − t.
-        """
+        """The positions of the queries (b or 1, t), integers."""
         (t, s), like = self._sizes, self._like
         if self.layout.kind == EXTENSION:
             return arange_like(t, like)[None, :] + like[:, None]
@@ -168,10 +166,7 @@ class Frame:
 
     @cached_property
     def k_position(self) -> Array:
-        """The positions of the keys (b or 1, s), integers from 0.
-
-        In `extend` the keys are the slots of the cache, filled or not, and the new tokens.
-        """
+        """The positions of the keys (b or 1, s), integers from 0."""
         position = arange_like(self._sizes[1], self._like)[None, :]
         if self.layout.kind == FULL:
             return position
@@ -182,15 +177,19 @@ class Frame:
     def q_valid(self) -> Array | None:
         """Which queries are not padding (b, t), boolean; None if none is padding."""
         lengths = self._masks["lengths"]
+        if self.layout.kind == FULL:
+            return self.q_position < lengths[:, None]
         return arange_like(self._sizes[0], lengths)[None, :] < lengths[:, None]
 
     @cached_property
     def k_valid(self) -> Array | None:
-        """Which keys may be read (b, s), boolean; None if all may be.
-
-        False for padding, for keys that `key_mask` masks, and in `extend` for empty slots.
-        """
-        return self._valid_after(self._sizes[1])
+        """Which keys may be read (b, s), boolean; None if all may be."""
+        t, s = self._sizes
+        if self.layout.kind == EXTENSION:
+            return self._valid_after(s)
+        lengths, key_mask = self._masks["lengths"], self._masks.get("key_mask")
+        within = self.q_valid if t == s else self.k_position < lengths[:, None]
+        return within if key_mask is None else within & key_mask
 
     def _valid_after(self, slots: int) -> Array:
         """Which of the first `slots` slots and the new tokens (b, slots + t) may be read."""
@@ -233,7 +232,7 @@ class Frame:
     @property
     def computed(self) -> Frame:
         """The frame with all of its arrays computed; sizes may be symbolic."""
-        return self._with(self.layout.without_symbols)
+        return self.changed(self.layout.without_symbols)
 
     @property
     def sources(self) -> tuple[Array | None, ...]:
@@ -265,13 +264,10 @@ class Frame:
             return Frame.of(layout, self._like, masks)
         k_valid = None if self.k_valid is None else kept(self.k_valid)
         changes = {"k_position": kept(self.k_position), "k_valid": k_valid, "pairs": pairs}
-        return self._with(layout, **changes)
+        return self.changed(layout, **changes)
 
     def of_held(self) -> Frame:
-        """The frame of a full call on the cached and the new tokens of an extension.
-
-        `held` must not be None, so that all caches have `held` tokens.
-        """
+        """The frame of a full call on the cached and the new tokens of an extension."""
         assert self.held is not None
         t = self._sizes[0]
         return Frame.of(Layout(FULL, t, self.held + t), self._like)
@@ -287,13 +283,9 @@ class Frame:
         """The frame with other arrays for the names in `changes`."""
         if all(getattr(self, name) is array for name, array in changes.items()):
             return self
-        return self._with(UNKNOWN, **changes)
+        return self.changed(UNKNOWN, **changes)
 
-    def with_valid_keys(self, k_valid: Array) -> Frame:
-        """The frame with another `k_valid`, from a `key_mask` that masks as many keys."""
-        return self._with(self.layout, k_valid=k_valid)
-
-    def _with(self, layout: Layout, **changes: Array | None) -> Frame:
+    def changed(self, layout: Layout, **changes: Array | None) -> Frame:
         named: Arrays = dict(zip(ARRAYS, self.arrays, strict=True)) | changes
         return Frame(**named, layout=layout)
 
@@ -325,16 +317,13 @@ class Frame:
         return mask if self.pairs is None else mask & self.pairs
 
     def among_keys(self, count: int) -> Frame:
-        """The frame of a call whose queries are the last `count` keys.
-
-        Preconditioners that relate keys to keys use it.
-        """
+        """The frame of a call whose queries are the last `count` keys."""
         layout = self.layout
         # A key that `key_mask` masks is still a query.
         is_same = layout.kind == FULL and "key_mask" not in layout.masks
         if layout.t == count and (is_same or self.held is not None):
             return self
-        if self._is_lazy and layout.kind == FULL:
+        if self._is_lazy and layout.kind == FULL and not layout.masks:
             return Frame.of(layout._replace(t=count), self._like)
 
         def last(array: Array | None) -> Array | None:
@@ -350,7 +339,6 @@ class Frame:
 TOKEN_ARRAYS = ("q_position", "k_position", "q_valid", "k_valid", "q_segment", "k_segment")
 ARRAYS = (*TOKEN_ARRAYS, "q_prefix", "pairs")
 OF_TOKENS = len(TOKEN_ARRAYS)
-"""The number of a frame's arrays without `q_prefix` and `pairs`."""
 
 
 def rebuilt(layout: Layout, sources: Sequence[Array | None], like: Array) -> Frame:
@@ -375,39 +363,15 @@ def has_lengths_only(frame: Frame) -> bool:
     return bool(namespace(k_valid).all(q_valid == k_valid))
 
 
-def full_frame(
-    t: int,
-    s: int,
-    like: Array,
-    *,
-    lengths: Array | None = None,
-    key_mask: Array | None = None,
-    segment_ids: Array | None = None,
-    prefix: Array | None = None,
-    attn_mask: Array | None = None,
-) -> Frame:
+def full_frame(t: int, s: int, like: Array, **masks: Array | None) -> Frame:
     """The frame of a full call of t queries and s keys.
 
-    `lengths` is (b,); `key_mask` and `segment_ids` are (b, s); `prefix` is the frame's `q_prefix`,
-    and `attn_mask` its `pairs`.
+    The masks are `lengths` (b,), `key_mask` and `segment_ids` (b, s), and `prefix` and `attn_mask`,
+    which are the frame's `q_prefix` and `pairs`.
     """
-    masks = {"lengths": lengths, "key_mask": key_mask, "segment_ids": segment_ids}
-    masks |= {"prefix": prefix, "attn_mask": attn_mask}
-    given_masks = frozenset(name for name, mask in masks.items() if mask is not None)
-    if not given_masks:
-        frame = Frame.of(Layout(FULL, t, s), like)
-        return frame if isinstance(t, int) and isinstance(s, int) else frame.computed
-    k_position = arange_like(s, like)[None, :]
-    q_position = arange_like(t, like)[None, :] + (s - t)
-    q_valid, k_valid = None, key_mask
-    if lengths is not None:
-        within = k_position < lengths[:, None]
-        q_valid = within if t == s else q_position < lengths[:, None]
-        k_valid = within if key_mask is None else within & key_mask
-    q_segment = None if segment_ids is None else segment_ids[:, s - t :]
-    layout = Layout(FULL, t, s, given_masks).without_symbols
-    of_tokens = q_position, k_position, q_valid, k_valid, q_segment, segment_ids
-    return Frame(*of_tokens, prefix, attn_mask, layout=layout)
+    given_masks = {name: mask for name, mask in masks.items() if mask is not None}
+    frame = Frame.of(Layout(FULL, t, s, frozenset(given_masks)), like, given_masks)
+    return frame if isinstance(t, int) and isinstance(s, int) else frame.computed
 
 
 def held_by_all(lengths: list[int], t: int, capacity: int) -> int | None:

@@ -6,10 +6,8 @@ import operator
 from typing import Any
 
 Given = Any
-"""An argument: an array, a list, a number, or something invalid."""
 
 Arguments = dict[str, Any]
-"""Arguments by name."""
 
 
 def whole_number(value: Given) -> int | None:

@@ -8,4 +8,3 @@ Json = Any
 """Any value of JSON."""
 
 JsonObject = dict[str, Json]
-"""An object of JSON, by its keys."""

@@ -6,8 +6,7 @@
                                                 `Runner`
     refuses_by_default(piece, request)          as that of `Runner`
 
-Such a class need not inherit from `Backend`. `register_backend` and the discovery of entry points
-apply the adapter; all other code calls `prepare`.
+`register_backend` and the discovery of entry points apply the adapter.
 """
 
 from __future__ import annotations
@@ -25,16 +24,7 @@ if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
 
 Methods = Any
-"""An object with these methods."""
-METHODS = (
-    "forward",
-    "forward_with_residuals",
-    "backward",
-    "residuals_from_lse",
-    "step",
-    "step_backward",
-    "residual_shapes",
-)
+METHODS = (*(n for n in vars(Runner) if n[0] != "_" and callable(getattr(Runner, n))),)
 
 
 class MethodRunner(Runner):
@@ -96,7 +86,6 @@ def _declared(name: str) -> property:
 
 
 DECLARED = tuple(name for name in Backend.__annotations__ if name != "name")
-"""The names of the data that a backend declares."""
 
 for _name in DECLARED:
     setattr(MethodBackend, _name, _declared(_name))

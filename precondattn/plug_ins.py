@@ -1,9 +1,7 @@
 """Plug-ins: the objects that installed packages name in an entry-point group.
 
-Each is imported once per process. No lock is held while a plug-in is imported, because its module
-may call this library, or wait for a module that another thread imports and that calls this library.
-Threads that need the plug-ins at the same time all import them; Python runs each module once, and
-the first thread that has an object adds it.
+No lock is held while a plug-in is imported, because its module may call this library, or wait for
+one that does. Threads that need plug-ins at the same time all import them, and the first adds them.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from threading import Lock
 from typing import Any
 
 PlugIn = Any
-"""The object that an entry point names, such as a class or a module."""
 
 
 class PlugIns:
@@ -37,9 +34,8 @@ class PlugIns:
     ) -> None:
         """Import the entry points that are not known yet, and add the objects that they name.
 
-        `prepare` may run the plug-in's code. `add` runs under a lock, once for each entry point. An
-        error in either one makes the entry point broken. KeyboardInterrupt is not caught; the next
-        call continues.
+        `add` runs under a lock, once for each entry point. An error in `prepare`, which may run the
+        plug-in's code, or in `add` makes the entry point broken.
         """
         if self.complete:
             return
@@ -57,26 +53,17 @@ class PlugIns:
                     continue  # This call comes from inside its import; a later call adds it.
                 error = raised
             with self._lock:
-                self._add(key, prepared, error, add)
+                if key in self._known:
+                    continue
+                try:
+                    if error is None:
+                        add(prepared)
+                except ValueError as refused:
+                    error = refused
+                if error is not None:
+                    self.broken[key[0]] = f"{type(error).__name__}: {error}"
+                self._known.add(key)
         self.complete = found.keys() <= self._known
-
-    def _add(
-        self,
-        key: tuple[str, str],
-        prepared: PlugIn,
-        error: BaseException | None,
-        add: Callable[[PlugIn], None],
-    ) -> None:
-        if key in self._known:
-            return
-        if error is None:
-            try:
-                add(prepared)
-            except ValueError as refused:
-                error = refused
-        if error is not None:
-            self.broken[key[0]] = f"{type(error).__name__}: {error}"
-        self._known.add(key)
 
 
 def _is_being_imported(module: str) -> bool:

@@ -30,13 +30,10 @@ def reversed_tokens(x: Array, frame: Frame) -> Array:
 
 
 def reversed_keys(frame: Frame) -> Frame:
-    """The frame of the reversed tokens; a key that `key_mask` masks is masked at its new place.
-
-    Lengths and segments are unchanged, because padding and segments stay in place.
-    """
+    """The frame of the reversed tokens; a key that `key_mask` masks is masked at its new place."""
     if frame.k_valid is None or frame.layout.has_lengths_only:
         return frame
-    return frame.with_valid_keys(reversed_tokens(frame.k_valid, frame))
+    return frame.changed(frame.layout, k_valid=reversed_tokens(frame.k_valid, frame))
 
 
 def _facing(frame: Frame) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from precondattn.arrays import Array, upcast, upcast_all
+from precondattn.arrays import Array, ByName, upcast, upcast_all
 from precondattn.backend import ArraySpec, Runner
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -15,17 +15,7 @@ if TYPE_CHECKING:
     from precondattn.arrays import Arrays, Residuals
 
 
-def note_names(error: KeyError, past: Mapping[str, Array], inputs: Mapping[str, Array]) -> None:
-    """Add the existing names to the KeyError of a step that reads a name which does not exist."""
-    (name, *_) = error.args or ("",)
-    if name in past or name in inputs or hasattr(error, "__notes__"):
-        return
-    buffers, arrays = (", ".join(map(repr, names)) or "nothing" for names in (past, inputs))
-    error.add_note(f"no {name!r} in past, which has {buffers}, nor in the inputs: {arrays}")
-
-
 LeafMethods = Any
-"""An object with the methods of a leaf."""
 
 
 class LeafRunner(Runner):
@@ -48,41 +38,26 @@ class LeafRunner(Runner):
         is_leaf = len(program.calls) == 1
         self.keys = program.slot_keys[0] if is_leaf else {key: key for key in program.slots}
 
-    def forward(self, inputs: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, inputs: ByName, frame: Frame) -> tuple[Array, Residuals]:
         out, residuals = self.methods.forward(upcast_all(inputs), frame)
         return out, residuals
 
     def backward(
-        self,
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, inputs: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         arrays = (upcast_all(inputs), frame, upcast(out), residuals, upcast(cotangent))
         gradients: Arrays = self.methods.backward(*arrays)
         return gradients
 
-    def step(
-        self, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Updates]:
+    def step(self, past: ByName, inputs: ByName, frame: Frame) -> tuple[Array, Updates]:
         buffers = self.by_slot(past)
         out, updates = self.methods.step(buffers, upcast_all(inputs), frame)
         return out, dict(zip(map(self.keys.__getitem__, updates), updates.values(), strict=True))
 
     def states_between(
-        self,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        columns: Sequence[int],
+        self, past: ByName, inputs: ByName, frame: Frame, columns: Sequence[int]
     ) -> tuple[Array, Arrays] | None:
-        """The output of `step`, and the states after some numbers of new tokens and after all.
-
-        The states are (b, n + 1, …) for n `columns`. None if `methods` can not return them in one
-        call.
-        """
+        """The output, and the states (b, n + 1, …) after n `columns` and all tokens, or None."""
         if not hasattr(self.methods, "states_between"):
             return None
         arguments = self.by_slot(past), upcast_all(inputs), frame, columns
@@ -93,12 +68,7 @@ class LeafRunner(Runner):
         return out, {self.keys[slot]: state for slot, state in states.items()}
 
     def step_backward(
-        self,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
+        self, past: ByName, inputs: ByName, frame: Frame, cotangent: Array, d_buffers: ByName
     ) -> tuple[Arrays, Arrays]:
         arrays = (upcast_all(inputs), frame, upcast(cotangent), self.by_slot(d_buffers))
         gradients, d_past = self.methods.step_backward(self.by_slot(past), *arrays)
@@ -110,6 +80,6 @@ class LeafRunner(Runner):
         """No residuals: a leaf declares none, and `backward` runs its definition again."""
         return ()
 
-    def by_slot(self, buffers: Mapping[str, Array]) -> Arrays:
+    def by_slot(self, buffers: ByName) -> Arrays:
         """The buffers by the names that `methods` use."""
         return dict(zip(self.keys, map(buffers.__getitem__, self.keys.values()), strict=True))

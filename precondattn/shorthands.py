@@ -8,6 +8,9 @@ from __future__ import annotations
 from precondattn.algebra import registry
 from precondattn.execution.shorthand import shorthand
 
+NAMES = ("contraction_gate", *(n for n, c in registry.classes.items() if c.role != "piece"))
+__all__ = list(NAMES)
+
 
 def __getattr__(name: str) -> object:
     """The shorthand of the mechanism of this name."""

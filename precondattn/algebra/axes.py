@@ -7,9 +7,8 @@ two calls read, has one shape. So the letters of different calls are equated axi
     out = gla(q=q_map, …)     q_map: b t h d,    g: b s n d
     q_map = hedgehog_map(q)   q_map: b t h 2*d,  q: b t h d
 
-The d of `gla` is twice the d of `hedgehog_map`, so g is `b s n 2*d` in the letters of q. Letters
-that are multiples of one another form a family. A family is named by the base's letter, or else by
-the letter of the last call that has one. Its smallest member has the factor 1.
+The d of `gla` is twice that of `hedgehog_map`, so g is `b s n 2*d` in the letters of q. Such
+letters form a family, with the name of the base's letter, or else of the last call's.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from precondattn.algebra.declaration import FIXED, Axis, Pattern
 from precondattn.algebra.leaf_protocol import LeafCall
 
 CallLetter = tuple[int, str]
-"""The index of a call, and a letter of its leaf."""
 
 Factor = int | Fraction
 """The ratio of two letters. Most are the integer 1, because fractions are slow."""
@@ -35,7 +33,6 @@ Declarations = dict[str, list[tuple[int, Pattern]]]
 comes first, the producer last."""
 
 Axes = tuple[dict[str, Axis], ...]
-"""For every call, the program's axis for each letter of its leaf."""
 
 SPARE_LETTERS = "fgijklopqrvwxyz"
 """The letters that no leaf uses, for families whose own letters are all taken."""
@@ -71,17 +68,13 @@ class _Families:
 
 
 def letters_of(calls: Sequence[LeafCall]) -> tuple[dict[str, Pattern], Axes]:
-    """The pattern of every value, and the axes of every call, in the letters of the program.
-
-    The range of a value, and whether its rows have length 1, are taken from its last reader. If a
-    reader makes any length harmless, rows need not have length 1.
-
-    Raises
-    ------
-    TypeError
-        if two calls contradict each other about the shape of a value.
-    """
-    declarations = _declarations(calls)
+    """The pattern of every value, and the axes of every call, in the letters of the program."""
+    declarations: Declarations = {}
+    for number in reversed(range(len(calls))):
+        call = calls[number]
+        declarations.setdefault(call.out, []).append((number, Pattern.read(call.leaf.output)))
+        for formal, value in call.arguments:
+            declarations.setdefault(value, []).append((number, call.leaf.inputs[formal]))
     last = {value: declared[0] for value, declared in declarations.items()}
     if len(calls) > 1 or max(map(len, declarations.values())) > 1:
         axes = _program_axes(calls, declarations)
@@ -123,16 +116,6 @@ def _equated(calls: Sequence[LeafCall], declarations: Declarations) -> _Families
                 axis = Axis(letter)
                 families.equate(numbers.setdefault(letter, number), axis, number, axis)
     return families
-
-
-def _declarations(calls: Sequence[LeafCall]) -> Declarations:
-    declarations: Declarations = {}
-    for number in reversed(range(len(calls))):
-        call = calls[number]
-        declarations.setdefault(call.out, []).append((number, Pattern.read(call.leaf.output)))
-        for formal, value in call.arguments:
-            declarations.setdefault(value, []).append((number, call.leaf.inputs[formal]))
-    return declarations
 
 
 def _program_axes(calls: Sequence[LeafCall], declarations: Declarations) -> Axes:

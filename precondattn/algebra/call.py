@@ -44,16 +44,12 @@ class Call(NamedTuple):
     """The method: `forward`, `vjp`, `extend` or `extend_vjp`, or `init_cache` of DTensors."""
     mechanism: Piece
     arrays: tuple[Array, ...]
-    """The inputs given by position."""
     named: Mapping[str, Given]
     """The inputs given by name, and keywords that no method has, which are an error."""
     masks: Mapping[str, Given]
     """The masks by name; None for a mask that is not given."""
     backend: BackendNames
-    """The only backends to use; None for all."""
     cache: Given = None
-    """The cache that is extended; None for a full call."""
     donate: bool = False
     """Whether `extend` may write into the buffers of the cache."""
     keeping: Keeping | None = None
-    """The states that `extend` keeps."""

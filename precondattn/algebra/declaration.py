@@ -9,7 +9,7 @@ s h d unit row"` for keys), or the range of the entries (`"b s n in [0, 2]"`, `"
 from __future__ import annotations
 
 import re
-from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -37,7 +37,6 @@ MAY_BE_EMPTY = "bts"
 Sizes = dict[str, int]
 
 ATTENTION_INPUTS = frozenset({"q", "k", "v", "g"})
-"""The inputs that have the same meaning in every mechanism."""
 
 
 class ShapeError(ValueError):
@@ -45,7 +44,6 @@ class ShapeError(ValueError):
 
 
 FIXED = "."
-"""The letter of an axis of fixed size."""
 
 
 class Axis(NamedTuple):
@@ -80,13 +78,7 @@ class Pattern(NamedTuple):
     @classmethod
     @lru_cache(maxsize=KEPT_TEXTS)
     def read(cls, text: str) -> Pattern:
-        """The pattern from its text, such as `"b s n in [0, 2]"`.
-
-        Raises
-        ------
-        ValueError
-            for a word that is not an axis.
-        """
+        """The pattern from its text, such as `"b s n in [0, 2]"`."""
         parts = re.fullmatch(r"(.*?)(?:\bin ([\[(])(.+), (.+)([\])]))?", text)
         assert parts is not None  # The pattern matches every text.
         axes = []
@@ -120,8 +112,7 @@ class Pattern(NamedTuple):
     def is_rows(self) -> bool:
         """Whether it has a row for each token, like queries, keys and values.
 
-        Directions of length 1, and inputs with a range, do not count as rows. Like gates, they are
-        parameters of a computation on rows.
+        Directions of length 1, and inputs with a range, are parameters of a computation on rows.
         """
         is_free = (self.row or not self.unit) and self.low is None
         return self.time_axis is not None and self.letters[-1:] in ("d", "e") and is_free
@@ -172,7 +163,7 @@ class Pattern(NamedTuple):
         return f"{text} in {left}{self.low:g}, {self.high:g}{right}".strip()
 
 
-class Inputs(Mapping[str, Pattern]):
+class Inputs(dict[str, Pattern]):
     """The inputs of a mechanism, in order.
 
     Examples
@@ -183,28 +174,13 @@ class Inputs(Mapping[str, Pattern]):
     """
 
     def __init__(self, **patterns: str | Pattern) -> None:
-        self._patterns = {
-            name: Pattern.read(pattern) if isinstance(pattern, str) else pattern
+        super().__init__(
+            (name, Pattern.read(pattern) if isinstance(pattern, str) else pattern)
             for name, pattern in patterns.items()
-        }
+        )
 
-    def __getitem__(self, name: str) -> Pattern:
-        return self._patterns[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._patterns)
-
-    def __len__(self) -> int:
-        return len(self._patterns)
-
-    def items(self) -> ItemsView[str, Pattern]:
-        return self._patterns.items()
-
-    def values(self) -> ValuesView[Pattern]:
-        return self._patterns.values()
-
-    def __hash__(self) -> int:
-        return hash(tuple(self._patterns.items()))
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
 
     def __repr__(self) -> str:
         patterns = ", ".join(f'{name}="{pattern.text}"' for name, pattern in self.items())
@@ -216,14 +192,7 @@ class Inputs(Mapping[str, Pattern]):
         return Inputs(**renamed)
 
     def sizes(self, owner: str, shapes: Mapping[str, Shape], known: Sizes | None = None) -> Sizes:
-        """The size of every letter, from the shapes of all or some inputs.
-
-        Raises
-        ------
-        ShapeError
-            if shapes do not fit; the message names the input, its pattern, the shape found and the
-            axis in conflict.
-        """
+        """The size of every letter, from the shapes of all or some inputs."""
         sizes: Sizes = dict(known or {})
         source: dict[str, str] = dict.fromkeys(sizes, "the cache")
         for name, shape in shapes.items():

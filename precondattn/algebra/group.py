@@ -75,13 +75,7 @@ def read_mechanism(text: str) -> Piece:
 
 
 def piece_named(name: str) -> Piece:
-    """The mechanism or group of this name.
-
-    Raises
-    ------
-    ValueError
-        for a name from another process whose text does not determine a piece.
-    """
+    """The mechanism or group of this name."""
     if name in named_pieces:
         return named_pieces[name]
     text, mark, _ = name.partition(" #")

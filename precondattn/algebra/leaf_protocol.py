@@ -84,20 +84,12 @@ class LeafProtocol(Described):
         """
         return False
 
-    @property
-    def relates_tokens(self) -> bool:
-        """Whether an output depends on other tokens."""
-        return True
-
-    @property
-    def reads_all_queries(self) -> bool:
-        """Whether a query affects the outputs of other tokens."""
-        return False
-
-    @property
-    def reverses_tokens(self) -> bool:
-        """Whether the output has the tokens of each sequence in reversed order."""
-        return False
+    relates_tokens: ClassVar[bool] = True
+    """Whether an output depends on other tokens."""
+    reads_all_queries: ClassVar[bool] = False
+    """Whether a query affects the outputs of other tokens."""
+    reverses_tokens: ClassVar[bool] = False
+    """Whether the output has the tokens of each sequence in reversed order."""
 
     @property
     def mixes_sequences(self) -> bool:
@@ -105,10 +97,7 @@ class LeafProtocol(Described):
         return False
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
-        """The FLOPs for one sequence, from the size of every dimension letter; None if unknown.
-
-        Benchmarks use it to compute FLOP/s. For a leaf without it they report seconds only.
-        """
+        """The FLOPs for one sequence, from the size of every dimension letter; None if unknown."""
         return None
 
     def meaning(self, name: str) -> object:

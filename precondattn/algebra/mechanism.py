@@ -10,24 +10,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from inspect import Parameter, signature
 from math import prod
 from typing import ClassVar, NamedTuple, cast
 
 from precondattn import frameworks
 from precondattn.algebra import registry
-from precondattn.algebra.constructor import check_constructor
 from precondattn.algebra.declaration import Inputs, Pattern
 from precondattn.algebra.flops import Flops
-from precondattn.algebra.given_mechanism import around, name_given
 from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 from precondattn.algebra.names import name_of
 from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import OptionValue, check_options
+from precondattn.algebra.options import OptionValue, check_options, fields_of
 from precondattn.algebra.program import Program
-from precondattn.algebra.text import read, text_of_mechanism
+from precondattn.algebra.text import hint_at_option, plain, read, text_of_mechanism
 from precondattn.algebra.unfolding import program_of
 from precondattn.algebra.verbs import Verbs
-from precondattn.arrays import Array, Arrays, ByName, is_traced_by_dynamo
+from precondattn.arrays import Array, Arrays, ByName, is_traced_by_dynamo, library_of
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.limits import NESTED
@@ -40,13 +39,12 @@ class Mechanism(Verbs):
     """The base class of leaves and preconditioners."""
 
     _depth: ClassVar[int] = 0
-    """The number of preconditioners around the base; set on each instance."""
 
     def __new__(cls, *values: OptionValue, **options: OptionValue) -> registry.AnyMechanism:
         if is_traced_by_dynamo():  # Dynamo can not trace the checks of options and programs.
             return frameworks.in_graph.constructed(cls, values, options)
         if values or options:
-            check_constructor(cls, values, options)
+            _check_constructor(cls, values, options)
         return super().__new__(cls)
 
     def __init_subclass__(cls, **named: object) -> None:
@@ -95,6 +93,32 @@ class Mechanism(Verbs):
     def with_read(self, read: OptionValue) -> Mechanism:
         """The mechanism with another read of the values, such as the one of LASER."""
         raise NotImplementedError
+
+
+def _check_constructor(
+    cls: registry.MechanismClass,
+    values: tuple[OptionValue, ...],
+    options: dict[str, OptionValue],
+) -> None:
+    """Raise a TypeError for arrays, and for keywords that the constructor does not accept."""
+    for value in (*values, *options.values()):
+        if getattr(value, "ndim", 0) and library_of(value) is not None:
+            raise TypeError(
+                f"{cls.name}: a mechanism is built from options, and then called on arrays, as in "
+                f"{cls.__name__}()(q, k, v); found an array of shape {tuple(value.shape)}"
+            )
+    if options.keys() <= getattr(cls, "__dataclass_fields__", {}).keys():
+        return
+    parameters = signature(cls.__init__).parameters
+    if any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
+        return
+    for name in options:
+        if name not in parameters:
+            hint = hint_at_option(cls, name, plain(options[name]))
+            options_of_class = ", ".join(fields_of(cls))
+            raise TypeError(
+                f"{cls.name}: unknown option {name!r}{hint}; it has {options_of_class or 'none'}"
+            )
 
 
 def _constructed(cls: type[Mechanism], fields: dict[str, OptionValue]) -> Mechanism:
@@ -193,7 +217,6 @@ class Step(NamedTuple):
     """One step of a preconditioner: a mechanism, with some of its inputs renamed."""
 
     out: str
-    """The name of its output value."""
     mechanism: Mechanism
     renamed: tuple[tuple[str, str], ...] = ()
     """(the mechanism's name of an input, its name in this list of steps), if they differ."""
@@ -216,9 +239,7 @@ class Preconditioner(Mechanism):
 
     def _check_base(self) -> None:
         if not isinstance(self.base, Mechanism):
-            expression = name_given(self.base)
-            advice = "" if expression is None else f"; {around(self.name, expression)}"
-            raise TypeError(f"{self.name}: base must be a mechanism; found {self.base!r}{advice}")
+            raise TypeError(f"{self.name}: base must be a mechanism; found {self.base!r}")
         if self.base._depth >= NESTED:
             raise ValueError(
                 f"{self.name}: at most {NESTED} preconditioners can be nested; base has "

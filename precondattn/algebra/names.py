@@ -1,12 +1,8 @@
 """Names of mechanisms and groups: texts from which a PyTorch operator finds a piece again.
 
-The name is the piece's text if that parses back to an equal piece. A graph with such names can be
-saved and loaded in another process. Any other piece gets its text and a number: its class has no
-`name`, or its text was the name of another piece before its class was defined again. Such a name is
-valid in this process only. A name never changes its meaning.
-
-Pieces of this package are parsed from their text, and those used last are kept. All other pieces
-are kept for the life of the process, about 1 KB each, because their text may not determine them.
+The name is the piece's text if that parses back to an equal piece, also in another process. Any
+other piece gets its text and a number, which is valid in this process only, and is kept for its
+life: its class has no `name`, or was defined again. A name never changes its meaning.
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ from precondattn.algebra.piece import Piece
 from precondattn.algebra.registry import AnyMechanism
 
 named_pieces: dict[str, Piece] = {}
-"""The pieces with classes outside this package, by name."""
 
 
 def name_of(piece: Piece) -> str:

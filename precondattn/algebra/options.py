@@ -16,7 +16,6 @@ from precondattn.arrays import is_finite_number
 from precondattn.given import whole_number
 
 OptionValue = Any
-"""The value of an option of a mechanism."""
 
 
 class OptionKind(NamedTuple):
@@ -29,7 +28,6 @@ class OptionKind(NamedTuple):
     read: Callable[[str], OptionValue]
     """A function that parses a setting from the text of an expression."""
     settings: tuple[OptionValue, ...] = ()
-    """All accepted settings, if there are only a few."""
 
 
 def option(default: OptionValue, kind: OptionKind) -> OptionValue:
@@ -50,14 +48,10 @@ def _read_as(convert: Callable[[str], OptionValue], text: str) -> OptionValue:
         return text
 
 
-def _python_number(value: OptionValue) -> OptionValue:
-    """A NumPy scalar as a Python number; anything else unchanged."""
-    return value.item() if type(value).__module__ == "numpy" and not value.shape else value
-
-
 def _number(expected: str, is_in_range: Callable[[float], bool]) -> OptionKind:
     def accept(value: OptionValue) -> float:
-        value = _python_number(value)
+        if type(value).__module__ == "numpy" and not value.shape:
+            value = value.item()
         is_valid = is_finite_number(value) and is_in_range(value)
         # Adding 0.0 turns −0.0 into 0.0, so that equal options have equal text.
         return float(_accepted(value, is_valid)) + 0.0

@@ -73,7 +73,6 @@ KEYWORDS = {
     "nothing: it is not needed": "max_seqlen max_seqlen_q max_seqlen_k deterministic num_splits "
     "chunk_size mode fuse_norm return_dict safe_gate",
 }
-"""What to write here, and the keywords of other libraries that it replaces."""
 
 MECHANISMS = {
     "softmax": "sdpa scaled_dot_product_attention attention flash_attention flash_attention_2 "
@@ -106,7 +105,6 @@ MECHANISMS = {
     "channel": "davit",
     "nystrom": "nystromformer",
 }
-"""Expressions, and the names of others for them."""
 
 
 def _by_name(table: dict[str, str]) -> dict[str, str]:

@@ -11,7 +11,6 @@ from precondattn.arrays import Array
 BackendNames = str | tuple[str, ...] | None
 """The backends that a call allows: a name, names in order of preference, or None for all."""
 ExtendPullback = Callable[..., tuple[dict[str, Array], dict[str, Array]]]
-"""A function from the cotangents of an extension to the gradients of inputs and old cache."""
 
 
 class Piece(Described):

@@ -21,7 +21,6 @@ from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 from precondattn.cache import Slot
 
 LONGEST_USE = 2000
-"""The most characters of the text by which calls are ordered."""
 
 
 class Program:
@@ -111,10 +110,8 @@ class Program:
     def part(self, chosen: Iterable[int]) -> tuple[Program, dict[str, str]]:
         """The chosen leaf calls as a program, and its name for each value of this program.
 
-        The names in a part do not depend on this program. A value from outside gets the input name
-        of the first leaf that reads it, with a number if that is taken. Values computed inside are
-        y1, y2 …, and the result is out. So `softmax` after `lucid_solve` is always the same
-        program, whatever other calls there are.
+        The names in a part do not depend on this program: an input has the name that the first
+        leaf that reads it has for it, values computed inside are y1, y2 …, and the result is out.
         """
         calls = _canonical_order([self.calls[i] for i in sorted(chosen)])
         names: dict[str, str] = {}

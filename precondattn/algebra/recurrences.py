@@ -25,7 +25,6 @@ from precondattn.algebra.recurrence import (
 K = TypeVar("K")
 T = TypeVar("T")
 Table = Mapping[Any, T]
-"""A table with entries by class of leaf, or by set of recurrences."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Recurrences:
     >>> Recurrence("delta", gate="head", strength="scalar") in decayed
     True
     >>> decayed.lacks(Recurrence("delta", gate="channel", strength="scalar"))
-    'delta rules are not computed with a gate for each channel'
+    "rule='delta' is not computed with gate='channel'"
     """
 
     rule: tuple[Rule, ...] = ("add",)
@@ -51,7 +50,6 @@ class Recurrences:
     erase: tuple[Erase, ...] = ("written key",)
     strength: tuple[Strength | None, ...] = (None,)
     several_steps: bool = False
-    """Whether a token may have several steps."""
     reads: tuple[Reads, ...] = ("after",)
     normaliser: tuple[Normaliser | None, ...] = (None,)
 
@@ -68,43 +66,13 @@ class Recurrences:
     def lacks(self, recurrence: Recurrence) -> str | None:
         """The reason why a recurrence is not in the set; None if it is."""
         missing = [*self._missing(recurrence)]
-        if not missing:
-            return None
         if "rule" in missing:
-            return f"{RULES[recurrence.rule]} are not computed"
-        steps = {"steps": f"an axis of {recurrence.steps} steps"}
-        in_words = [steps.get(n) or WORDS[n, getattr(recurrence, n)] for n in missing]
-        return f"{RULES[recurrence.rule]} are not computed with {' and '.join(in_words)}"
+            return f"rule={recurrence.rule!r} is not computed"
+        settings = " and ".join(f"{name}={getattr(recurrence, name)!r}" for name in missing)
+        return f"rule={recurrence.rule!r} is not computed with {settings}" if missing else None
 
 
 LISTED = [field.name for field in fields(Recurrences) if field.name != "several_steps"]
-
-RULES: dict[Rule, str] = {
-    "add": "additive writes",
-    "delta": "delta rules",
-    "low rank": "low-rank writes",
-    "slots": "slots",
-}
-WORDS: dict[tuple[str, object], str] = {
-    ("gate", None): "no decay",
-    ("gate", "fixed"): "a fixed decay",
-    ("gate", "head"): "a gate for each head",
-    ("gate", "channel"): "a gate for each channel",
-    ("gate", "slot"): "a gate for each slot",
-    ("keys", "given"): "an input k",
-    ("keys", "of the gate"): "keys of the gate",
-    ("erase", "written key"): "the written key as the one to erase",
-    ("erase", "own key"): "an erase key of its own",
-    ("erase", "own key, before the decay"): "an erase key that reads before the decay",
-    ("strength", None): "no strength",
-    ("strength", "scalar"): "a strength for each token",
-    ("strength", "channel"): "a strength for each channel",
-    ("reads", "after"): "a read after the token",
-    ("reads", "before, with a bonus"): "a read before the token and a bonus",
-    ("normaliser", None): "outputs that are not divided",
-    ("normaliser", "sum"): "outputs divided by a sum",
-    ("normaliser", "running maximum"): "a running maximum",
-}
 
 
 def is_in(leaf: LeafProtocol, key: type | Recurrences) -> bool:

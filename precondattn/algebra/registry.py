@@ -30,23 +30,23 @@ class Registered(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[object]]]
 
 
-_classes: dict[str, type[Registered]] = {}
+classes: dict[str, type[Registered]] = {}
+"""The classes by name, including pieces, without those of plug-ins that are not loaded."""
 _lock = Lock()
 _plug_ins = PlugIns(GROUP)
 
 broken = _plug_ins.broken
-"""The entry points that could not be imported, with the error."""
 
 
 def register(cls: type[Registered]) -> None:
     """Register a class under its name, which must not belong to another class."""
     with _lock:
-        other = _classes.setdefault(cls.name, cls)
+        other = classes.setdefault(cls.name, cls)
         # A class may be defined twice, by reloading its module or by dataclass(slots=True).
         if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             owner = f"{other.__module__}.{other.__name__}"
             raise ValueError(f"the name {cls.name!r} is taken by {owner}")
-        _classes[cls.name] = cls
+        classes[cls.name] = cls
 
 
 def unregister(name: str) -> None:
@@ -57,27 +57,27 @@ def unregister(name: str) -> None:
     ValueError
         if no mechanism has this name.
     """
-    if name not in _classes:
-        raise ValueError(f"there is no mechanism {name!r}; known are {', '.join(sorted(_classes))}")
-    del _classes[name]
+    if name not in classes:
+        raise ValueError(f"there is no mechanism {name!r}; known are {', '.join(sorted(classes))}")
+    del classes[name]
 
 
 def known(name: str) -> type[Registered] | None:
     """The class of this name, or None; without loading plug-ins."""
-    return _classes.get(name)
+    return classes.get(name)
 
 
 def find(name: str) -> type[Registered] | None:
     """The class of this name, or None; plug-ins are loaded if necessary."""
-    if name not in _classes:
+    if name not in classes:
         _plug_ins.load()
-    return _classes.get(name)
+    return classes.get(name)
 
 
 def registered() -> dict[str, type[Registered]]:
     """All known classes by name, including pieces."""
     _plug_ins.load()
-    return dict(_classes)
+    return dict(classes)
 
 
 def nameable() -> dict[str, type[Registered]]:

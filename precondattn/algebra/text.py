@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from precondattn.algebra import registry
 from precondattn.algebra.options import OptionValue, fields_of, text_of
@@ -90,45 +90,25 @@ class _Reader:
         name = self.word(_MECHANISM, "the name of a mechanism")
         cls = registry.find(name)
         if cls is None:
-            self.fail_at_unknown(name)
+            names, elsewhere = sorted(registry.nameable()), mechanism_elsewhere(name)
+            unknown = f"{self.shown}: unknown mechanism {_quoted(name)}"
+            if elsewhere is not None:
+                raise ValueError(f"{unknown}; here it is {elsewhere!r}")
+            broken = registry.broken.items()
+            errors = "".join(f"\n  {entry} could not be imported: {e}" for entry, e in broken)
+            hint = nearest(in_our_spelling(name), names)
+            raise ValueError(f"{unknown}{hint}; known are {', '.join(names)}{errors}")
         arguments = self.options(cls)
         if self.accept("("):
             if _default_base(cls) is None:
-                raise ValueError(
-                    f"{self.shown}: {name} is a {cls.role} and takes no base{self.exchanged(cls)}"
-                )
+                raise ValueError(f"{self.shown}: {name} is a {cls.role} and takes no base")
             arguments["base"] = self.mechanism(depth + 1)
             if not self.accept(")"):
                 self.fail("')'")
         return cls(**arguments)
 
-    def fail_at_unknown(self, name: str) -> NoReturn:
-        """Raise the error of an unknown name, with the name that this library uses."""
-        names = sorted(registry.nameable())
-        unknown = f"{self.shown}: unknown mechanism {_quoted(name)}"
-        elsewhere = mechanism_elsewhere(name)
-        if elsewhere is not None:
-            raise ValueError(f"{unknown}; here it is {elsewhere!r}")
-        broken = registry.broken.items()
-        errors = "".join(f"\n  {entry} could not be imported: {e}" for entry, e in broken)
-        hint = nearest(in_our_spelling(name), names)
-        raise ValueError(f"{unknown}{hint}; known are {', '.join(names)}{errors}")
-
-    def exchanged(self, base: type[Registered]) -> str:
-        """The advice to put the preconditioner around the base, if they are in the wrong order."""
-        match = _MECHANISM.match(self.text, self.at)
-        inner = None if match is None else registry.find(match[1])
-        if base.role != "base" or inner is None or _default_base(inner) is None:
-            return ""
-        make: AnyMechanism = inner
-        try:
-            make(base=base())
-        except (TypeError, ValueError):  # The preconditioner refuses this base.
-            return ""
-        return f" (did you mean '{inner.name}({base.name})'?)"
-
     def options(self, cls: type[Registered]) -> dict[str, OptionValue]:
-        fields, options = fields_of(cls), dict[str, Any]()
+        fields, options = fields_of(cls), dict[str, OptionValue]()
         if not self.accept("["):
             return options
         while not self.accept("]"):
@@ -157,17 +137,11 @@ def _quoted(text: str) -> str:
     return repr(text) if len(text) <= 2 * SHOWN else f"{text[: 2 * SHOWN]!r}..."
 
 
-def hint_at_option(cls: type[Registered], name: str, value: str, *, in_python: bool = False) -> str:
-    """The hint for an option that a mechanism does not have: another mechanism or name that has it.
-
-    `in_python` is True if the option was given to the class, not in an expression.
-    """
+def hint_at_option(cls: type[Registered], name: str, value: str) -> str:
+    """The hint for an option that a mechanism does not have: its base, or a name, that has it."""
     base = _default_base(cls)
     if base is not None and name in fields_of(base):
-        inside = f"{cls.name}({base.name}[{name}={value}])"
-        if in_python:
-            inside = f"pa.{cls.__name__}(pa.{type(base).__name__}({name}={value}))"
-        return f" (it belongs to the base: {inside})"
+        return f" (it belongs to the base: {cls.name}({base.name}[{name}={value}]))"
     return keyword_elsewhere(name) or nearest(name, fields_of(cls))
 
 

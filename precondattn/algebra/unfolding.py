@@ -13,13 +13,7 @@ from precondattn.limits import KEPT
 
 @lru_cache(maxsize=KEPT)
 def program_of(mechanism: AnyMechanism) -> Program:
-    """The program of a mechanism: the programs of its steps, concatenated, with unique names.
-
-    Raises
-    ------
-    TypeError
-        if two inputs of one name have different meanings, or a renamed input collides with another.
-    """
+    """The program of a mechanism: the programs of its steps, concatenated, with unique names."""
     if isinstance(mechanism, LeafProtocol):
         call = LeafCall("out", mechanism, tuple([(name, name) for name in mechanism.inputs]))
         return Program([call], "out", {name: mechanism.meaning(name) for name in mechanism.inputs})

@@ -16,7 +16,7 @@ from precondattn.algebra.call import Call, Keeping
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
 from precondattn.arrays import Array, Arrays, ByName, is_compiling, library_of
 from precondattn.cache import Cache
-from precondattn.cache.conversion import in_library_of, ordinary, with_writable_buffers
+from precondattn.cache.conversion import ordinary, with_writable_buffers
 from precondattn.cache.kept import without_kept
 from precondattn.cache.kinds import empty_if_donated, holding
 from precondattn.given import Given
@@ -43,7 +43,6 @@ class Verbs(Piece):
 
     __signature__ = _SignatureOfCall()
     _text: str
-    """The mechanism's expression."""
 
     def __call__(
         self,
@@ -302,12 +301,9 @@ class Verbs(Piece):
                 )
             # A graph does not write in place; the compiler reuses memory itself.
             length, store = cache.length, dict(cache.store)
-            captured = length, store, self._name, arrays, named, masks, backend
-            if is_packed:
-                results = frameworks.in_graph.captured_extend_packed(cache.kinds, *captured)
-            else:
-                results = frameworks.in_graph.captured_extend(*captured)
-            out, length, *buffers = results
+            out, length, *buffers = frameworks.in_graph.captured_extend(
+                cache.kinds, length, store, self._name, arrays, named, masks, backend
+            )
             if donate:
                 whole.store.clear()
             return out, holding(cache, length, dict(zip(store, buffers, strict=True)))
@@ -406,4 +402,5 @@ def _read(cache: Given, arrays: tuple[Array, ...], named: Arrays, *, is_captured
         # Each call makes a new length, also for the buffers that it does not copy.
         is_kept = is_captured or not cache.length.is_inference()
         return cache if is_kept else ordinary(cache)
-    return in_library_of(next(iter((*arrays, *named.values())), None), cache)
+    like = next(iter((*arrays, *named.values())), None)
+    return frameworks.of(like).adopted_cache(cache, like)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from precondattn.arrays import Array, cast, fresh, namespace, placement
+from precondattn.arrays import cast, fresh, namespace, placement
 from precondattn.cache.kinds import (
     C,
-    Kind,
     capacity_of,
     holding,
     invalid_length,
@@ -36,21 +35,16 @@ def grow(cache: C, given: Given) -> C:
 
 
 def grown(cache: C, capacity: int) -> C:
-    """The cache with a larger capacity, and the same lengths."""
-    kinds = kinds_of(cache)
-    store = {
-        name: _padded(buffer, kinds[name], capacity) if kinds[name].has_tokens else fresh(buffer)
-        for name, buffer in cache.store.items()
-    }
+    """The cache with a larger capacity, whose unused rows are 0, and the same lengths."""
+    kinds, store = kinds_of(cache), {}
+    for name, buffer in cache.store.items():
+        kind, xp = kinds[name], namespace(buffer)
+        if not kind.has_tokens:
+            store[name] = fresh(buffer)
+            continue
+        ordered, axis = kind.in_memory_order(buffer), kind.token_axis(buffer.ndim)
+        shape = [*ordered.shape]
+        shape[axis] = capacity - shape[axis]
+        unused = xp.zeros(tuple(shape), dtype=buffer.dtype, **placement(buffer))
+        store[name] = kind.from_memory_order(xp.concat([ordered, unused], axis=axis))
     return holding(cache, cache.length, store)
-
-
-def _padded(buffer: Array, kind: Kind, capacity: int) -> Array:
-    """The buffer with unused rows of 0 up to `capacity`."""
-    xp = namespace(buffer)
-    axis = kind.token_axis(buffer.ndim)
-    ordered = kind.in_memory_order(buffer)
-    shape = [*ordered.shape]
-    shape[axis] = capacity - shape[axis]
-    unused = xp.zeros(tuple(shape), dtype=buffer.dtype, **placement(buffer))
-    return kind.from_memory_order(xp.concat([ordered, unused], axis=axis))

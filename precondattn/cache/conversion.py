@@ -8,9 +8,6 @@ import numpy as np
 from precondattn.arrays import (
     FLOATING,
     HALF,
-    Array,
-    Device,
-    DType,
     cast,
     dtype_name,
     exact_device,
@@ -20,6 +17,7 @@ from precondattn.arrays import (
 )
 from precondattn.cache.kinds import C, holding, kinds_of
 from precondattn.frameworks import of
+from precondattn.frameworks.types import Array, Device, DType
 
 
 def to(cache: C, device: Device, dtype: DType) -> C:
@@ -42,12 +40,6 @@ def with_writable_buffers(cache: C) -> C:
     return holding(cache, cache.length, {n: of(a).writable(a) for n, a in buffers.items()})
 
 
-def in_library_of(like: Array, cache: C) -> C:
-    """The cache with NumPy's arrays as JAX's if `like` is one: JAX's own functions accept both."""
-    adopted: C = of(like).adopted_cache(cache, like)
-    return adopted
-
-
 def ordinary(cache: C) -> C:
     """The cache, copied if it was made in PyTorch's inference mode."""
     recordable: C = of(cache.length).recordable_cache(cache)
@@ -64,7 +56,12 @@ def _in_dtype(dtype: DType, buffer: Array, is_wide: bool) -> Array:
     """A floating-point buffer in `dtype`; a wide buffer stays at least float32."""
     xp, library = namespace(buffer), library_of(buffer)
     wanted = getattr(xp, dtype, dtype) if isinstance(dtype, str) else dtype
-    name = _name_of(wanted, library)
+    name = "" if isinstance(wanted, str) else str(wanted).rpartition(".")[2]
+    if name and library in ("numpy", "cupy", "jax"):
+        try:
+            name = np.dtype(wanted).name
+        except TypeError:
+            name = ""
     if name not in FLOATING:
         raise TypeError(
             f"to: dtype must be float16, bfloat16, float32 or float64, as {library} has it; "
@@ -76,16 +73,6 @@ def _in_dtype(dtype: DType, buffer: Array, is_wide: bool) -> Array:
     if dtype_name(buffer) not in FLOATING:
         return buffer
     return cast(buffer, xp.float32 if is_wide and name in HALF else wanted)
-
-
-def _name_of(dtype: DType, library: str | None) -> str:
-    """The name of a dtype, such as `"float32"`; another text if the library has no such dtype."""
-    if isinstance(dtype, str) or library not in ("numpy", "cupy", "jax"):
-        return "" if isinstance(dtype, str) else str(dtype).rpartition(".")[2]
-    try:
-        return str(np.dtype(dtype).name)
-    except TypeError:
-        return ""
 
 
 def _on(device: Device, array: Array) -> Array:

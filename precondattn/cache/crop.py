@@ -1,8 +1,7 @@
 """Cropping a cache: removing the last tokens of its sequences.
 
-Only a history of tokens can be cropped. A state, or a row that later tokens have rewritten, can not
-go back. The rows of removed tokens are set to 0, as in a cache that never had them, so that a NaN
-in one of them has no effect.
+Only a history of tokens can be cropped. The rows of removed tokens are set to 0, as in a cache that
+never had them, so that a NaN in one of them has no effect.
 """
 
 from __future__ import annotations
@@ -54,24 +53,17 @@ def crop(cache: C, lengths: Given, *, donate: bool) -> C:
         )
     b = cache.length.shape[0]
     if not isinstance(lengths, (list, tuple)) and not getattr(lengths, "shape", ()):
-        lengths = [_length(lengths)] * b
+        number = whole_number(lengths)
+        if number is None:
+            raise TypeError(
+                f"crop: lengths must be a whole number, or one for each sequence; found {lengths!r}"
+            )
+        lengths = [number] * b
     return cropped(cache, integers("crop: lengths", lengths, cache.length, b), "crop", donate)
 
 
-def _length(value: Given) -> int:
-    number = whole_number(value)
-    if number is None:
-        raise TypeError(
-            f"crop: lengths must be a whole number, or one for each sequence; found {value!r}"
-        )
-    return number
-
-
 def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
-    """The cache cropped to lengths (b,): histories are cropped, and other buffers unchanged.
-
-    Traced lengths can not be checked; a length out of range makes its sequence invalid.
-    """
+    """The cache cropped to lengths (b,): histories are cropped, and other buffers unchanged."""
     xp, given, cache = namespace(cache.length), cache, ordinary(cache)
     kinds = kinds_of(cache)
     refuse_distributed(cache, verb)
@@ -99,9 +91,30 @@ def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
     else:
         held = entries(cache.length)
         starts = [0] * len(held) if first is None else entries(first)
-        _check_known(verb, new.known, held, [n and n + reach for n in starts], invalid)
-        if has_kept:
-            _check_kept(verb, new.known, held, checkpoints(cache))
+        kept = checkpoints(cache) if has_kept else [[]] * len(held)
+        each = zip(new.known, held, starts, kept, strict=True)
+        for i, (after, before, start, at) in enumerate(each):
+            if before == invalid:
+                raise ValueError(
+                    f"{verb}: sequence {i} of the batch has lost tokens and is invalid"
+                )
+            if not 0 <= after <= before:
+                raise ValueError(
+                    f"{verb}: lengths must lie between 0 and the {before} tokens held; found "
+                    f"{after} (sequence {i} of the batch)"
+                )
+            if start and after < start + reach:
+                raise ValueError(
+                    f"{verb}: lengths must be {start + reach} or above, because the cache holds a "
+                    f"window of the last tokens only; found {after} (sequence {i} of the batch); "
+                    f"take a snapshot() before the tokens, and restore() it"
+                )
+            if has_kept and after != before and after not in at:
+                shown = [*at[:2], "...", *at[-2:]] if len(at) > 4 else at
+                raise ValueError(
+                    f"{verb}: the cache holds the states of {', '.join(map(str, [*shown, before]))}"
+                    f" tokens; found {after} (sequence {i} of the batch)"
+                )
         removed = [
             (after - start, before - start)
             for after, before, start in zip(new.known, held, starts, strict=True)
@@ -118,35 +131,6 @@ def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
         elif kinds[name].rows == WINDOW and not donate:
             store[name] = fresh(buffer)
     return without_kept(holding(cache, length, store))
-
-
-def _check_kept(verb: str, new: list[int], held: list[int], kept: list[list[int]]) -> None:
-    for i, (after, before, lengths) in enumerate(zip(new, held, kept, strict=True)):
-        if after != before and after not in lengths:
-            some = [*lengths[:2], "...", *lengths[-2:]] if len(lengths) > 4 else lengths
-            raise ValueError(
-                f"{verb}: the cache holds the states of {', '.join(map(str, [*some, before]))} "
-                f"tokens; found {after} (sequence {i} of the batch)"
-            )
-
-
-def _check_known(
-    verb: str, new: list[int], held: list[int], lowest: list[int], invalid: int
-) -> None:
-    for i, (after, before, least) in enumerate(zip(new, held, lowest, strict=True)):
-        if before == invalid:
-            raise ValueError(f"{verb}: sequence {i} of the batch has lost tokens and is invalid")
-        if not 0 <= after <= before:
-            raise ValueError(
-                f"{verb}: lengths must lie between 0 and the {before} tokens held; found {after} "
-                f"(sequence {i} of the batch)"
-            )
-        if after < least:
-            raise ValueError(
-                f"{verb}: lengths must be {least} or above, because the cache holds a window of "
-                f"the last tokens only; found {after} (sequence {i} of the batch); take a "
-                f"snapshot() before the tokens, and restore() it"
-            )
 
 
 def _without_rows(

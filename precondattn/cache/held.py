@@ -1,32 +1,24 @@
 """The filled part of a cache: the slots that at least one sequence uses.
 
-A buffer may have room for many more tokens than it has. If the lengths can be read, a step is
-computed on the slots up to the longest sequence's length. Its time then depends on that length, and
-not on the capacity.
+If the lengths can be read, the time of a step depends on the longest one, not on the capacity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from precondattn.arrays import Array, Arrays, namespace
+from precondattn.arrays import Arrays, ByName, namespace
 from precondattn.frame import Frame
-from precondattn.limits import KEPT
 
 if TYPE_CHECKING:
     from precondattn.algebra.leaf_protocol import LeafProtocol
 
 
 def held_part(
-    leaf: LeafProtocol, past: Mapping[str, Array], frame: Frame, *, room: int = 0
+    leaf: LeafProtocol, past: ByName, frame: Frame, *, room: int = 0
 ) -> tuple[Arrays, Frame]:
-    """Views of a leaf's buffers up to the longest sequence's length plus `room`, and their frame.
-
-    The frame is for these slots and the new tokens. A traced call keeps all slots.
-    """
-    names = _of_tokens(leaf)
+    """A leaf's buffers up to the longest sequence's length plus `room`, and their frame."""
+    names = [slot.name for slot in leaf.slots() if "c" in slot.pattern.split()]
     if frame.is_traced or not names:
         return dict(past), frame
     capacity = past[names[0]].shape[1]
@@ -42,9 +34,3 @@ def longest_held(frame: Frame) -> int:
     if frame.longest is not None:
         return frame.longest
     return int(namespace(frame.q_position).max(frame.q_position[:, 0]))
-
-
-@lru_cache(maxsize=KEPT)
-def _of_tokens(leaf: LeafProtocol) -> tuple[str, ...]:
-    """The leaf's names for the buffers that have a row for each token."""
-    return tuple(slot.name for slot in leaf.slots() if "c" in slot.pattern.split())

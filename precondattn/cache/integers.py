@@ -23,19 +23,12 @@ class Integers(NamedTuple):
     """Integers as an array of the cache's library."""
 
     array: Array
-    """int32, (n,)"""
     known: list[int] | None
     """The integers as a list; None if they are traced."""
 
 
 def integers(name: str, given: Given, like: Array, count: int | None = None) -> Integers:
-    """The integers of a list, or of an array of the library of `like`; `count` of them if given.
-
-    Raises
-    ------
-    TypeError, ValueError
-        for anything else; the message names the argument `name`.
-    """
+    """The integers of a list, or of an array of the library of `like`; `count` of them if given."""
     xp = namespace(like)
     known: list[int] | None
     if isinstance(given, (list, tuple, range)):

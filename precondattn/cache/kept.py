@@ -6,8 +6,7 @@ states at earlier lengths, besides every state S after all tokens:
     kept S    (b, n, …)    the states after the first `from`, `from` + m, … tokens of each sequence,
     kept from (b,)         the number `from` for each sequence,
 
-where m is 1 after `keep`. Rows for more tokens than the sequence has are not valid. An extension
-drops the kept states, and so does `crop`.
+where m is 1 after `keep`. Rows for more tokens than the sequence has are not valid.
 """
 
 from __future__ import annotations

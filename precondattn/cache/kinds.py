@@ -52,11 +52,8 @@ class Kind(NamedTuple):
     is_wide: bool = False
     """Whether the buffer is in float32 if the inputs are in half precision."""
     window: int = 0
-    """The window, for the kind `"window "`; otherwise 0."""
     symbol: str = ""
-    """The short name of a state."""
     every: int = 1
-    """The number of tokens from one kept state to the next."""
 
     @classmethod
     def read(cls, text: str) -> Kind:
@@ -114,13 +111,7 @@ def _moved(array: Array, axis: int, place: int) -> Array:
 
 
 def kinds_of(cache: CacheLike) -> dict[str, Kind]:
-    """The kind of every buffer.
-
-    Raises
-    ------
-    ValueError
-        if the cache was donated, or was made without kinds.
-    """
+    """The kind of every buffer."""
     if cache.kinds and not cache.store:
         raise ValueError("this cache was donated and can not be used again")
     if set(cache.kinds) != set(cache.store):

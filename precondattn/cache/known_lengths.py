@@ -1,10 +1,9 @@
 """The lengths of caches on an accelerator that the host knows without waiting for the device.
 
-A step is faster if its cache's length is a number. On an accelerator reading it takes as long as
-all work that is still to be done there. So the host remembers the lengths that the library itself
-wrote, if they are the same for all sequences: those of an empty cache and of one that it extended.
-PyTorch counts the writes to a tensor; a length that was written to since is not known. Lengths that
-were read are not remembered, because a CUDA graph may write to them without being counted.
+Reading a length takes as long as all work that is still to be done on the device. So the host
+remembers the lengths that the library itself wrote, if they are the same for all sequences. PyTorch
+counts the writes to a tensor; a length that was written to since is not known. Lengths that were
+read are not remembered, because a CUDA graph may write to them without being counted.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ def remembered(length: Array, tokens: int) -> Array:
 
 
 def lengths_on_host(length: Array) -> list[int] | None:
-    """The lengths (b,) as a list; None if they are traced, or not on a CPU and not PyTorch's.
-
-    If they are not known, the host waits for the device.
-    """
+    """The lengths (b,) as a list; None if they are traced, or not on a CPU and not PyTorch's."""
     framework = of(length)
     if not framework.is_far(length):
         return framework.host_integers(length)

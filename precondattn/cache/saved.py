@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    fresh,
-    host_array,
-    in_order,
-    library_of,
-    namespace,
-    placement,
-)
+from precondattn.arrays import fresh, host_array, in_order, library_of, namespace, placement
 from precondattn.cache.kinds import CacheLike, Kind, Kinds, kinds_of
+from precondattn.frameworks.types import Array, Arrays, ByName
 from precondattn.version import __version__, numbers_of
 
 VERSION = "version"
-"""The key of the version that saved the cache, as three int32."""
 LENGTH = "length"
 BETWEEN = ": "
 """The separator between the kind of a buffer and its name, as in `"wide tokens: rms(k)"`."""
@@ -35,15 +24,19 @@ def state_dict(cache: CacheLike) -> Arrays:
     return {VERSION: version, LENGTH: fresh(cache.length), **buffers}
 
 
-def from_state_dict(arrays: Mapping[str, Array]) -> tuple[Array, Arrays, Kinds]:
+def from_state_dict(arrays: ByName) -> tuple[Array, Arrays, Kinds]:
     """The length, the buffers and the kinds of a cache, from a saved dict."""
     missing = [key for key in (VERSION, LENGTH) if key not in arrays]
     unknown = [key for key in arrays if key not in (VERSION, LENGTH) and not _is_key(key)]
     if missing or unknown:
+        saved = host_array(arrays[VERSION]) if VERSION in arrays else None
+        present = ".".join(map(str, numbers_of(__version__)))
+        saved_by = present if saved is None else ".".join(map(str, saved.ravel()))
+        hint = f"; precondattn {saved_by} saved it, and this is {__version__}"
         raise ValueError(
             f"from_state_dict: a dict from state_dict() expected, with {VERSION!r}, {LENGTH!r} "
             f"and keys such as 'tokens: k'; missing {missing}, unknown {unknown}"
-            f"{_of_another_version(arrays)}"
+            f"{'' if saved_by == present else hint}"
         )
     for key, array in arrays.items():
         if library_of(array) is None:
@@ -60,15 +53,6 @@ def from_state_dict(arrays: Mapping[str, Array]) -> tuple[Array, Arrays, Kinds]:
         store[name] = kind.from_memory_order(in_order(kind.in_memory_order(array)))
         kinds[name] = {text: ()}
     return fresh(arrays[LENGTH]), store, kinds
-
-
-def _of_another_version(arrays: Mapping[str, Array]) -> str:
-    """The end of a message: which version saved a cache, if it is not this one."""
-    found = host_array(arrays[VERSION]) if VERSION in arrays else None
-    if found is None or tuple(found.ravel()) == numbers_of(__version__):
-        return ""
-    saved_by = ".".join(map(str, found.ravel()))
-    return f"; precondattn {saved_by} saved it, and this is {__version__}"
 
 
 def _is_key(key: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from precondattn.arrays import (
-    Array,
     as_index,
     cast,
     dtype_name,
@@ -96,7 +95,12 @@ def concatenate(caches: Sequence[C]) -> C:
         caches = [with_rows(cache, most) for cache in caches]
         first = caches[0]
     for i, other in enumerate(caches):
-        _check_same(first, other, i)
+        if _described(first) != _described(other):
+            raise ValueError(
+                f"concatenate: caches of one mechanism expected, which differ in sequences and "
+                f"capacity only; kinds, libraries, dtypes, devices and rows of the buffers are "
+                f"{_described(first)} in cache 0, and {_described(other)} in cache {i}"
+            )
     capacities = [c for c in map(capacity_of, caches) if c is not None]
     if capacities:
         caches = [grow(cache, max(capacities)) for cache in caches]
@@ -108,25 +112,12 @@ def concatenate(caches: Sequence[C]) -> C:
     return holding(first, xp.concat([c.length for c in caches], axis=0), store)
 
 
-def _check_same(first: CacheLike, other: CacheLike, number: int) -> None:
-    """Raise an error if two caches differ in more than their sequences and capacity."""
-    _require_equal(kinds_of(first), kinds_of(other), "the buffers", number)
-    for name, kind in kinds_of(first).items():
-        start = 2 if kind.has_tokens else 1
-        of_first, of_other = (
-            (*_type(buffer), tuple(buffer.shape[start:]))
-            for buffer in (first.store[name], other.store[name])
-        )
-        _require_equal(of_first, of_other, f"library, dtype, device and rows of {name!r}", number)
-
-
-def _require_equal(of_first: object, of_other: object, what: str, number: int) -> None:
-    if of_first != of_other:
-        raise ValueError(
-            f"concatenate: caches of one mechanism expected, which differ in sequences and "
-            f"capacity only; {what} are {of_first} in cache 0, and {of_other} in cache {number}"
-        )
-
-
-def _type(array: Array) -> tuple[str | None, str, str]:
-    return library_of(array), dtype_name(array), str(exact_device(array))
+def _described(cache: CacheLike) -> dict[str, tuple[object, ...]]:
+    """What the buffers of caches to concatenate must have in common."""
+    described: dict[str, tuple[object, ...]] = {}
+    kinds = kinds_of(cache)
+    for name, array in cache.store.items():
+        rows = tuple(array.shape[2 if kinds[name].has_tokens else 1 :])
+        place = library_of(array), dtype_name(array), str(exact_device(array))
+        described[name] = (str(kinds[name]), *place, rows)
+    return described

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
-from precondattn.arrays import HALF, Array, Shape, dtype_name, namespace, placement, traceable
+from precondattn.arrays import HALF, Array, Shape, dtype_name, namespace, placement
 from precondattn.cache.kinds import REWRITTEN, STATE, TOKENS, Kind
-from precondattn.limits import KEPT
 
 KEY_MASK = "key_mask"
 """The name of the buffer (b, c) with the mask of cached keys, in a cache with `key_mask=True`."""
@@ -34,15 +32,9 @@ class Slot(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        kind: Kind = traceable(_kind_of)(self)
-        return kind
-
-
-@lru_cache(maxsize=KEPT)
-def _kind_of(slot: Slot) -> Kind:
-    if slot.pattern.split()[1] != "c":
-        return Kind(STATE, slot.wide, symbol=slot.symbol)
-    return Kind(REWRITTEN if slot.is_rewritten else TOKENS, slot.wide)
+        if self.pattern.split()[1] != "c":
+            return Kind(STATE, self.wide, symbol=self.symbol)
+        return Kind(REWRITTEN if self.is_rewritten else TOKENS, self.wide)
 
 
 def new_buffer(slot: Slot, shape: Shape, like: Array) -> Array:

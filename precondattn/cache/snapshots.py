@@ -1,7 +1,6 @@
 """Snapshots, which record the tokens of a cache so that it can go back to them.
 
-Histories of tokens can be cropped, so a snapshot has copies of the other buffers only: states and
-rewritten rows. In the cache of a window, the first rows may be dropped, so all buffers are copied.
+Histories of tokens can be cropped, so only states, rewritten rows and windows are copied.
 """
 
 from __future__ import annotations

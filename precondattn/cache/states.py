@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from precondattn.arrays import Array
+from precondattn.arrays import ByName
 from precondattn.cache.kinds import STATE, CacheLike, Kind, kinds_of
 
 
-def states_of(cache: CacheLike) -> Mapping[str, Array]:
+def states_of(cache: CacheLike) -> ByName:
     names = names_of_states(kinds_of(cache))
     return MappingProxyType({short: cache.store[name] for short, name in names.items()})
 

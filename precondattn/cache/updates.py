@@ -63,10 +63,7 @@ def updated(
     donate: bool,
     held: int | None = None,
 ) -> Array:
-    """The buffer after an update with `count` (b,) new tokens that follow `length` (b,) tokens.
-
-    If `held` is given, all sequences have this length, and all new tokens are valid.
-    """
+    """The buffer after an update with `count` (b,) new tokens that follow `length` (b,) tokens."""
     if isinstance(update, Append):
         return append(buffer, update.tokens, length, count, donate=donate, held=held)
     new = cast(update.past if isinstance(update, Rewrite) else update.value, buffer.dtype)
@@ -108,7 +105,9 @@ def append(
     if writes_in_place(buffer, tokens) and (donate or not wants_gradient(buffer, tokens)):
         target = buffer if donate else fresh(buffer)
         if held is None:
-            held = _common_length(length, count, tokens.shape[1])
+            lengths, counts, t = host_integers(length), host_integers(count), tokens.shape[1]
+            if lengths is not None and counts is not None and counts.count(t) == len(counts):
+                held = lengths[0] if lengths.count(lengths[0]) == len(lengths) else None
         if held is not None:
             fitting = min(tokens.shape[1], target.shape[1] - held)
             fits = fitting == tokens.shape[1]
@@ -151,12 +150,3 @@ def _append_in_place(buffer: Array, tokens: Array, length: Array, count: Array) 
     is_kept = xp.reshape(is_kept, (b, t, *(1,) * (tokens.ndim - 2)))
     buffer[rows] = xp.where(is_kept, tokens, buffer[rows])
     return buffer
-
-
-def _common_length(length: Array, count: Array, t: int) -> int | None:
-    """The common length of all sequences, if it is on the host and all sequences get t tokens."""
-    lengths, counts = host_integers(length), host_integers(count)
-    if lengths is None or counts is None:
-        return None
-    is_common = lengths.count(lengths[0]) == len(lengths) and counts.count(t) == len(counts)
-    return lengths[0] if is_common else None

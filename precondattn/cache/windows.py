@@ -6,9 +6,7 @@ With a window w, a new token reads `reach` = w − 1 cached tokens. The buffers 
 
 Row 0 has the token at position `first_token` (b,). So rows are in the order of time, and backends
 see an ordinary cache with `length` − `first_token` tokens. When new tokens no longer fit, the last
-reach + spare tokens move to the front. Rows are thus moved once in w / 8 tokens, and the last w / 8
-tokens can always be cropped. In a ring buffer, in which every token overwrites the oldest one, no
-rows would move, but every backend would have to read the rows in another order.
+reach + spare tokens move to the front, once in w / 8 tokens, so that w / 8 can always be cropped.
 """
 
 from __future__ import annotations

@@ -38,24 +38,15 @@ def explain_described(
     *,
     backend: tuple[str, ...] | None = None,
 ) -> Explanation:
-    """The plan of a call with these sizes by dimension letter; other sizes have defaults.
-
-    By default there are as many keys as queries (s = t), as many key/value and value heads as query
-    heads (n = u = h), values are as wide as keys (e = d), and a cache has room for c = s tokens.
-    `backend` names the backends that may run the call; None allows all except those that run only
-    by name.
-
-    Raises
-    ------
-    ValueError
-        for an unknown name, or sizes that do not fit.
-    UnsupportedError
-        if backends are named, and a leaf call is supported by none of them.
-    """
+    """The plan of a call with these sizes by dimension letter; other sizes have defaults."""
     _check("library", library, tuple(DEVICES))
     _check("dtype", dtype, tuple(sorted(FLOATING)))
     _check("verb", verb, VERBS)
-    kind = _kind_of_device(library, device)
+    kinds = DEVICES[library]
+    kind, _, number = (device or kinds[0]).partition(":")
+    kind = "cuda" if kind in ("gpu", "rocm") else kind
+    if kind not in kinds or (number and not number.isdecimal()):
+        raise ValueError(f"device of {library} must be {' or '.join(kinds)}; found {device!r}")
     if verb.startswith("extend") and not mechanism.offers.causal:
         raise ValueError(f"{mechanism}: is not causal, so it can not have a cache")
     complete = _complete(sizes)
@@ -77,17 +68,6 @@ def explain_described(
 def _check(what: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{what} must be one of {', '.join(choices)}; found {value!r}")
-
-
-def _kind_of_device(library: str, device: str | None) -> str:
-    kinds = DEVICES[library]
-    if device is None:
-        return kinds[0]
-    kind, _, number = device.partition(":")
-    kind = "cuda" if kind in ("gpu", "rocm") else kind
-    if kind not in kinds or (number and not number.isdecimal()):
-        raise ValueError(f"device of {library} must be {' or '.join(kinds)}; found {device!r}")
-    return kind
 
 
 def _complete(described: Mapping[str, int]) -> dict[str, int]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from threading import RLock
 from typing import NamedTuple
 
 from precondattn.backend import CONVENTIONS, Backend
 from precondattn.dispatch.reference import Reference
-from precondattn.limits import KEPT
 from precondattn.method_backend import DECLARED, MethodBackend, Methods
 from precondattn.plug_ins import PlugIns
 
@@ -23,7 +21,6 @@ class Discovered(NamedTuple):
     """Every backend of this process."""
 
     backends: tuple[Backend, ...]
-    """The backends in order of preference; the reference is last."""
     broken: tuple[tuple[str, str], ...]
     """(name, error) of the entry points that could not be imported."""
 
@@ -49,7 +46,6 @@ _lock = RLock()
 chosen_names: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar(
     "precondattn_backends", default=None
 )
-"""The names that `use_backend` allows; None for all."""
 
 
 def discover() -> Discovered:
@@ -103,24 +99,19 @@ def _checked(backend: Backend | Methods) -> Backend:
     if missing:
         raise TypeError(f"{backend!r} is not a backend: it lacks {', '.join(missing)}")
     checked: Backend = MethodBackend(backend) if has_methods else backend
-    _check_promises(checked)
-    return checked
-
-
-def _check_promises(backend: Backend) -> None:
-    promises = backend.promises
-    is_set = isinstance(promises, set | frozenset)
-    if not is_set or not promises <= CONVENTIONS:
+    name, promises = checked.name, checked.promises
+    if not isinstance(promises, set | frozenset) or not promises <= CONVENTIONS:
         raise ValueError(
-            f"backend {backend.name!r}: promises must be a set of conventions, of "
+            f"backend {name!r}: promises must be a set of conventions, of "
             f"{', '.join(sorted(CONVENTIONS))}; found {promises!r}"
         )
     lacking = ", ".join(sorted(CONVENTIONS - promises))
-    if lacking and not backend.only_by_name:
+    if lacking and not checked.only_by_name:
         raise ValueError(
-            f"backend {backend.name!r} does not promise {lacking}, on which calls that name no "
-            f"backend rely: it must set only_by_name = True"
+            f"backend {name!r} does not promise {lacking}, on which calls that name no backend "
+            f"rely: it must set only_by_name = True"
         )
+    return checked
 
 
 def _add(backend: Backend) -> None:
@@ -177,22 +168,9 @@ def allowed_backends(backend: str | tuple[str, ...] | None) -> tuple[str, ...] |
     """The names that a call is restricted to by its `backend=` or by `use_backend`, or None."""
     if backend is None:
         return chosen_names.get()
-    if type(backend) is str or type(backend) is tuple:
-        try:
-            return _checked_names(backend, changes)
-        except TypeError:
-            pass  # An entry has no hash, or is no name: the check below says so.
     names = (backend,) if isinstance(backend, str) else backend
     _check_names(names)
     return tuple(names)
-
-
-@lru_cache(maxsize=KEPT)
-def _checked_names(backend: str | tuple[str, ...], changes: int) -> tuple[str, ...]:
-    """The names in a call's `backend=`, checked once for each set of backends."""
-    names = (backend,) if isinstance(backend, str) else backend
-    _check_names(names)
-    return names
 
 
 def _check_names(names: tuple[str, ...]) -> None:

@@ -9,10 +9,10 @@ Gradients are 0. An extension by no tokens does not change a buffer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from precondattn.arrays import Array, Shape, fresh, namespace, placement
+from precondattn.arrays import Array, ByName, Shape, fresh, namespace, placement
 from precondattn.backend import Backend, Request, Runner
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
@@ -37,7 +37,7 @@ class EmptyRunner(Runner):
     def __init__(self, piece: Piece) -> None:
         self.piece = piece
 
-    def forward(self, inputs: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+    def forward(self, inputs: ByName, frame: Frame) -> tuple[Array, Residuals]:
         sizes = self.piece.inputs.sizes(str(self.piece), _shapes(inputs))
         out = _zeros(self.piece.program.output.shape(sizes), inputs)
         if _returns_log_sum(self.piece) and sizes["s"] == 0:
@@ -49,12 +49,7 @@ class EmptyRunner(Runner):
         return out, ()
 
     def backward(
-        self,
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, inputs: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         gradients = _zeros_like(inputs)
         if _returns_log_sum(self.piece) and "sink" in inputs:
@@ -62,9 +57,7 @@ class EmptyRunner(Runner):
             gradients["sink"] = gradients["sink"] + d_sink
         return gradients
 
-    def step(
-        self, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Updates]:
+    def step(self, past: ByName, inputs: ByName, frame: Frame) -> tuple[Array, Updates]:
         sizes = self.piece.inputs.extending().sizes(str(self.piece), _shapes(inputs))
         out = _zeros(self.piece.program.output.renamed({"s": "t"}).shape(sizes), inputs)
         return out, {
@@ -73,12 +66,7 @@ class EmptyRunner(Runner):
         }
 
     def step_backward(
-        self,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
+        self, past: ByName, inputs: ByName, frame: Frame, cotangent: Array, d_buffers: ByName
     ) -> tuple[Arrays, Arrays]:
         return _zeros_like(inputs), {name: fresh(d) for name, d in d_buffers.items()}
 
@@ -101,16 +89,16 @@ def _returns_log_sum(mechanism: Piece) -> bool:
     return getattr(mechanism.program.leaves[-1], "read", None) == MEAN_AND_LOG_SUM
 
 
-def _shapes(inputs: Mapping[str, Array]) -> dict[str, Shape]:
+def _shapes(inputs: ByName) -> dict[str, Shape]:
     return {name: tuple(array.shape) for name, array in inputs.items()}
 
 
-def _zeros(shape: Shape, inputs: Mapping[str, Array]) -> Array:
+def _zeros(shape: Shape, inputs: ByName) -> Array:
     """Zeros that depend on all inputs, so that PyTorch's autograd gives gradients of 0."""
     like = inputs["v"] if "v" in inputs else next(iter(inputs.values()))
     zeros = namespace(like).zeros(shape, dtype=like.dtype, **placement(like))
     return of(like).depending_on(zeros, inputs.values())
 
 
-def _zeros_like(arrays: Mapping[str, Array]) -> Arrays:
+def _zeros_like(arrays: ByName) -> Arrays:
     return {name: namespace(array).zeros_like(array) for name, array in arrays.items()}

@@ -33,11 +33,7 @@ class Explanation:
         return self.text()
 
     def text(self, *, others: bool = False) -> str:
-        """The plan as text; with `others`, also why backends of other array libraries do not fit.
-
-        If a backend runs a piece but has no kernel for a group of pieces, the reason is shown with
-        the pieces, not in the list of what was not chosen.
-        """
+        """The plan as text; with `others`, why backends of other array libraries do not fit."""
         r = self.request
         masks = f", with {', '.join(sorted(r.masks))}" if r.masks else ""
         lines = [f"{self.mechanism}: {r.verb} of {r.library} {r.dtype} on {r.device}{masks}"]
@@ -50,12 +46,16 @@ class Explanation:
         refused = [
             c for c in self.plan.considered if not c.support.ok and c.backend != REFERENCE.name
         ]
-        hidden = {} if others else dict.fromkeys(c.backend for c in refused if self._is_other(c))
+        libraries = {each.name: each.libraries for each in self.discovered.backends}
+        others_only = {name for name, each in libraries.items() if each and r.library not in each}
+        hidden = set() if others else others_only & {c.backend for c in refused}
         shown = [c for c in refused if c.backend not in hidden]
+        # The answers of backends that run a piece about a fused kernel.
+        of_fused = [c for c in shown if len(c.calls) > 1 and c.backend in self.backends]
         if len(self.plan.calls) > 1 and {*self.backends} != {REFERENCE.name}:
             lines.append(f"  no fused kernel: the {len(self.plan.calls)} pieces run separately")
-            lines += [f"  {self._reason(c)}" for c in shown if self._is_of_fused(c)]
-        not_chosen = [self._reason(c) for c in shown if not self._is_of_fused(c)]
+            lines += [f"  {self._reason(c)}" for c in of_fused]
+        not_chosen = [self._reason(c) for c in shown if c not in of_fused]
         for name, error in self.discovered.broken:
             not_chosen.append(f"  {name} could not be imported: {error}")
         if not_chosen:
@@ -64,19 +64,9 @@ class Explanation:
             lines.append(f"for other array libraries: {', '.join(sorted(hidden))}")
         return "\n".join(lines)
 
-    def _is_of_fused(self, considered: Considered) -> bool:
-        """Whether this is the answer of a backend that runs a piece about a fused kernel."""
-        running = {call.backend.name for call in self.plan.calls}
-        return len(considered.calls) > 1 and considered.backend in running
-
     def _reason(self, considered: Considered) -> str:
         leaves = "; ".join(str(self.program.calls[i].leaf) for i in sorted(considered.calls))
         return f"  {considered.backend} for {leaves}: {considered.support.reason}"
-
-    def _is_other(self, considered: Considered) -> bool:
-        """Whether the backend does not support this array library."""
-        libraries = self.discovered.named(considered.backend).libraries
-        return bool(libraries) and self.request.library not in libraries
 
     def as_dict(self) -> JsonObject:
         """The plan and all answers as lists and dicts of strings, for JSON."""

@@ -1,9 +1,7 @@
 """Plans: which backend runs which leaf calls of a program.
 
 All groups of leaf calls that could run as one are tried, larger groups first. For each group, the
-backends are asked in their order of preference. The reference runs every leaf that no other backend
-supports. A plan depends on shapes, dtypes and other static properties, never on the entries of
-arrays, and is cached.
+backends are asked in their order of preference. A plan never depends on the entries of arrays.
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ program is tried, and groups of at most this number of consecutive leaf calls.""
 
 
 Names = Mapping[str, str]
-"""A mapping from a piece's names of values to the program's names, or the reverse."""
 
 
 class PlannedCall(NamedTuple):
@@ -56,7 +53,6 @@ class PlannedCall(NamedTuple):
     backend: Backend
     runner: Runner
     is_symbolic: bool = False
-    """Whether PyTorch traces the call with symbolic sizes (`Request.is_symbolic`)."""
     has_gradient_of_step: bool = False
     """Whether the runner has a `step_backward` for it, in an extension of JAX arrays."""
     is_whole: bool = False
@@ -93,13 +89,7 @@ def make_plan(
     capacity: int | None = None,
     allowed: tuple[str, ...] | None = None,
 ) -> CallPlan:
-    """The plan for a request, which has the shapes of the mechanism's inputs.
-
-    Raises
-    ------
-    UnsupportedError
-        if `allowed` names backends, and a leaf call is supported by none of them.
-    """
+    """The plan for a request, which has the shapes of the mechanism's inputs."""
     make = _plan.__wrapped__ if request.is_symbolic else _plan  # Symbolic sizes have no hash.
     plan, warning = make(mechanism, request, capacity, allowed, discover())
     if warning is not None:
@@ -113,10 +103,7 @@ def uncached_plan(
     capacity: int | None,
     allowed: tuple[str, ...] | None = None,
 ) -> CallPlan:
-    """The plan for a request, without warnings, and not kept for later calls.
-
-    It is not run, so a backend whose code can not be imported is listed as not chosen.
-    """
+    """The plan for a request, without warnings, and not kept for later calls."""
     return _plan.__wrapped__(mechanism, request, capacity, allowed, discover(), True)[0]
 
 
@@ -126,10 +113,7 @@ def _warn_once(message: str) -> None:
 
 
 def _frames_of_this_package() -> int:
-    """The number of innermost stack frames in this package, this function included.
-
-    A warning with this `stacklevel` points to the user's code.
-    """
+    """The number of innermost stack frames in this package, this function included."""
     depth, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").startswith("precondattn."):
         depth, frame = depth + 1, frame.f_back
@@ -148,9 +132,8 @@ def _plan(
     program = mechanism.program
     if is_empty([shape for _, shape in request.shapes]):
         every = frozenset(range(len(program.calls)))
-        piece, arguments, names = _piece(program, every)
-        runner = EMPTY.prepare(piece, request)
-        call = _planned(program, every, piece, arguments, names, EMPTY, runner)
+        runner = EMPTY.prepare(_piece(program, every)[0], request)
+        call = _planned(program, every, EMPTY, runner)
         return CallPlan((call._replace(owned=call.buffers),), program.out, ()), None
     shapes = _value_shapes(program, request, capacity)
     if allowed is None:
@@ -158,13 +141,15 @@ def _plan(
     else:
         backends = [discovered.named(name) for name in allowed]
     considered: list[Considered] = []
-    claimed: dict[frozenset[int], tuple[Piece, Names, Names, Backend, Runner, bool]] = {}
+    claimed: dict[frozenset[int], PlannedCall] = {}
     taken: frozenset[int] = frozenset()
     for calls in _groups(program):
-        if calls & taken or not _is_acyclic(program, [*claimed, calls]):
+        is_searched = len(program.calls) <= LARGEST_SEARCH  # Consecutive calls have an order.
+        if calls & taken or (is_searched and _in_order(program, [*claimed, calls]) is None):
             continue
-        piece, arguments, names = _piece(program, calls)
-        piece_request = _request_for(arguments, request, shapes)
+        piece, arguments, _ = _piece(program, calls)
+        of_piece = tuple([(name, shapes[value]) for name, value in arguments.items()])
+        piece_request = dataclasses.replace(request, shapes=of_piece)
         for backend in backends:
             answer = query(backend, piece, piece_request, is_described)
             if isinstance(answer, str):
@@ -173,8 +158,12 @@ def _plan(
                 support = Support(False, reason, by_name=True)
             else:
                 support = Support.yes(differentiable=answer.differentiable)
-                has_gradient = _has_gradient_of_jax(backend, piece, piece_request)
-                claimed[calls] = piece, arguments, names, backend, answer, has_gradient
+                is_step_of_jax = request.verb == "extend" and request.library == "jax"
+                has_gradient = is_step_of_jax and _has_step_backward(backend, piece, piece_request)
+                planned = _planned(program, calls, backend, answer)
+                claimed[calls] = planned._replace(
+                    has_gradient_of_step=has_gradient, is_symbolic=request.is_symbolic
+                )
                 taken |= calls
             considered.append(Considered(calls, backend.name, support))
             if support.ok:
@@ -186,30 +175,25 @@ def _plan(
         raise error
     order = _in_order(program, list(claimed))
     assert order is not None  # Each group was accepted only with an order.
-    planned = [_planned(program, calls, *claimed[calls]) for calls in order]
-    if request.is_symbolic:
-        planned = [call._replace(is_symbolic=True) for call in planned]
+    ordered = [claimed[calls] for calls in order]
     inputs = [name for name, _ in request.shapes]
     whole = tuple(zip(inputs, inputs, strict=True))
     updated, shares_buffers = set[str](), False
-    for i, call in enumerate(planned):
+    for i, call in enumerate(ordered):
         owned = call.buffers
         if not updated.isdisjoint(dict(call.buffers).values()):
             owned = tuple((name, key) for name, key in call.buffers if key not in updated)
             shares_buffers = True
-        planned[i] = call._replace(is_whole=call.arguments == whole, owned=owned)
+        ordered[i] = call._replace(is_whole=call.arguments == whole, owned=owned)
         updated.update(dict(owned).values())
-    plan = CallPlan(tuple(planned), program.out, tuple(considered), shares_buffers)
+    plan = CallPlan(tuple(ordered), program.out, tuple(considered), shares_buffers)
     return plan, _passed_over(mechanism, request, plan, backends)
 
 
 def query(
     backend: Backend, piece: Piece, request: Request, is_described: bool = False
 ) -> Runner | str:
-    """A backend's answer, without asking it about requests that it can not support in general.
-
-    If `is_described`, a backend whose code can not be imported declines.
-    """
+    """A backend's answer, without asking it about requests that it can not support in general."""
     if backend.libraries and request.library not in backend.libraries:
         supported = " and ".join(sorted(backend.libraries))
         return f"supports arrays of {supported}, not of {request.library}"
@@ -237,12 +221,6 @@ def query(
     return answer
 
 
-def _has_gradient_of_jax(backend: Backend, piece: Piece, request: Request) -> bool:
-    """Whether the backend has the gradient of a step on JAX arrays."""
-    is_step = request.verb == "extend" and request.library == "jax"
-    return is_step and _has_step_backward(backend, piece, request)
-
-
 def _has_step_backward(backend: Backend, piece: Piece, request: Request) -> bool:
     """Whether the piece's cache is a state, and the backend has the gradient of its step."""
     slots = piece.program.slots.values()
@@ -250,12 +228,6 @@ def _has_step_backward(backend: Backend, piece: Piece, request: Request) -> bool
         return False
     asked = dataclasses.replace(request, verb="extend_vjp")
     return not isinstance(backend.prepare(piece, asked), str)
-
-
-def _request_for(arguments: Names, request: Request, shapes: Mapping[str, Shape]) -> Request:
-    """The request for a piece, with the shapes of its inputs by the piece's names."""
-    piece_shapes = tuple([(name, shapes[value]) for name, value in arguments.items()])
-    return dataclasses.replace(request, shapes=piece_shapes)
 
 
 def _groups(program: Program) -> Iterable[frozenset[int]]:
@@ -281,17 +253,8 @@ def _results(program: Program, calls: frozenset[int]) -> set[str]:
     }
 
 
-def _is_acyclic(program: Program, groups: list[frozenset[int]]) -> bool:
-    if len(program.calls) > LARGEST_SEARCH:
-        return True  # Groups of consecutive calls.
-    return _in_order(program, groups) is not None
-
-
 def _in_order(program: Program, groups: list[frozenset[int]]) -> list[frozenset[int]] | None:
-    """The groups and all other leaf calls, in an order that computes each value before it is read.
-
-    None if there is no such order, because two groups depend on each other.
-    """
+    """The groups and all other leaf calls, each value computed before it is read; or None."""
     if len(program.calls) == 1:
         return groups
     ungrouped = set(range(len(program.calls))).difference(*groups)
@@ -323,16 +286,12 @@ def _piece(program: Program, calls: frozenset[int]) -> tuple[Piece, Names, Names
 
 
 def _planned(
-    program: Program,
-    calls: frozenset[int],
-    piece: Piece,
-    arguments: Names,
-    names: Names,
-    backend: Backend,
-    runner: Runner,
-    has_gradient_of_step: bool = False,
+    program: Program, calls: frozenset[int], backend: Backend, runner: Runner
 ) -> PlannedCall:
+    piece, arguments, names = _piece(program, calls)
     (out,) = _results(program, calls)
+    outs = {call.out for call in program.calls}
+    computed = tuple(name for name, value in arguments.items() if value in outs)
     piece_calls = {call.out: call for call in piece.program.calls}
     buffers = {}
     for call in (program.calls[i] for i in sorted(calls)):
@@ -346,16 +305,9 @@ def _planned(
         tuple(buffers.items()),
         backend,
         runner,
-        has_gradient_of_step=has_gradient_of_step,
         is_reversed=not program.reversed_values.isdisjoint(arguments.values()),
-        narrowed=() if backend.wide_values else _computed(program, arguments),
+        narrowed=() if backend.wide_values else computed,
     )
-
-
-def _computed(program: Program, arguments: Names) -> tuple[str, ...]:
-    """The piece's names of the inputs that other leaf calls compute."""
-    outs = {call.out for call in program.calls}
-    return tuple(name for name, value in arguments.items() if value in outs)
 
 
 def _value_shapes(program: Program, request: Request, capacity: int | None) -> dict[str, Shape]:

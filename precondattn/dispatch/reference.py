@@ -5,15 +5,14 @@ It consists of plain differentiable code. Half-precision inputs are converted to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from precondattn.arrays import Array, upcast_all
+from precondattn.arrays import Array, ByName, upcast_all
 from precondattn.backend import Backend, Request, Runner
 from precondattn.cache import Updates
 from precondattn.cache.held import held_part
 from precondattn.frame import Frame
-from precondattn.runner import LeafRunner, note_names
+from precondattn.runner import LeafRunner
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
@@ -39,17 +38,11 @@ class Reference(Backend):
 class _Definition(LeafRunner):
     """The runner of a leaf's own methods, on the filled part of a cache."""
 
-    def step(
-        self, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Updates]:
+    def step(self, past: ByName, inputs: ByName, frame: Frame) -> tuple[Array, Updates]:
         buffers = {slot: past[key] for slot, key in self.keys.items()}
         buffers, frame = held_part(self.methods, buffers, frame)
-        try:
-            out, updates = self.methods.step(upcast_all(buffers), upcast_all(inputs), frame)
-        except KeyError as error:
-            note_names(error, buffers, inputs)
-            raise
+        out, updates = self.methods.step(upcast_all(buffers), upcast_all(inputs), frame)
         return out, {self.keys[slot]: update for slot, update in updates.items()}
 
-    def by_slot(self, buffers: Mapping[str, Array]) -> Arrays:
+    def by_slot(self, buffers: ByName) -> Arrays:
         return upcast_all(super().by_slot(buffers))

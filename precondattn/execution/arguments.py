@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from precondattn.algebra.call import Call
-from precondattn.algebra.declaration import ShapeError, Sizes
+from precondattn.algebra.declaration import Sizes
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Arrays, DType, host_integers, namespace
 from precondattn.cache import KEY_MASK
@@ -42,7 +42,6 @@ from precondattn.execution.pair_masks import (
 )
 from precondattn.execution.preparation import PreparedCall, prepared, times
 from precondattn.execution.signature import signature_of
-from precondattn.execution.transposed_layout import advice_on_masks
 from precondattn.frame import EXTENSION, Frame, Layout, extending_frame, full_frame, held_by_all
 from precondattn.given import Given
 
@@ -84,12 +83,9 @@ def bind(call: Call, signature: Hashable | None) -> BoundCall:
     owner, masks, b, (t, s) = str(call.mechanism), call.masks, ready.sizes["b"], times(ready.sizes)
     checks = ValueChecks(owner)
     lengths = check_lengths(owner, masks["lengths"], like, b, s, "s", checks)
-    try:
-        key_mask = check_mask(owner, KEY_MASK, masks[KEY_MASK], like, (b, s), ("bool",), "(b s)")
-        segment_ids, segments, end = segments_of(owner, masks, like, b, s, checks)
-        attn_mask = check_attn_mask(owner, masks.get(ATTN_MASK), like, ready.sizes)
-    except ShapeError as error:
-        raise ShapeError(f"{error}{advice_on_masks(masks, ready.sizes)}") from None
+    key_mask = check_mask(owner, KEY_MASK, masks[KEY_MASK], like, (b, s), ("bool",), "(b s)")
+    segment_ids, segments, end = segments_of(owner, masks, like, b, s, checks)
+    attn_mask = check_attn_mask(owner, masks.get(ATTN_MASK), like, ready.sizes)
     if end is not None:
         if lengths is None:  # Padding was found only now; it changes the plan.
             padded = call._replace(masks={**masks, "lengths": end})
@@ -133,8 +129,7 @@ def check_call(
 def bind_extension(call: Call, signature: Hashable | None) -> BoundCall:
     """The checked arguments of `extend`, with its masks.
 
-    `segment_ids` (b, t) are only for caches of states, and no argument of the public verbs. The
-    cached states belong to the segment of the first new token.
+    `segment_ids` (b, t) are no argument of the public verbs; cached states belong to the first.
     """
     ready = preparation.prepared_calls.get(signature) or prepared(call, signature)
     inputs, before = _inputs(call, ready)

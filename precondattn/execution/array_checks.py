@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from precondattn.algebra.declaration import Inputs
-from precondattn.arrays import (
-    FLOATING,
-    HALF,
-    Array,
-    ByName,
-    dtype_name,
-    exact_device,
-    library_of,
-)
+from precondattn.arrays import FLOATING, HALF, dtype_name, exact_device, library_of
 from precondattn.backend import UnsupportedError
 from precondattn.frameworks import of
+from precondattn.frameworks.types import Array, ByName
 
 
 def check_arrays(owner: str, declared: Inputs, inputs: ByName) -> str:
@@ -64,10 +57,7 @@ def check_arrays(owner: str, declared: Inputs, inputs: ByName) -> str:
 
 
 def check_stored(what: str, array: Array, *, of_nested: str = "give a dense tensor") -> None:
-    """Raise a TypeError for what has no entry for every index, such as a list or a sparse tensor.
-
-    Masked arrays are such too. `what` names it, and `of_nested` says what to do with a nested one.
-    """
+    """Raise a TypeError for what lacks an entry for some index, such as a sparse tensor."""
     if library_of(array) is None:
         raise TypeError(
             f"{what} must be an array of NumPy, PyTorch, JAX, CuPy or another array-API library; "
@@ -101,10 +91,7 @@ def call_dtype(inputs: ByName) -> str:
 
 
 def check_cotangent(owner: str, what: str, cotangent: Array, whose: str, array: Array) -> None:
-    """Raise an error unless a cotangent has the library, shape and dtype of its array.
-
-    `what` and `whose` name the cotangent and the array in the message.
-    """
+    """Raise an error unless a cotangent has the library, shape and dtype of its array."""
     library = library_of(array)
     if library_of(cotangent) != library:
         raise TypeError(

@@ -18,7 +18,6 @@ from precondattn.given import Given
 from precondattn.limits import KEPT
 
 Settings = tuple[tuple[str, OptionValue], ...]
-"""(option, value) pairs."""
 
 Switches = Mapping[str, Mapping[int, Settings]]
 """The settings that declare an optional input, by its name and its number of axes."""
@@ -75,10 +74,7 @@ def declared_by_options(cls: MechanismClass) -> Iterator[tuple[str, OptionValue,
 
 
 def build(cls: MechanismClass, named: Mapping[str, Given]) -> tuple[AnyMechanism, dict[str, Array]]:
-    """The mechanism of a shorthand's keywords, and the keywords that are left for its call.
-
-    An array for an optional input switches on the option that declares it.
-    """
+    """The mechanism of a shorthand's keywords, and the keywords that are left for its call."""
     of_class, of_base = options_of(cls)
     switches = switches_of(cls)
     options: dict[str, OptionValue] = {}
@@ -120,7 +116,6 @@ _built: dict[Hashable, tuple[AnyMechanism, tuple[str, ...]]] = {}
 """The results of `build` by the key of `_key`: mechanism, and keywords left for its call."""
 
 PLAIN = frozenset({bool, int, float, str, type(None)})
-"""The types of settings that are compared by their value."""
 
 
 def built(cls: MechanismClass, named: Mapping[str, Given]) -> tuple[AnyMechanism, dict[str, Array]]:

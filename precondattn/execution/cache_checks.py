@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from precondattn.algebra.declaration import ShapeError, Sizes
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import HALF, ByName, dtype_name, library_of
@@ -11,13 +9,11 @@ from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.windows import FIRST
 from precondattn.execution.array_checks import check_device
 from precondattn.execution.masks import INTEGERS
-from precondattn.limits import KEPT
 
 
-@lru_cache(maxsize=KEPT)
 def keeps_tokens(mechanism: Piece) -> bool:
     """Whether the mechanism's cache has a row for each token, and not only states."""
-    return any("c" in pattern.letters for _, pattern in mechanism.program.slots.values())
+    return any(pattern.keeps_tokens for _, pattern in mechanism.program.slots.values())
 
 
 def check_has_states(mechanism: Piece) -> None:

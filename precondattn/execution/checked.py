@@ -6,19 +6,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
-
-
-class Checks(NamedTuple):
-    """What is checked besides the values of inputs (`examined_values.py`)."""
-
-    layout: bool = True
-    """Whether a call must not have more heads than tokens."""
-
 
 _always = os.environ.get("PRECONDATTN_CHECKED", "0") not in ("", "0")
-CHECKS: ContextVar[Checks | None] = ContextVar("checks", default=Checks() if _always else None)
-"""The checks of this context; None if there are none."""
+CHECKS: ContextVar[bool | None] = ContextVar("checks", default=True if _always else None)
+"""Whether calls of this context check their layout besides values; None if they check neither."""
 
 
 @contextmanager
@@ -54,7 +45,7 @@ def checked(*, layout: bool = True) -> Iterator[None]:
     >>> with pa.checked():
     ...     out = pa.delta(q, k, v, beta=np.ones((1, 6, 2)))
     """
-    token = CHECKS.set(Checks(layout))
+    token = CHECKS.set(layout)
     try:
         yield
     finally:

@@ -9,19 +9,8 @@ NaN:
 
 for each head that reads the row. These outputs are constants: their cotangents are not used.
 
-The inputs that are examined depend on the leaves of the call:
-
-=====================  ========================  =====================================
-the call               leaves                    inputs examined
-=====================  ========================  =====================================
-with `segment_ids`     any that relates tokens   all with a token axis
-causal                 any with a state or a     all with a key axis, except values:
-                       triangular system         keys, directions, gates, β
-causal                 softmax alone             none: masked scores are −∞, not 0 · s
-=====================  ========================  =====================================
-
-Entries on the CPU are read; if all are finite, nothing else is done. Entries that are traced or on
-an accelerator are not read: there, the call always includes the selection of zeros and NaN.
+`preparation.examined` has the inputs. Entries on the CPU are read; if all are finite, nothing else
+is done. Other entries are not read: there, the call always includes the selection.
 """
 
 from __future__ import annotations
@@ -31,13 +20,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from precondattn.algebra.declaration import Axis, Pattern
+from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
-    Tree,
     arange_like,
     cast,
     differs_from_previous,
@@ -47,8 +32,9 @@ from precondattn.arrays import (
     zero_where_not,
 )
 from precondattn.cache import Append, Cache, Replace, Rewrite, Update
-from precondattn.execution.preparation import examined, relating_leaves
+from precondattn.execution.preparation import relating_leaves
 from precondattn.frameworks.framework import good_entries
+from precondattn.frameworks.types import Array, Arrays, ByName
 from precondattn.limits import KEPT
 
 if TYPE_CHECKING:
@@ -61,9 +47,8 @@ NAN, INF = math.nan, math.inf
 class NonFiniteRows(NamedTuple):
     """The bad rows of a call, and the outputs they reach, as masks (b or 1, tokens, heads or 1)."""
 
-    good: Arrays | None
-    """Which rows of each examined input are finite; size 1 along the other axes. None for a call
-    whose inputs are cleaned by `without_bad_entries`, and which has no gradient."""
+    good: Arrays
+    """Which rows of each examined input are finite; size 1 along the other axes."""
     by_keys: Array | None
     """The outputs that bad rows of inputs with a key axis reach."""
     outputs: Array
@@ -73,23 +58,9 @@ class NonFiniteRows(NamedTuple):
 
     def cleaned(self, arrays: ByName) -> Arrays:
         """The inputs, or their gradients, with 0 in bad rows."""
-        assert self.good is not None
         return {
             name: zero_where_not(self.good[name], array) if name in self.good else array
             for name, array in arrays.items()
-        }
-
-    def without_bad_entries(self, call: BoundCall) -> Arrays:
-        """The inputs, with 0 at least in the bad entries of bad rows."""
-        operators = call.prepared.framework.row_operators
-        if not call.prepared.is_direct or operators is None:
-            return self.cleaned(call.inputs)
-        patterns = call.prepared.examined
-        return {
-            name: operators.without_bad_entries(array, patterns[name].low == -INF)
-            if name in patterns
-            else array
-            for name, array in call.inputs.items()
         }
 
     def replaced(self, out: Array, value: float) -> Array:
@@ -97,10 +68,7 @@ class NonFiniteRows(NamedTuple):
         return _replaced(out, self.outputs, self.output, value)
 
     def marked_update(self, key: str, update: Update) -> Update:
-        """The update of a buffer with NaN from the first bad token on.
-
-        States and rewritten rows depend on all tokens, and are NaN in every head with a bad token.
-        """
+        """The update of a buffer with NaN from the first bad token on."""
         if self.by_keys is None:
             return update
         pattern = self.buffers[key]
@@ -124,10 +92,7 @@ class NonFiniteRows(NamedTuple):
         return _replaced(state, heads, self.buffers[key], NAN)
 
     def without_states(self, d_states: ByName) -> Arrays:
-        """The cotangents of new states, with 0 in the heads whose state is NaN.
-
-        These are the heads in which the last token depends on a bad one of its segment.
-        """
+        """The cotangents of new states, with 0 in the heads whose state is NaN."""
         if self.by_keys is None:
             return dict(d_states)
         heads = self.by_keys[:, -1:, :]
@@ -139,7 +104,7 @@ def contained(mechanism: Piece, call: BoundCall) -> BoundCall:
     if _are_finite(call.inputs, call.prepared.examined, call):
         return call
     non_finite = _non_finite_rows(mechanism, call)
-    return call._replace(inputs=non_finite.without_bad_entries(call), non_finite=non_finite)
+    return call._replace(inputs=non_finite.cleaned(call.inputs), non_finite=non_finite)
 
 
 def contained_after(mechanism: Piece, call: BoundCall, cache: Cache) -> tuple[BoundCall, Cache]:
@@ -166,9 +131,6 @@ def contained_after(mechanism: Piece, call: BoundCall, cache: Cache) -> tuple[Bo
 
 
 def _non_finite_rows(mechanism: Piece, call: BoundCall) -> NonFiniteRows:
-    native = _in_few_operators(mechanism, call)
-    if native is not None:
-        return native
     good: Arrays = {}
     bad: dict[str, Array | None] = {"s": None, "t": None}
     mixes_queries = any(leaf.reads_all_queries for leaf in mechanism.program.leaves)
@@ -179,55 +141,6 @@ def _non_finite_rows(mechanism: Piece, call: BoundCall) -> NonFiniteRows:
     by_keys = None if bad["s"] is None else _reached(mechanism, bad["s"], call)
     buffers, output = _patterns_of_buffers(mechanism), mechanism.program.output
     return NonFiniteRows(good, by_keys, _either(by_keys, bad["t"]), output, buffers)
-
-
-def _in_few_operators(mechanism: Piece, call: BoundCall) -> NonFiniteRows | None:
-    """The bad rows of a plain causal call on PyTorch's tensors that nothing observes; or None."""
-    ready, frame = call.prepared, call.frame
-    operators = ready.framework.row_operators
-    is_plain = operators is not None and (ready.is_direct or ready.is_recorded)
-    if not is_plain or frame.k_segment is not None or frame.q_prefix is not None:
-        return None
-    plain = _plain_rows(mechanism, operators)
-    if plain is None:
-        return None
-    inputs = {name: call.inputs[name] for name in ready.examined}
-    heads = plain.heads.size(call.sizes)
-    queries = call.sizes["t" if "t" in call.sizes else "s"]
-    of_inputs = not ready.is_direct or ready.request.verb not in ("forward", "extend")
-    good, reached = operators.finite_rows(inputs, plain.axes, heads, queries, of_inputs=of_inputs)
-    return NonFiniteRows(good, reached, reached, mechanism.program.output, plain.buffers)
-
-
-class PlainRows(NamedTuple):
-    """What the masks of a mechanism's plain calls need to know."""
-
-    axes: Tree
-    heads: Axis
-    """The axis of the output's heads."""
-    buffers: dict[str, Pattern]
-
-
-@lru_cache(maxsize=KEPT)
-def _plain_rows(mechanism: Piece, operators: Tree) -> PlainRows | None:
-    """The axes of examined inputs, if a bad row reaches its own and all later outputs; or None."""
-    output = mechanism.program.output
-    heads = _row_axes(output)[2]
-    if heads is None or not _reaches_all_later(mechanism):
-        return None
-    axes = operators.row_axes(tuple(examined(mechanism, is_packed=False).values()))
-    if axes is None:
-        return None
-    return PlainRows(axes, output.axes[heads], _patterns_of_buffers(mechanism))
-
-
-def _reaches_all_later(mechanism: Piece) -> bool:
-    """Whether a bad row reaches its own and all later outputs, and no others."""
-    leaves = relating_leaves(mechanism)
-    is_softmax = all(leaf.hides_later_keys for leaf in leaves)
-    has_window = is_softmax and mechanism.offers.window is not None
-    mixes_queries = any(leaf.reads_all_queries for leaf in mechanism.program.leaves)
-    return mechanism.offers.causal and not has_window and not mixes_queries
 
 
 def _either(a: Array | None, b: Array | None) -> Array | None:

@@ -1,11 +1,8 @@
 """The dtypes of values and cotangents between the pieces of a call in half precision.
 
-They keep the dtype in which a piece computed them, which is float32 for a backend with
-`wide_values`. All other backends get them in the call's dtype, which kernels for half precision
-need.
-
-In float16 a cotangent may overflow: at a row of zeros, row-normalised attention has the cotangent
-dy / ε. A gradient is linear in the cotangent,
+A backend with `wide_values` gets them in float32, if a piece computed them so. In float16 a
+cotangent may overflow: at a row of zeros, row-normalised attention has the cotangent dy / ε. A
+gradient is linear in the cotangent,
 
     backward(dy) = c backward(dy / c),
 

@@ -5,15 +5,7 @@ from __future__ import annotations
 from precondattn import frameworks
 from precondattn.algebra.declaration import FIXED, ShapeError
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
-    is_distributed,
-    namespace,
-    placement,
-    traceable,
-)
+from precondattn.arrays import is_distributed, namespace, placement
 from precondattn.cache import KEY_MASK, Cache, new_buffer
 from precondattn.cache.kinds import TOKENS, WINDOW, Kind, Kinds
 from precondattn.cache.known_lengths import remembered
@@ -21,7 +13,8 @@ from precondattn.cache.windows import FIRST, rows_of
 from precondattn.execution.array_checks import check_arrays, values_of
 from precondattn.execution.cache_checks import check_cacheable, keeps_tokens
 from precondattn.execution.given_states import given_states
-from precondattn.execution.input_names import INIT_OPTIONS, extending_inputs, inputs_by_name
+from precondattn.execution.input_names import INIT_OPTIONS, inputs_by_name
+from precondattn.frameworks.types import Array, Arrays, ByName
 from precondattn.given import at_least
 
 
@@ -46,8 +39,8 @@ def empty_cache(
         )
         return cache
     check_cacheable(mechanism)
-    owner, has_tokens = str(mechanism), traceable(keeps_tokens)(mechanism)
-    declared = traceable(extending_inputs)(mechanism)
+    owner, has_tokens = str(mechanism), keeps_tokens(mechanism)
+    declared = mechanism.inputs.extending()
     inputs = inputs_by_name(owner, declared, arrays, named, INIT_OPTIONS, complete=False)
     if capacity is None and has_tokens:
         raise TypeError(f"{owner}: missing capacity, the greatest number of tokens per sequence")

@@ -7,24 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import cast as cast_type
 
 import numpy as np
 
 from precondattn.algebra.call import Keeping
 from precondattn.algebra.piece import ExtendPullback
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
-    Residuals,
-    Tree,
-    cast,
-    fresh,
-    namespace,
-    wants_gradient,
-    zero_where_not,
-)
+from precondattn.arrays import F, cast, fresh, namespace, wants_gradient, zero_where_not
 from precondattn.cache import KEY_MASK, Append, Cache, Replace, Updates, updated
 from precondattn.cache.kinds import STATE, holding
 from precondattn.cache.known_lengths import remembered
@@ -37,36 +26,29 @@ from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.masks import nan_where_invalid
 from precondattn.execution.parts import Parts
 from precondattn.frame import Frame
+from precondattn.frameworks.types import Array, Arrays, ByName, Residuals, Tree
 from precondattn.reversed_order import reversed_keys
-from precondattn.runner import LeafRunner, note_names
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from precondattn.runner import LeafRunner
 
 Traced = tuple[PlannedCall, Arrays, Array, Residuals]
-"""A planned call with its inputs, its output and its residuals."""
 Step = tuple[PlannedCall, Arrays, Arrays, Array]
-"""A planned call of an extension, with its buffers, its inputs and its output."""
 BridgeOfStep = Callable[..., tuple[Array, Updates]]
 
 
-def _tolerant(
-    function: Callable[Concatenate[BoundCall, P], R],
-) -> Callable[Concatenate[BoundCall, P], R]:
+def _tolerant(function: F) -> F:
     """A function of a call, for which two floating-point errors of NumPy are none.
 
-    Weights of masked and of decayed tokens are meant to underflow to 0. OpenBLAS may report an
-    invalid operation for finite numbers (numpy issues 13173 and 24067). Overflow and division by 0
-    are reported, as the result is then not finite either.
+    Weights of masked and of decayed tokens are meant to underflow to 0, and OpenBLAS may report an
+    invalid operation for finite numbers (numpy issues 13173 and 24067).
     """
     tolerant = np.errstate(under="ignore", invalid="ignore")(function)
 
     @wraps(function)
-    def run(call: BoundCall, /, *args: P.args, **named: P.kwargs) -> R:
+    def run(call: BoundCall, /, *args: Tree, **named: Tree) -> Tree:
         is_tolerant = call.prepared.framework.ignores_errors
         return (tolerant if is_tolerant else function)(call, *args, **named)
 
-    return run
+    return cast_type("F", run)
 
 
 @_tolerant
@@ -76,7 +58,8 @@ def forward(call: BoundCall) -> Array:
     for planned in plan.calls:
         inputs = call.inputs if planned.is_whole else _inputs(planned, values, call)
         frame = reversed_keys(call.frame) if planned.is_reversed else call.frame
-        bridge = None if is_direct else _bridge(planned, call)
+        has_none = is_direct or planned.backend is EMPTY
+        bridge = None if has_none else call.prepared.framework.bridge(planned, call)
         if bridge is None:
             values[planned.out] = planned.runner.forward(inputs, frame)[0]
         else:
@@ -126,10 +109,7 @@ def _pulled_back(call: BoundCall, trace: list[Traced], cotangent: Array) -> Arra
 
 
 def gradients_from_lse(call: BoundCall, out: Array, lse: Array, cotangent: Array) -> Arrays | None:
-    """The gradients of softmax attention, given its output and log-sum-exp.
-
-    None if the backend needs its own forward pass.
-    """
+    """The gradients of softmax attention, given its output and log-sum-exp."""
     (planned,) = call.prepared.plan.calls
     residuals = planned.runner.residuals_from_lse(lse)
     if residuals is None:
@@ -151,9 +131,9 @@ def _steps(
     for planned in plan.calls:
         inputs = call.inputs if planned.is_whole else _inputs(planned, values, call)
         past = {name: cache.store[key] for name, key in planned.buffers}
-        if parts is not None and _has_states(planned):
-            out, step_updates = _stepped_between(parts, planned, past, inputs, call)
-            values[planned.out] = out
+        slots = planned.piece.program.slots.values()
+        if parts is not None and any(slot.kind.rows == STATE for slot, _ in slots):
+            values[planned.out], step_updates = _stepped_between(parts, planned, past, inputs, call)
             for name, key in planned.owned:
                 updates[key] = step_updates[name]
             continue
@@ -161,21 +141,11 @@ def _steps(
         if not call.prepared.is_direct:
             bridge = bridge_of(planned, *past.values(), *inputs.values())
         step = planned.runner.step if bridge is None else partial(bridge, planned)
-        try:
-            out, step_updates = step(past, inputs, frame)
-        except KeyError as error:
-            note_names(error, past, inputs)
-            raise
-        values[planned.out] = out
+        values[planned.out], step_updates = step(past, inputs, frame)
         for name, key in planned.owned:
             updates[key] = step_updates[name]
-        trace.append((planned, past, inputs, out))
+        trace.append((planned, past, inputs, values[planned.out]))
     return values[plan.out], updates, trace
-
-
-def _has_states(planned: PlannedCall) -> bool:
-    slots = planned.piece.program.slots.values()
-    return any(slot.kind.rows == STATE for slot, _ in slots)
 
 
 def _stepped_between(
@@ -238,7 +208,12 @@ def extend_vjp(call: BoundCall, cache: Cache) -> tuple[Array, Cache, ExtendPullb
     inputs and of the old buffers, by name.
     """
     dtypes, frame = {key: buffer.dtype for key, buffer in cache.store.items()}, call.frame
-    output, updates, trace = _steps(call, cache, partial(_bridge_of_mapped_step, call))
+
+    def bridge_of(planned: PlannedCall, *arrays: Array) -> BridgeOfStep | None:
+        operators = _mapped_operators(call, planned, "step_backward", *arrays)
+        return None if operators is None else operators.apply_step
+
+    output, updates, trace = _steps(call, cache, bridge_of)
 
     @_tolerant
     def pullback(call: BoundCall, cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
@@ -352,26 +327,13 @@ def _inputs(planned: PlannedCall, values: ByName, call: BoundCall) -> Arrays:
     return inputs
 
 
-def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array] | None:
-    """The function that runs a call and registers its gradient with the framework; None if none."""
-    framework = call.prepared.framework
-    return None if planned.backend is EMPTY else framework.bridge(planned, call)
-
-
 def _bridge_of_step(
     call: BoundCall, length: Array, planned: PlannedCall, *arrays: Array
 ) -> BridgeOfStep | None:
-    """Like `_bridge`, for a step with these buffers and inputs."""
+    """The function that runs a step and registers its gradient with the framework; or None."""
     if planned.backend is EMPTY:
         return None
     return call.prepared.framework.bridge_of_step(call, length, planned, *arrays)
-
-
-def _bridge_of_mapped_step(
-    call: BoundCall, planned: PlannedCall, *arrays: Array
-) -> BridgeOfStep | None:
-    operators = _mapped_operators(call, planned, "step_backward", *arrays)
-    return None if operators is None else operators.apply_step
 
 
 def _mapped_operators(call: BoundCall, planned: PlannedCall, gradient: str, *arrays: Array) -> Tree:

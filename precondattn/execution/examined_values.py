@@ -41,9 +41,15 @@ LONGEST = 1 + 2.0**-7
 
 def examine(mechanism: Piece, call: BoundCall, *, is_full: bool) -> None:
     """Raise a ValueError for the first value that is not finite or out of its range."""
-    checks = CHECKS.get()
-    if is_full and checks is not None and checks.layout:
-        _check_layout(mechanism, call)
+    if is_full and CHECKS.get():
+        sizes, (_, tokens) = call.sizes, times(call.sizes)
+        heads = max((sizes[letter] for letter in HEADS if letter in sizes), default=0)
+        if 1 < tokens < heads:
+            raise ShapeError(
+                f"{mechanism}: more heads than tokens ({heads} and {tokens}), as arrays "
+                f"(b, h, t, d) have; the layout here is (b, t, h, d), so exchange the axes 1 and "
+                f"2; if it is meant, write checked(layout=False)"
+            )
     keys = call.frame.k_valid if is_full else call.frame.valid_keys(call.sizes["t"])
     valid = {"t": call.frame.q_valid, "s": keys}
     examine_inputs(mechanism, call.inputs, valid, is_full=is_full)
@@ -54,7 +60,9 @@ def examine_inputs(
 ) -> None:
     """Check inputs by name. `valid` has masks of valid tokens by letter: "t" (b, t), "s" (b, s)."""
     for name, pattern in declared_inputs(mechanism).items():
-        values = _on_host(inputs[name])
+        array = inputs[name]
+        is_half = dtype_name(array) in HALF
+        values = host_array(cast(array, namespace(array).float32) if is_half else array)
         masks = {x: m for x, m in valid.items() if m is not None and x in pattern.letters}
         if masks and pattern.is_pairwise and not is_full:
             continue  # Its key axis has the cache's capacity.
@@ -80,10 +88,7 @@ def examine_inputs(
 def examine_whole(
     mechanism: Piece, inputs: ByName, is_token: np.ndarray | None, key_mask: Array | None
 ) -> None:
-    """Check an extension before it is divided, so that errors give indices of the given tokens.
-
-    `is_token` (b, t) is False for padding.
-    """
+    """Check an extension before it is divided, so that errors give indices of the given tokens."""
     keys = is_token if key_mask is None else host_array(key_mask)
     if keys is None and key_mask is not None:
         keys = key_mask  # It is traced, and nothing can be examined.
@@ -96,32 +101,10 @@ class BadValues(NamedTuple):
     """Values that differ from what is declared in one way."""
 
     is_bad: np.ndarray
-    """Whether a value, or a row, is invalid."""
     shown: np.ndarray
-    """The values, or the lengths of the rows, to show in the message."""
     expected: str
-    """What they should be, in words."""
     instead: str
-    """The code to write instead."""
     is_of_rows: bool = False
-
-
-def _check_layout(mechanism: Piece, call: BoundCall) -> None:
-    sizes, (_, tokens) = call.sizes, times(call.sizes)
-    heads = max((sizes[letter] for letter in HEADS if letter in sizes), default=0)
-    if 1 < tokens < heads:
-        raise ShapeError(
-            f"{mechanism}: more heads than tokens ({heads} and {tokens}), as arrays (b, h, t, d) "
-            f"have; the layout here is (b, t, h, d), so exchange the axes 1 and 2; if it is meant, "
-            f"write checked(layout=False)"
-        )
-
-
-def _on_host(array: Array) -> np.ndarray | None:
-    if dtype_name(array) in HALF:
-        array = cast(array, namespace(array).float32)
-    values: np.ndarray | None = host_array(array)
-    return values
 
 
 def _faults(
@@ -148,21 +131,17 @@ def _out_of_range(name: str, pattern: Pattern, values: np.ndarray) -> BadValues:
         low, high, open_low, open_high = 0.0, INF, True, True
     below = values <= low if open_low and low > -INF else values < low
     above = values >= high if open_high else values > high
-    return BadValues(below | above, values, *_advice(name, low, high, open_low))
-
-
-def _advice(name: str, low: float, high: float, open_low: bool) -> tuple[str, str]:
-    """The range in words, and code whose result lies in it."""
     if low == -INF:
-        logarithm = f"{name} is the logarithm of a decay"
-        return f"at most {high:g}", f"{logarithm}: write log(x) of a decay x, or -softplus(x)"
-    if high == INF:
-        return ("above" if open_low else "at least") + f" {low:g}", "write softplus(x) or exp(x)"
-    expected = (
-        f"above {low:g} and at most {high:g}" if open_low else f"between {low:g} and {high:g}"
-    )
-    scale = "" if high == 1 else f"{high:g} * "
-    return expected, f"write {scale}sigmoid(x)"
+        expected, instead = f"at most {high:g}", "write log(x) of a decay x, or -softplus(x)"
+        instead = f"{name} is the logarithm of a decay: {instead}"
+    elif high == INF:
+        expected = ("above" if open_low else "at least") + f" {low:g}"
+        instead = "write softplus(x) or exp(x)"
+    else:
+        between = "above {:g} and at most {:g}" if open_low else "between {:g} and {:g}"
+        expected = between.format(low, high)
+        instead = f"write {'' if high == 1 else f'{high:g} * '}sigmoid(x)"
+    return BadValues(below | above, values, expected, instead)
 
 
 def _shortened(mechanism: Piece, name: str) -> str:

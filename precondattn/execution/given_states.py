@@ -17,7 +17,12 @@ from precondattn.given import Given
 def given_states(mechanism: Piece, states: Given, sizes: Sizes, like: Array) -> Arrays:
     """Copies of the given states, by the names of their buffers."""
     owner, slots = str(mechanism), mechanism.program.slots
-    of_leaves = _states_of_leaves(mechanism)
+    # The buffers of each leaf whose cache has only states.
+    of_leaves = [
+        [*keys.values()]
+        for keys in mechanism.program.slot_keys
+        if all(slots[name][0].kind.rows == STATE for name in keys.values())
+    ]
     if not isinstance(states, Mapping):
         raise TypeError(
             f"{owner}: states must be a dict of arrays by name, as cache.states has them; "
@@ -64,10 +69,3 @@ def given_states(mechanism: Piece, states: Given, sizes: Sizes, like: Array) -> 
                 f"{owner}: the states {together} belong together; missing {', '.join(missing)}"
             )
     return store
-
-
-def _states_of_leaves(mechanism: Piece) -> list[list[str]]:
-    """The names of the buffers of each leaf whose cache has only states."""
-    program = mechanism.program
-    buffers = [[*keys.values()] for keys in program.slot_keys]
-    return [each for each in buffers if all(program.slots[n][0].kind.rows == STATE for n in each)]

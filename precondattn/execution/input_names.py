@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.given_mechanism import around, name_given
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.text import hint_at_keyword, plain
 from precondattn.arrays import Array, ByName
@@ -18,17 +17,11 @@ def declared_inputs(mechanism: Piece) -> Inputs:
     return mechanism.inputs
 
 
-@lru_cache(maxsize=KEPT)
-def extending_inputs(mechanism: Piece) -> Inputs:
-    """The declared inputs of `extend`."""
-    return mechanism.inputs.extending()
-
-
 MASKS = ("segment_ids", "cu_seqlens", "lengths", "key_mask", "prefix", "attn_mask")
 CALL_OPTIONS = (*MASKS, "backend")
-"""The keywords of a call that are not inputs."""
 
 EXTEND_OPTIONS = (*MASKS, "donate", "keep", "states_every", "backend")
+EXTEND_VJP_OPTIONS = ("segment_ids", "cu_seqlens", "lengths", "key_mask", "backend")
 INIT_OPTIONS = ("capacity", "key_mask", "states", "sequences")
 
 
@@ -62,14 +55,8 @@ def inputs_by_name(
         by_name[name] = array
     missing = [name for name in declared if name not in by_name]
     if missing and complete:
-        raise TypeError(f"{owner}: missing {', '.join(missing)}; {takes}{_of_bases(owner, arrays)}")
+        raise TypeError(f"{owner}: missing {', '.join(missing)}; {takes}")
     return {name: by_name[name] for name in declared if name in by_name}
-
-
-def _of_bases(owner: str, arrays: Sequence[Array]) -> str:
-    """Advice for a call that got a mechanism, or the name of one, in place of an array."""
-    meant = next((name_given(array) for array in arrays if name_given(array)), None)
-    return "" if meant is None else f"; {around(owner, meant)}"
 
 
 def shapes_of(inputs: ByName) -> dict[str, tuple[int, ...]]:

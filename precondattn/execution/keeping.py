@@ -1,6 +1,6 @@
 """The states between new tokens that `extend(..., keep=n)` or `states_every=m` keeps.
 
-Histories of tokens can always be cropped. A state is kept (`cache/kept.py`) before each of the last
+A state is kept (`cache/kept.py`) before each of the last
 n new tokens, or after each m tokens of a sequence. Leaves that compute states run from one of these
 places to the next, and all other leaves run once for all new tokens.
 
@@ -14,8 +14,6 @@ from collections.abc import Sequence
 
 from precondattn.algebra.call import Call, Keeping
 from precondattn.arrays import (
-    Array,
-    Arrays,
     arange_like,
     as_index,
     host_array,
@@ -27,6 +25,7 @@ from precondattn.cache import Cache
 from precondattn.cache.kept import states_in, with_kept, without_way_back
 from precondattn.execution.arguments import BoundCall
 from precondattn.execution.cache_checks import check_is_cache
+from precondattn.frameworks.types import Array, Arrays
 
 
 def can_keep(call: Call) -> bool:
@@ -101,7 +100,7 @@ class Places:
 
     def rows_before(self, array: Array, count: int) -> Array:
         """The `count` rows before each place, (b, n, count, …), from x (b, count + t, …)."""
-        rows = [Tokens(column, count, array.shape[1]).of(array) for column in self.columns]
+        rows = [rows_from(array, column, count) for column in self.columns]
         return stacked(rows) if rows else array[:, None, :count, ...][:, :0, ...]
 
     def kept_in(self, cache: Cache, states: Arrays) -> Cache:
@@ -114,15 +113,9 @@ def stacked(states: Sequence[Array]) -> Array:
     return namespace(states[0]).stack(states, axis=1)
 
 
-class Tokens:
-    """Up to `width` tokens of each sequence, from column `start` on."""
-
-    def __init__(self, start: Array, width: int, t: int) -> None:
-        self.start, self.width, self.t = start, width, t
-
-    def of(self, array: Array) -> Array:
-        """The rows of an array (b, t, …) for these tokens."""
-        if isinstance(self.start, int):
-            return array[:, self.start : self.start + self.width, ...]
-        tokens = self.start[:, None] + arange_like(self.width, self.start)[None, :]
-        return take_tokens(array, as_index(namespace(tokens).clip(tokens, max=self.t - 1)))
+def rows_from(array: Array, start: Array, width: int) -> Array:
+    """Up to `width` rows of each sequence of an array (b, t, …), from `start` (b,) or an int on."""
+    if isinstance(start, int):
+        return array[:, start : start + width, ...]
+    tokens = start[:, None] + arange_like(width, start)[None, :]
+    return take_tokens(array, as_index(namespace(tokens).clip(tokens, max=array.shape[1] - 1)))

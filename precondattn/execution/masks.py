@@ -4,17 +4,13 @@ Some errors depend on the entries of arrays: a length out of range, or segments 
 contiguous. If the arrays are traced, no error can be raised. Then these sequences are marked
 invalid, and their output is NaN.
 
-`cu_seqlens` is another way to write `segment_ids`, for calls with b = 1, as in flash-attention:
-
-    cu_seqlens = (0, n_1, n_1 + n_2, …):    sequence i has the tokens c_i … c_{i+1} − 1.
-
-Tokens after the last sequence are padding, like those after `lengths`. If `cu_seqlens` is a list of
-integers, a NumPy array or a tensor on the CPU, it is read without waiting for a device.
+`cu_seqlens` is another way to write `segment_ids`, for calls with b = 1: sequence i has the tokens
+from cu_seqlens[i] to cu_seqlens[i + 1] − 1. Tokens after the last sequence are padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,9 +18,6 @@ import numpy as np
 
 from precondattn.algebra.declaration import Inputs, ShapeError
 from precondattn.arrays import (
-    Array,
-    ByName,
-    Shape,
     arange_like,
     cast,
     device_of,
@@ -41,6 +34,7 @@ from precondattn.arrays import (
 )
 from precondattn.cache.integers import whole_numbers
 from precondattn.execution.array_checks import check_device
+from precondattn.frameworks.types import Array, ByName, Shape
 from precondattn.given import Given
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -60,13 +54,8 @@ class ValueChecks:
             invalid = xp.logical_not(good)
             self.invalid = invalid if self.invalid is None else self.invalid | invalid
         elif not bool(xp.all(good)):
-            self.require_now((bool(good[i, ...]) for i in range(good.shape[0])), message)
-
-    def require_now(self, good: Iterable[bool], message: str) -> None:
-        """Like `require`, for Python booleans."""
-        for i, is_good in enumerate(good):
-            if not is_good:
-                raise ValueError(f"{self.owner}: {message} (sequence {i} of the batch)")
+            i = next(i for i in range(good.shape[0]) if not bool(good[i, ...]))
+            raise ValueError(f"{self.owner}: {message} (sequence {i} of the batch)")
 
 
 def check_lengths(
@@ -78,7 +67,7 @@ def check_lengths(
     within = f"lengths must lie between 0 and {letter} = {longest}"
     if isinstance(lengths, list | tuple):
         lengths = whole_numbers(f"{owner}: lengths", lengths)
-        checks.require_now([0 <= n <= longest for n in lengths], within)
+        checks.require(np.asarray([0 <= n <= longest for n in lengths], dtype=bool), within)
         lengths = xp.asarray(lengths, dtype=xp.int32, **placement(like))
     lengths = check_mask(owner, "lengths", lengths, like, (b,), INTEGERS, "(b)")
     assert lengths is not None
@@ -124,10 +113,7 @@ def is_contiguous(segment_ids: Array) -> Array:
 def zero_padding(
     inputs: ByName, declared: Inputs, q_valid: Array | None, k_valid: Array | None
 ) -> dict[str, Array]:
-    """The inputs (or their gradients) with padding set to 0, so that NaN in it does not spread.
-
-    `q_valid` (b, t) applies to the time axis of queries, `k_valid` (b, s) to that of keys.
-    """
+    """The inputs (or their gradients) with padding set to 0, so that NaN in it does not spread."""
     zeroed = {}
     for name, array in inputs.items():
         pattern = declared[name]

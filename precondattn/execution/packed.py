@@ -2,18 +2,10 @@
 
     o[tokens of segment i] = mechanism(x[tokens of segment i])
 
-Segments are independent. Those of similar lengths are moved into one batch, padded to the longest
-of them. Each batch is an ordinary call, so no pair of tokens of different segments is computed. A
-packed call costs as much as its batches, plus two moves of rows.
-
-    gathered:   y[slot]  = x[token of slot],   0 in slots of padding
-    returned:   o[token] = out[slot of token], 0 for tokens of no segment
-
-Each of the two is the transpose of the other, and so its gradient.
-
-Backends that skip pairs of different segments themselves get the packed call
-(`Backend.segments_as_batch`). So do all backends if segments are traced, and for mechanisms that
-compute no pairs of tokens, such as recurrences, which reset their state.
+Segments of similar lengths are moved into one batch, padded to the longest of them, which is an
+ordinary call. So no pair of tokens of different segments is computed. Backends that skip such pairs
+themselves get the packed call (`Backend.segments_as_batch`). So do all backends if segments are
+traced, and for mechanisms that compute no pairs, such as recurrences, which reset their state.
 """
 
 from __future__ import annotations
@@ -27,8 +19,6 @@ import numpy as np
 from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
-    Array,
-    Arrays,
     host_array,
     is_traced,
     namespace,
@@ -42,6 +32,7 @@ from precondattn.execution.arguments import BoundCall
 from precondattn.execution.preparation import prepared_part, times
 from precondattn.frame import full_frame, runs
 from precondattn.frameworks import of
+from precondattn.frameworks.types import Array, Arrays
 from precondattn.limits import KEPT
 
 SIMILAR = 0.8
@@ -68,10 +59,7 @@ def divided(mechanism: Piece, call: BoundCall) -> DividedPacking | None:
 
 
 def _wants_batches(planned: PlannedCall) -> bool:
-    """Whether a piece computes pairs of tokens on a backend that does not skip other segments.
-
-    Such a piece has a cache of tokens, or would have one if it were causal.
-    """
+    """Whether a piece computes pairs of tokens on a backend that does not skip other segments."""
     program = planned.piece.program
     keeps = any(pattern.keeps_tokens for _, pattern in program.slots.values())
     relates_pairs = keeps or any(not leaf.offers.causal for leaf in program.leaves)
@@ -140,10 +128,7 @@ def similar(lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def _moves(tokens: np.ndarray, are_tokens: np.ndarray, count: int) -> MovedRows | None:
-    """Moves that fill slot i with token `tokens[i]`, or with padding if `are_tokens[i]` is False.
-
-    None if no token moves.
-    """
+    """Moves that fill slot i with token `tokens[i]`, or padding; None if no token moves."""
     if len(tokens) == count and are_tokens.all() and (tokens == np.arange(count)).all():
         return None
     slots, is_moved = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=bool)

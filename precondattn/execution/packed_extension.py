@@ -16,28 +16,20 @@ import numpy as np
 from precondattn.algebra.call import Call
 from precondattn.algebra.declaration import ShapeError
 from precondattn.algebra.piece import ExtendPullback
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
-    host_array,
-    is_distributed,
-    namespace,
-    on_device_of,
-)
+from precondattn.arrays import host_array, is_distributed, namespace, on_device_of
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.execution.array_checks import check_arrays
 from precondattn.execution.cache_checks import check_cacheable, check_is_cache
 from precondattn.execution.checked import CHECKS
 from precondattn.execution.input_names import (
     EXTEND_OPTIONS,
-    extending_inputs,
     inputs_by_name,
     shapes_of,
 )
 from precondattn.execution.masks import ValueChecks, check_mask, segments_of, sequences_between
 from precondattn.execution.packed import Batches, is_of_tokens, moves_to, similar
 from precondattn.frame import runs
+from precondattn.frameworks.types import Array, Arrays, ByName
 from precondattn.given import Given
 
 PACKINGS = ("segment_ids", "cu_seqlens")
@@ -59,7 +51,7 @@ class PackedExtension(Batches):
                 f"{owner}: lengths of packed sequences are those between their borders; leave "
                 f"lengths out, and let cu_seqlens end before padding"
             )
-        declared = extending_inputs(mechanism)
+        declared = mechanism.inputs.extending()
         inputs = inputs_by_name(owner, declared, call.arrays, call.named, EXTEND_OPTIONS)
         check_arrays(owner, declared, inputs)
         self.of_tokens = [name for name in inputs if is_of_tokens(declared[name])]
@@ -95,7 +87,10 @@ class PackedExtension(Batches):
         super().__init__(self.shape[0], moves, self.like)
         self.sizes = tuple((len(n), max(int(n.max()), int(has_tokens))) for n in self.lengths)
         if CHECKS.get() is not None:
-            self._examine()
+            from precondattn.execution.examined_values import examine_whole
+
+            is_token = np.arange(count).reshape(self.shape) < self.count
+            examine_whole(mechanism, inputs, is_token, self.key_mask)
 
     def _sequences(self, masks: Mapping[str, Given]) -> tuple[np.ndarray, np.ndarray]:
         """The first token and the number of tokens of each sequence, counted over all rows."""
@@ -126,13 +121,6 @@ class PackedExtension(Batches):
                     f"{self.call.mechanism}: capacity exceeded: the cache holds at most {capacity} "
                     f"tokens, and the new ones do not fit (sequence {i} of the packed ones)"
                 )
-
-    def _examine(self) -> None:
-        """Check the values of all inputs."""
-        from precondattn.execution.examined_values import examine_whole
-
-        is_token = np.arange(self.shape[0] * self.shape[1]).reshape(self.shape) < self.count
-        examine_whole(self.call.mechanism, self.inputs, is_token, self.key_mask)
 
     def batches(self) -> list[tuple[list[int], Call]]:
         """The calls of the sequences that are extended together, and their rows of the cache."""

@@ -4,10 +4,8 @@ Query i may attend to key j if
 
     (j ≤ i and i − j < window, or j is in the prefix of its sequence) and attn_mask[…, i, j].
 
-Padding and other segments stay masked. A prefix consists of the first tokens of a sequence, or of
-each segment in a packed call. Prefix language models have one, and vision-language models, whose
-prefix is the image. It is stored as a position for each query, before which the query sees all keys
-of its segment.
+Padding and other segments stay masked. A prefix consists of the first tokens of a sequence or a
+segment. It is stored as a position for each query, before which the query sees all keys.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from precondattn.algebra.declaration import ShapeError, Sizes
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
     Array,
-    Shape,
     arange_like,
     as_index,
     cast,
@@ -50,11 +47,6 @@ def check_takes_masks(mechanism: Piece, masks: frozenset[str]) -> None:
                     raise ValueError(f"{mechanism} takes no {name}: {reason}")
 
 
-def has_no(name: str) -> str:
-    """The reason why `extend` takes no mask of pairs if the cache is a state."""
-    return f"a state sums up all tokens, and has no {name}"
-
-
 def refuse_divided(owner: str, named: Mapping[str, Given]) -> None:
     """Raise a TypeError for a mask of pairs in a call that is divided between devices."""
     for name in PAIR_MASKS:
@@ -80,7 +72,7 @@ def check_attn_mask(
             s = f"{columns.start} to {columns.stop - 1}"
         raise ShapeError(
             f"{owner}: attn_mask is declared (b or 1, h or 1, t, s), that is ({b} or 1, {h} or 1, "
-            f"{t}, {s}); found {found}{_with_axes(found, (b, h, t, columns[-1]))}"
+            f"{t}, {s}); found {found}"
         )
     if dtype_name(mask) not in ("bool", *INTEGERS):  # A mask that is added to scores.
         raise TypeError(
@@ -88,13 +80,6 @@ def check_attn_mask(
             f"scores is bias, as in pa.softmax(q, k, v, bias=attn_mask)"
         )
     return check_mask(owner, ATTN_MASK, mask, like, found, ("bool",), "(b or 1, h or 1, t, s)")
-
-
-def _with_axes(found: Shape, shape: Shape) -> str:
-    """Code that gives a mask (t, s) or (b, t, s) the missing axes."""
-    if found == shape[2:]:
-        return "; write attn_mask[None, None]"
-    return "; write attn_mask[:, None]" if found == (shape[0], *shape[2:]) else ""
 
 
 def of_slots_and_new(mask: Array, length: Array, t: int, slots: int) -> Array:
@@ -155,10 +140,7 @@ def prefix_of_packed(prefix: Array, segment_ids: Array) -> Array:
 
 
 def check_extends_prefix(prefix: Array, length: Array, count: Given, checks: ValueChecks) -> None:
-    """Raise an error unless a prefix is all new, or all in the cache.
-
-    Otherwise its first tokens were computed without its last ones.
-    """
+    """Raise an error unless a prefix is all new, or all in the cache."""
     # All three are read only if that does not wait for a device.
     on_host = [host_array(a) if not isinstance(a, int) else a for a in (prefix, length, count)]
     if all(a is not None for a in on_host):

@@ -1,9 +1,7 @@
 """The parameters of a call, as `help`, an editor and a type checker show them.
 
-They are derived from the declared inputs and options: the first three inputs by position or name,
-the others by name, then options, masks and the backend. Shapes that depend on an option are shown
-for its default. `docs/make_shorthands.py` writes the parameters of the shorthands to the stub
-`shorthands.pyi`.
+They are derived from the declared inputs and options. `docs/make_shorthands.py` writes those of the
+shorthands to the stub `shorthands.pyi`.
 """
 
 from __future__ import annotations
@@ -36,10 +34,7 @@ def signature_of_call(mechanism: Piece) -> Signature:
 
 
 def signature_of_shorthand(cls: MechanismClass) -> Signature:
-    """The parameters of a class's shorthand: the inputs that any option declares, and the options.
-
-    An input that not all options declare is optional.
-    """
+    """The parameters of a class's shorthand: the inputs that any option declares, and options."""
     declared = [cls().inputs, *(inputs for _, _, inputs in declared_by_options(cls))]
     inputs: dict[str, Parameter] = {}
     for name in dict.fromkeys(name for each in declared for name in each):

@@ -2,36 +2,27 @@
 
     o_j, S_j = step(S_{j−1}, tokens of part j)
 
-There is a part before the first place, one between each two places, and one after the last. If JAX
-traces the call, the parts between places are a loop, because compiling them unrolled would take
-long.
+If JAX traces the call, the parts between places are a loop: compiling many steps would take long.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
 from precondattn.algebra.call import Keeping
 from precondattn.algebra.declaration import Inputs
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
-    arange_like,
-    as_index,
-    cast,
-    namespace,
-    take_tokens,
-)
+from precondattn.arrays import arange_like, as_index, cast, namespace, take_tokens
 from precondattn.backend import UnsupportedError
 from precondattn.cache import KEY_MASK, Cache, Replace, Updates
 from precondattn.execution.arguments import BoundCall
-from precondattn.execution.keeping import Places, Tokens, stacked
+from precondattn.execution.keeping import Places, rows_from, stacked
 from precondattn.execution.masks import nan_where_invalid, zero_padding
 from precondattn.frame import EXTENSION, Frame, Layout, extending_frame
 from precondattn.frameworks import of
+from precondattn.frameworks.types import Array, Arrays, ByName
 
 PartStep = Callable[[Arrays, Arrays, Frame, Array, Array], tuple[Array, Updates]]
 """A function from states, inputs, a frame, lengths and numbers of new tokens to output and updates.
@@ -104,26 +95,24 @@ class Parts(Places):
         return joined, {name: Replace(state) for name, state in past.items()}, kept
 
     def _part(self, tokens: Arrays, number: int) -> Part:
-        of_part = Tokens(self.starts[number], self.widths[number], self.t)
+        of_part = partial(rows_from, start=self.starts[number], width=self.widths[number])
         return Part(
-            {name: of_part.of(array) for name, array in tokens.items()},
+            {name: of_part(array) for name, array in tokens.items()},
             self.length + self.starts[number],
             self._count(number),
-            None if self.valid is None else of_part.of(self.valid),
+            None if self.valid is None else of_part(self.valid),
         )
 
     def _several(self, tokens: Arrays, count: int) -> Part:
         """The parts between places, which are adjacent and of equal width."""
-        of_parts, numbers = (
-            Tokens(self.starts[1], count * self.widths[1], self.t),
-            range(1, count + 1),
-        )
+        of_parts = partial(rows_from, start=self.starts[1], width=count * self.widths[1])
+        numbers = range(1, count + 1)
         xp, counts = namespace(self.length), [self._count(number) for number in numbers]
         return Part(
-            {name: _divided(of_parts.of(array), count) for name, array in tokens.items()},
+            {name: _divided(of_parts(array), count) for name, array in tokens.items()},
             xp.stack([self.length + self.starts[number] for number in numbers]),
             None if counts[0] is None else xp.stack(counts),
-            None if self.valid is None else _divided(of_parts.of(self.valid), count),
+            None if self.valid is None else _divided(of_parts(self.valid), count),
         )
 
     def _count(self, number: int) -> Array | None:

@@ -16,10 +16,6 @@ from precondattn.algebra.declaration import Inputs, Pattern, ShapeError, Sizes
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
-    Array,
-    Arrays,
-    DType,
-    Shape,
     device_of,
     is_captured,
     is_traced,
@@ -43,8 +39,8 @@ from precondattn.execution.cache_checks import (
 from precondattn.execution.input_names import (
     CALL_OPTIONS,
     EXTEND_OPTIONS,
+    EXTEND_VJP_OPTIONS,
     declared_inputs,
-    extending_inputs,
     inputs_by_name,
     shapes_of,
 )
@@ -53,7 +49,7 @@ from precondattn.execution.transposed_layout import advice
 from precondattn.frame import FULL, Layout
 from precondattn.frameworks import of
 from precondattn.frameworks.framework import Framework
-from precondattn.given import Given
+from precondattn.frameworks.types import Array, Arrays, DType, Shape
 from precondattn.limits import KEPT, KEPT_SIGNATURES
 
 
@@ -61,12 +57,10 @@ class PreparedCall(NamedTuple):
     """The checks and the plan of a call."""
 
     names: tuple[str, ...]
-    """The names of the inputs, in the declared order."""
     numbers: tuple[int, ...] | None
     """The index of each input among the arguments; None if these are in the declared order."""
     sizes: Sizes
     is_cast: bool
-    """Whether autocast casts the inputs."""
     examined: Mapping[str, Pattern]
     """The inputs that `containment.py` examines for NaN and infinity."""
     framework: Framework
@@ -88,14 +82,10 @@ class PreparedCall(NamedTuple):
 
 
 prepared_calls: dict[Hashable | None, PreparedCall] = {}
-"""The preparation of calls, by their signatures."""
 
 
 def prepared(call: Call, signature: Hashable | None) -> PreparedCall:
-    """The preparation of a call whose signature is new or None.
-
-    Invalid arguments raise an error here, except for invalid entries of arrays.
-    """
+    """The preparation of a call whose signature is new or None."""
     ready = _planned(call, has_signature=signature is not None)
     if signature is not None:
         if len(prepared_calls) >= KEPT_SIGNATURES:
@@ -109,8 +99,10 @@ def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
     is_full = call.verb in ("forward", "vjp")
     if not is_full:
         check_is_cache(owner, cache)
-    declared = declared_inputs(mechanism) if is_full else extending_inputs(mechanism)
-    options = CALL_OPTIONS if is_full else EXTEND_OPTIONS
+    declared = declared_inputs(mechanism)
+    declared = declared if is_full else declared.extending()
+    options: tuple[str, ...] = CALL_OPTIONS if is_full else EXTEND_OPTIONS
+    options = EXTEND_VJP_OPTIONS if call.verb == "extend_vjp" else options
     inputs = inputs_by_name(owner, declared, call.arrays, call.named, options)
     inputs, dtypes_before = of(next(iter(inputs.values()), None)).cast_inputs(declared, inputs)
     if not is_full:
@@ -128,7 +120,14 @@ def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
     others = [mask for mask in given_masks.values() if library_of(mask) == library]
     if is_full:
         sizes = _sizes(mechanism, declared, shapes)
-        _check_times(mechanism, sizes, call.masks)
+        t, s = times(sizes)
+        if t != s and not mechanism.offers.causal:
+            for name in ("lengths", "segment_ids", "cu_seqlens"):
+                if call.masks[name] is not None:
+                    raise ValueError(
+                        f"{mechanism}: {name} of a non-causal call needs as many queries as keys; "
+                        f"found t = {t} and s = {s}; use key_mask"
+                    )
         program = mechanism.program
         for leaf_call, axes in zip(program.calls, program.axes, strict=True):
             own = {x: axis.size(sizes) for x, axis in axes.items() if axis.letter in sizes}
@@ -137,7 +136,9 @@ def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
         capacity = check_cache(owner, mechanism, cache, inputs)
         known = {"c": capacity, "b": cache.length.shape[0]}
         sizes = _sizes(mechanism, declared, shapes, known)
-        check_buffers(owner, mechanism, cache, sizes, call_dtype(inputs), _hint(dtypes_before))
+        hint = " (autocast casts them; create the cache by init_cache under the same autocast)"
+        hint = "" if dtypes_before is None else hint
+        check_buffers(owner, mechanism, cache, sizes, call_dtype(inputs), hint)
         masks |= cache.store.keys() & {KEY_MASK}
         if call.verb == "extend":  # It may be differentiated with respect to cached arrays too.
             others.extend(cache.store.values())
@@ -147,8 +148,7 @@ def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
     request = _request(call.verb, library, inputs, frozenset(masks), others)
     allowed = allowed_backends(call.backend)
     if framework.is_ordinary(like):
-        _check_has_no_gradient(owner, mechanism, inputs)
-        allowed = _only_reference(owner, allowed)
+        allowed = _only_reference(mechanism, inputs, allowed)
     positional = list(declared_inputs(mechanism))[: len(call.arrays)]
     numbers = {name: i for i, name in enumerate((*positional, *call.named))}
     order = tuple([numbers[name] for name in inputs])
@@ -172,7 +172,11 @@ def _planned(call: Call, *, has_signature: bool) -> PreparedCall:
 
 @lru_cache(maxsize=KEPT)
 def examined(mechanism: Piece, *, is_packed: bool) -> dict[str, Pattern]:
-    """The inputs whose NaN or infinity could reach an output that does not depend on them."""
+    """The inputs whose NaN or infinity could reach an output that does not depend on them.
+
+    With segments these are all that have tokens. In a causal call with a state or a triangular
+    system they are keys, directions, gates and β; softmax alone masks scores by −∞, not by 0 · s.
+    """
     leaves = relating_leaves(mechanism)
     patterns = {
         name: pattern
@@ -191,15 +195,11 @@ def relating_leaves(mechanism: Piece) -> list[LeafProtocol]:
     return [leaf for leaf in mechanism.program.leaves if leaf.relates_tokens]
 
 
-def _hint(dtypes_before: Mapping[str, DType] | None) -> str:
-    """The hint that an error about the dtype of a cache adds under autocast."""
-    if dtypes_before is None:
-        return ""
-    return " (autocast casts them; create the cache by init_cache under the same autocast)"
-
-
-def _check_has_no_gradient(owner: str, mechanism: Piece, inputs: Arrays) -> None:
-    """Raise an error for a gradient: PyTorch 2.13 can not export a scan with one to ONNX."""
+def _only_reference(
+    mechanism: Piece, inputs: Arrays, allowed: tuple[str, ...] | None
+) -> tuple[str, ...]:
+    """The only backend of calls that are recorded as ordinary operators; others are an error."""
+    owner = str(mechanism)  # PyTorch 2.13 can not export a scan with a gradient to ONNX.
     is_scanned = any(slot.kind.rows == STATE for slot, _ in mechanism.program.slots.values())
     if is_scanned and wants_gradient(*inputs.values()):
         raise UnsupportedError(
@@ -207,9 +207,6 @@ def _check_has_no_gradient(owner: str, mechanism: Piece, inputs: Arrays) -> None
             f"requires one; call requires_grad_(False) on the module"
         )
 
-
-def _only_reference(owner: str, allowed: tuple[str, ...] | None) -> tuple[str, ...]:
-    """The only backend of calls that are recorded as ordinary operators; others are an error."""
     if allowed is not None and REFERENCE.name not in allowed:
         raise UnsupportedError(
             f"{owner}: within ordinary_operators() a call is recorded as the reference computes "
@@ -249,18 +246,6 @@ def _sizes(
         hint = advice(declared, shapes, known or {}, causal=mechanism.offers.causal)
         raise ShapeError(f"{error}{hint}") from None
     return sizes
-
-
-def _check_times(mechanism: Piece, sizes: Sizes, masks: Mapping[str, Given]) -> None:
-    """Raise an error unless the numbers of queries and keys fit the masks."""
-    t, s = times(sizes)
-    if t != s and not mechanism.offers.causal:
-        for name in ("lengths", "segment_ids", "cu_seqlens"):
-            if masks[name] is not None:
-                raise ValueError(
-                    f"{mechanism}: {name} of a non-causal call needs as many queries as keys; "
-                    f"found t = {t} and s = {s}; use key_mask"
-                )
 
 
 def _request(

@@ -23,7 +23,7 @@ from precondattn.execution.checked import CHECKS
 from precondattn.execution.containment import contained, contained_after
 from precondattn.execution.keeping import can_keep, needs_lengths
 from precondattn.execution.masks import zero_padding
-from precondattn.execution.pair_masks import ATTN_MASK, PAIR_MASKS, PREFIX, has_no
+from precondattn.execution.pair_masks import ATTN_MASK, PAIR_MASKS, PREFIX
 from precondattn.execution.signature import signature_of
 from precondattn.execution.unchanged import guarded
 
@@ -34,13 +34,9 @@ def forward(call: Call) -> Array:
     if signature is None and _is_distributed(call):
         return frameworks.distributed.forward(call)
     mechanism, bound = call.mechanism, bind(call, signature)
-    if CHECKS.get() is not None:
-        _check_values(mechanism, bound, is_full=True)
+    _check(call, bound, bound)
     if bound.prepared.examined:
         bound = contained(mechanism, bound)
-    check_division = bound.prepared.framework.check_division
-    if check_division is not None:
-        check_division(mechanism, bound)
     divided = None if bound.segments is None else packed.divided(mechanism, bound)
     return _evaluated(bound) if divided is None else packed.forward(divided, _evaluated)
 
@@ -59,11 +55,8 @@ def vjp(call: Call) -> tuple[Array, Callable[[Array], Arrays]]:
         return of_parts
     call, check_unchanged = guarded(call)
     bound = bind(call, signature)
-    if CHECKS.get() is not None:
-        _check_values(mechanism, bound, is_full=True)
+    _check(call, bound)
     framework = bound.prepared.framework
-    if framework.check_division is not None:
-        framework.check_division(mechanism)
     bound = contained(mechanism, bound)
     divided = packed.divided(mechanism, bound)
     with framework.without_autocast(next(iter(bound.inputs.values()))):
@@ -86,10 +79,7 @@ def _of_valid(gradients: Arrays, mechanism: Piece, bound: BoundCall, k_valid: Ar
 
 
 def gradients_from_lse(call: Call, out: Array, lse: Array, cotangent: Array) -> Arrays | None:
-    """The gradients of softmax attention from its output and log-sum-exp, without a forward pass.
-
-    None if the backend needs a forward pass.
-    """
+    """The gradients of softmax attention from its output and log-sum-exp; None if impossible."""
     mechanism = call.mechanism
     bound = contained(mechanism, bind(call, signature_of(call)))
     if packed.divided(mechanism, bound) is not None:
@@ -128,11 +118,8 @@ def extend(call: Call) -> tuple[Array, Cache]:
         b, t = (bound.sizes[letter] for letter in "bt")
         call = call._replace(masks={**masks, "lengths": [t] * b})
         bound = bind_extension(call, signature_of(call))
-    if CHECKS.get() is not None:
-        _check_values(mechanism, bound, is_full=False)
+    _check(call, bound)
     ready = bound.prepared
-    if ready.framework.check_division is not None:
-        ready.framework.check_division(mechanism)
     if ready.examined or bound.frame.k_segment is not None:
         bound, cache = contained_after(mechanism, bound, cache)
     if donate and ready.request.library == "torch" and ready.request.differentiated:
@@ -162,17 +149,6 @@ def extend_packed(call: Call) -> tuple[Array, Cache]:
 def extend_vjp(call: Call) -> tuple[Array, Cache, ExtendPullback]:
     """The output for new tokens, the extended cache of states, and the pullback."""
     mechanism = call.mechanism
-    _refuse_pair_masks(call)
-    if "donate" in call.named:
-        raise TypeError(
-            f"{mechanism}: extend_vjp does not donate: the pullback needs the old cache"
-        )
-    for name in ("keep", "states_every"):
-        if name in call.named:
-            raise TypeError(
-                f"{mechanism}: extend_vjp has no {name}; where the library has automatic "
-                f"differentiation, differentiate extend(..., {name}=...)"
-            )
     check_has_states(mechanism)
     signature = signature_of(call)
     if signature is None and _is_distributed(call):
@@ -180,11 +156,8 @@ def extend_vjp(call: Call) -> tuple[Array, Cache, ExtendPullback]:
         return of_parts
     call, check_unchanged = guarded(call)
     bound = bind_extension(call, signature)
-    if CHECKS.get() is not None:
-        _check_values(mechanism, bound, is_full=False)
+    _check(call, bound)
     framework = bound.prepared.framework
-    if framework.check_division is not None:
-        framework.check_division(mechanism)
     bound, cache = contained_after(mechanism, bound, call.cache)
     with framework.without_autocast(cache.length):
         out, extended, pull = evaluation.extend_vjp(bound, cache)
@@ -201,7 +174,6 @@ def extend_vjp(call: Call) -> tuple[Array, Cache, ExtendPullback]:
 
 def extend_vjp_packed(call: Call) -> tuple[Array, Cache, ExtendPullback]:
     """The output for packed new tokens, the extended cache of states, and the pullback."""
-    _refuse_pair_masks(call)
     out, extended, pull = packed_extension.extend_vjp(call, extend_vjp)
     return out, extended, _checked_pullback(call.mechanism, out, extended, pull)
 
@@ -270,21 +242,18 @@ def explain(call: Call) -> Explanation:
     return Explanation(str(mechanism), program, ready.request, plan, discover(), batches)
 
 
-def _check_values(mechanism: Piece, bound: BoundCall, *, is_full: bool) -> None:
-    """Check the values of the inputs."""
-    from precondattn.execution.examined_values import examine
+def _check(call: Call, bound: BoundCall, *divided: BoundCall) -> None:
+    """Check values, and the devices: those of PyTorch's `context_parallel` serve `divided` only."""
+    if CHECKS.get() is not None:
+        from precondattn.execution.examined_values import examine
 
-    examine(mechanism, bound, is_full=is_full)
+        examine(call.mechanism, bound, is_full=call.cache is None)
+    check_division = bound.prepared.framework.check_division
+    if check_division is not None:
+        check_division(call.mechanism, *divided)
 
 
 def _is_distributed(call: Call) -> bool:
     cache = call.cache
     buffers = (cache.length, *cache.store.values()) if isinstance(cache, Cache) else ()
     return is_distributed(call.arrays, call.named, *buffers, *call.masks.values())
-
-
-def _refuse_pair_masks(call: Call) -> None:
-    """Raise a TypeError for a mask of pairs in `extend_vjp`, whose cache is a state."""
-    for name in PAIR_MASKS:
-        if name in call.named:
-            raise TypeError(f"{call.mechanism}: {has_no(name)}")

@@ -16,7 +16,6 @@ from precondattn.execution.input_names import MASKS
 from precondattn.given import Given
 
 WIDTH = 96
-"""The width of docstring lines in a stub of 100 columns"""
 
 
 def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
@@ -52,8 +51,13 @@ def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
             masks[name] = rest.pop(name)
         return forward(Call("forward", mechanism, arrays, rest, masks, backend))
 
+    equation = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0]
+    hashable: MechanismClass = cls
+    lists = zip(("Options", "Those of the softmax inside"), options_of(hashable), strict=True)
+    options = [fill(f"{title}: {', '.join(names)}.", WIDTH) for title, names in lists if names]
+    about = f"`{cls.__name__}`, built from its options and called. An optional input sets its own."
     call.__name__ = call.__qualname__ = cls.name
-    call.__doc__ = _documentation(cls)
+    call.__doc__ = "\n".join([equation, "", about, *options])
     call.__wrapped__ = _DeclaredCall(cls)  # type: ignore[attr-defined]
     return call
 
@@ -69,11 +73,3 @@ class _DeclaredCall:
         from precondattn.execution.parameters_of_calls import signature_of_shorthand
 
         return signature_of_shorthand(self.cls)
-
-
-def _documentation(cls: MechanismClass) -> str:
-    equation = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0]
-    lists = zip(("Options", "Those of the softmax inside"), options_of(cls), strict=True)
-    options = [fill(f"{title}: {', '.join(names)}.", WIDTH) for title, names in lists if names]
-    about = f"`{cls.__name__}`, built from its options and called. An optional input sets its own."
-    return "\n".join([equation, "", about, *options])

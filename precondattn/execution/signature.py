@@ -1,13 +1,8 @@
 """The signature of a call: everything that its checks and its plan depend on.
 
-It consists of the mechanism and the verb, the names of the arguments, the properties of each array
-(library, dtype, shape, device, whether it requires a gradient), the allowed backends, and PyTorch's
-grad mode and autocast. It never depends on the entries of arrays. Calls of one signature share
-their checks and their plan (`preparation.py`).
-
-A call has no signature if more than this matters: if arrays are traced, transformed by torch.func,
-distributed or of a subclass, or in a mode of PyTorch (for example one that counts FLOPs). Such a
-call is checked and planned every time.
+It never depends on the entries of arrays. Calls of one signature share their checks and their plan
+(`preparation.py`). A call has no signature, and is checked and planned every time, if its arrays
+are traced, transformed, distributed or of a subclass, or in a mode of PyTorch.
 """
 
 from __future__ import annotations
@@ -38,7 +33,12 @@ def signature_of(call: Call) -> Hashable | None:
             described.append(None)
             continue
         cls = type(argument)
-        describe, state_of = _described_by[cls] if cls in _described_by else _learned(argument)
+        if cls not in _described_by:
+            framework = of(argument)
+            is_array = framework.name is not None
+            describe = framework.description(argument) if is_array else None
+            _described_by[cls] = describe, framework.state_of_calls
+        describe, state_of = _described_by[cls]
         if describe is None:
             return None
         if state is None:  # One library: the first argument determines it.
@@ -68,11 +68,3 @@ _described_by: dict[type, tuple[Describe | None, Describe | None]] = dict.fromke
 )
 """The functions that describe arguments of a type, and the state of their framework; without the
 first, calls with such arguments have no signature."""
-
-
-def _learned(argument: Given) -> tuple[Describe | None, Describe | None]:
-    """The functions for arguments of a type, when it is seen for the first time."""
-    framework = of(argument)
-    describe = None if framework.name is None else framework.description(argument)
-    _described_by[type(argument)] = describe, framework.state_of_calls
-    return describe, framework.state_of_calls

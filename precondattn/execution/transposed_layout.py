@@ -6,14 +6,10 @@ from collections.abc import Mapping
 
 from precondattn.algebra.declaration import HEADS, Inputs, Pattern, ShapeError, Sizes
 from precondattn.arrays import Shape
-from precondattn.given import Given
 
 
 def advice(declared: Inputs, shapes: Mapping[str, Shape], known: Sizes, *, causal: bool) -> str:
-    """A hint for a ShapeError; empty unless the shapes fit with the token and head axes swapped.
-
-    Gates and other inputs (b, t, h) may be in either layout. There must be more tokens than heads.
-    """
+    """A hint for a ShapeError; empty unless the shapes fit with the token and head axes swapped."""
     rows = {name for name, shape in shapes.items() if len(shape) > 3}
     for exchanged in (shapes.keys(), rows):
         others = {
@@ -33,20 +29,6 @@ def advice(declared: Inputs, shapes: Mapping[str, Shape], known: Sizes, *, causa
             return (
                 f"; these shapes fit with the axes 1 and 2 of {names} exchanged: here the layout "
                 f"is (b, t, h, d), and not (b, h, t, d)"
-            )
-    return ""
-
-
-def advice_on_masks(masks: Mapping[str, Given], sizes: Sizes) -> str:
-    """A hint for the error of a mask whose number of tokens is the number of heads."""
-    tokens = max(sizes[letter] for letter in "ts" if letter in sizes)
-    heads = {sizes[letter] for letter in HEADS if letter in sizes}
-    for name in ("key_mask", "segment_ids", "attn_mask"):
-        shape: Shape = getattr(masks.get(name), "shape", ())
-        if len(shape) > 1 and tokens < shape[-1] and shape[-1] in heads:
-            return (
-                f"; {name} fits with the axes 1 and 2 of q, k, v exchanged: here the layout is "
-                f"(b, t, h, d), and not (b, h, t, d)"
             )
     return ""
 

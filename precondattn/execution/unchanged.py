@@ -1,9 +1,8 @@
 """Checks that the arguments which a pullback reads have not been overwritten.
 
-A pullback refers to the arguments of its call without a copy. PyTorch counts the writes to every
-tensor for its autograd, so a write between the call and its pullback raises an error. Writes to
-tensors of inference mode are not counted, so these tensors are copied. Other libraries count no
-writes: the caller must not change the arguments.
+PyTorch counts the writes to every tensor, so a write between a call and its pullback raises an
+error. Writes to tensors of inference mode are not counted, so these tensors are copied. Other
+libraries count no writes: the caller must not change the arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +17,11 @@ from precondattn.frameworks import of
 
 def guarded(call: Call) -> tuple[Call, Callable[[], None]]:
     """The call, and a function that raises an error if an argument has changed since."""
-    arguments = _arguments(call)
+    arguments = {**dict(zip(call.mechanism.inputs, call.arrays, strict=False)), **call.named}
+    arguments |= call.masks
+    if isinstance(call.cache, Cache):
+        buffers = {"length": call.cache.length, **call.cache.store}
+        arguments |= {f"the cache's {name!r}": buffer for name, buffer in buffers.items()}
     if any(of(array).is_of_inference(array) for array in arguments.values()):
         call = _with_copies(call)
     counts = {name: of(array).counted_writes(array) for name, array in arguments.items()}
@@ -56,13 +59,3 @@ def _with_copies(call: Call) -> Call:
         cache = cache._replace(length=kept(cache.length), store=all_kept(cache.store))
     arrays = tuple(map(kept, call.arrays))
     return call._replace(arrays=arrays, named=named, masks=masks, cache=cache)
-
-
-def _arguments(call: Call) -> Arrays:
-    """The arguments, by the names that messages have for them."""
-    arguments = {**dict(zip(call.mechanism.inputs, call.arrays, strict=False)), **call.named}
-    arguments |= call.masks
-    if isinstance(call.cache, Cache):
-        buffers = {"length": call.cache.length, **call.cache.store}
-        arguments |= {f"the cache's {name!r}": buffer for name, buffer in buffers.items()}
-    return arguments

@@ -1,9 +1,6 @@
 """Extending the cache of a window, as an ordinary cache with room for the new tokens.
 
-    ordinary = (length − first tokens, buffers);  extend it;  drop the rows that no longer fit
-
-Backends get an ordinary cache. If the lengths can be read and the tokens fit, it has the same
-buffers; otherwise it has copies with more rows.
+ordinary = (length − first tokens, buffers);  extend it;  drop the rows that no longer fit
 """
 
 from __future__ import annotations
@@ -42,7 +39,13 @@ def ordinary(call: Call) -> Cache:
         )
     own_kinds = {name: {str(kinds[name]): ()} for name in store}
     plain = Cache(cast(local, length.dtype), store, own_kinds)
-    new = _token_count(call)
+    inputs = {**dict(zip(mechanism.inputs, call.arrays, strict=False)), **call.named}
+    new = 0  # No input has tokens, which `extend` then refuses.
+    for name, pattern in mechanism.inputs.items():
+        shape, axis = getattr(inputs.get(name), "shape", ()), pattern.time_axis
+        if axis is not None and len(shape) == len(pattern.axes):
+            new = shape[axis]
+            break
     fits = not is_traced(local) and max(entries(local), default=0) + new <= rows
     return plain if fits else grown(plain, rows + new)
 
@@ -51,17 +54,6 @@ def _kinds(mechanism: Piece) -> dict[str, Kind]:
     """The kinds of the buffers that the mechanism's cache may have."""
     slots = {name: slot.kind for name, (slot, _) in mechanism.program.slots.items()}
     return {**slots, KEY_MASK: Kind(TOKENS)}
-
-
-def _token_count(call: Call) -> int:
-    """The number of new tokens; 0 if no input has tokens, which `extend` then refuses."""
-    inputs = {**dict(zip(call.mechanism.inputs, call.arrays, strict=False)), **call.named}
-    for name, pattern in call.mechanism.inputs.items():
-        shape = getattr(inputs.get(name), "shape", ())
-        if pattern.time_axis is not None and len(shape) == len(pattern.axes):
-            count: int = shape[pattern.time_axis]
-            return count
-    return 0
 
 
 def moved_on(mechanism: Piece, cache: Cache, plain: Cache, *, donate: bool) -> Cache:

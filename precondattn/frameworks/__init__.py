@@ -42,13 +42,10 @@ def __getattr__(name: str) -> ModuleType:
 def of(array: Array) -> Framework:
     """The framework of an array; one with the name None for anything else."""
     kind = type(array)
-    return _of_type[kind] if kind in _of_type else _recognised(array)
-
-
-def _recognised(array: Array) -> Framework:
-    wait_for_imports()
-    _of_type[type(array)] = framework = _framework(array)
-    return framework
+    if kind not in _of_type:
+        wait_for_imports()
+        _of_type[kind] = _framework(array)
+    return _of_type[kind]
 
 
 def _framework(array: Array) -> Framework:

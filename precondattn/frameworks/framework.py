@@ -62,8 +62,6 @@ class Framework:
 
     reads_at_once = False
     """Whether arrays on the CPU are read without waiting."""
-    row_operators: Tree = None
-    """The functions that find the rows with a NaN or infinity in few operators, or None."""
     check_division: Callable[..., None] | None = None
     """The function of a mechanism and a call that raises an error where each device has an unknown
     part of the sequences; None where there is no such thing."""
@@ -73,13 +71,10 @@ class Framework:
     ignores_errors = True
     """Whether errors of floating-point numbers that are none must be ignored (`evaluation.py`)."""
     is_distributed = False
-    """Whether each device has a part of an array, and the array knows it."""
 
     def __init__(self, name: str | None) -> None:
         self.name = name
         """The library's name; None for what is not an array."""
-
-    # ------------------------------------------------------------------ properties of arrays
 
     def device_of(self, array: Array) -> str:
         """The kind of an array's device: `"cpu"`, `"cuda"`, `"tpu"` …"""
@@ -102,17 +97,11 @@ class Framework:
         return None
 
     def is_traced(self, array: Array) -> bool:
-        """Whether the array's entries can not be read, as under jit, compile, vmap or grad.
-
-        While a CUDA graph captures a call they can not be read either: its replays have others.
-        """
+        """Whether entries can not be read, as under jit, vmap or grad, or in a CUDA graph."""
         return False
 
     def has_only_a_shape(self, array: Array) -> bool:
-        """Whether the array is a meta or a fake tensor, whose result is needed for its shape only.
-
-        While `make_fx` records a graph, it is not, as the graph is run with entries.
-        """
+        """Whether the array is a meta or fake tensor, not recorded by `make_fx` for real ones."""
         return False
 
     def is_captured(self, array: Array) -> bool:
@@ -143,17 +132,12 @@ class Framework:
         return type(array), array.dtype, tuple(array.shape), str(self.exact_device(array))
 
     def wants_gradient(self, *arrays: Array) -> bool:
-        """Whether a derivative of a function of these arrays may be needed later.
-
-        PyTorch tensors record this. JAX arrays do not: any traced array may be differentiated.
-        """
+        """Whether a derivative of a function of these arrays may be needed later."""
         return False
 
     def transforms_of(self, *arrays: Array) -> frozenset[str]:
         """The set of `"grad"` and `"vmap"`, as far as PyTorch differentiates or maps the arrays."""
         return frozenset()
-
-    # ----------------------------------------------------------------------- memory and hosts
 
     def writes_in_place(self, array: Array, *updates: Array) -> bool:
         """Whether `array[index] = update` is allowed, with integer arrays as the index."""
@@ -202,8 +186,6 @@ class Framework:
     def on_device_of(self, like: Array, array: Array) -> Array:
         """An array of NumPy or of `like`'s library, on `like`'s device, without waiting."""
         return namespace(like).asarray(array, **self.placement(like))
-
-    # ------------------------------------------------------------------------------- functions
 
     def stop_gradient(self, array: Array) -> Array:
         """The array as a constant of automatic differentiation."""
@@ -257,18 +239,12 @@ class Framework:
         return xp.moveaxis(array, 0, axis)
 
     def scan(
-        self,
-        step: Callable[[Array, Token], tuple[Array, Array]],
-        state: Array,
-        inputs: Token,
-        *,
-        reverse: bool = False,
+        self, step: Step, state: Array, inputs: Token, *, reverse: bool = False
     ) -> tuple[Array, Array]:
         """The last state, and the outputs along axis 2, of `state, output = step(state, token)`.
 
-        The loop runs over axis 2 of the inputs (b, m, t, …), from the last token to the first if
-        `reverse` is set. Outputs are always in the order of tokens. `step` must be a module-level
-        function, because JAX caches the compiled scan by its identity.
+        Inputs are (b, m, t, …), and outputs always in the order of tokens. `step` must be a
+        module-level function, because JAX caches the compiled scan by its identity.
         """
         times, outputs = range(inputs[0].shape[TIME]), []
         for t in reversed(times) if reverse else times:
@@ -276,19 +252,11 @@ class Framework:
             outputs.append(output)
         return state, namespace(state).stack(outputs[::-1] if reverse else outputs, axis=TIME)
 
-    def linear_scan(
-        self,
-        factor: Array,
-        value: Array,
-        *,
-        times: Callable[[Array, Array], Array],
-        plus: Callable[[Array, Array], Array],
-    ) -> Array:
+    def linear_scan(self, factor: Array, value: Array, *, times: Step, plus: Step) -> Array:
         """The recurrence y_t = factor_t ⊗ y_{t−1} ⊕ value_t along the last axis, from value_0.
 
-        `plus` ⊕ and `times` ⊗ are the operations of a semiring, such as + and ·, or max and +. It
-        takes log₂ s steps, each of which reaches twice as far back. Factors are combined from
-        neighbours, not computed as differences of cumulative sums.
+        `plus` ⊕ and `times` ⊗ are the operations of a semiring, such as + and ·, or max and +. Each
+        of log₂ s steps reaches twice as far back.
         """
         xp, distance = namespace(value), 1
         while distance < value.shape[-1]:
@@ -313,21 +281,10 @@ class Framework:
         return function
 
     def vjp(
-        self,
-        function: Callable[..., tuple[Array, ...]],
-        arrays: Sequence[Array],
-        cotangents: Sequence[Array],
+        self, function: Step, arrays: Sequence[Array], cotangents: Sequence[Array]
     ) -> tuple[Array, ...]:
-        """The gradients of the arrays, from the cotangents of all results of `function(*arrays)`.
-
-        Raises
-        ------
-        RuntimeError
-            if, according to PyTorch's autograd, none of the results depends on the arrays.
-        """
+        """The gradients of the arrays, from the cotangents of all results of the function."""
         raise TypeError(f"{self.name} has no automatic differentiation")
-
-    # -------------------------------------------------------------- rows with NaN and infinity
 
     def are_finite(self, array: Array, low: float | None) -> bool:
         """Whether all entries are known to be good: finite, or −∞ where `low`, the least, is −∞."""
@@ -336,8 +293,6 @@ class Framework:
     def good_along(self, array: Array, axes: tuple[int, ...], low: float | None) -> Array:
         """Whether all entries along these axes are good; they keep size 1."""
         return namespace(array).all(good_entries(array, low), axis=axes, keepdims=True)
-
-    # ------------------------------------------------------------------------------- autocast
 
     def cast_inputs(
         self, declared: FromAbove, inputs: Arrays
@@ -348,8 +303,6 @@ class Framework:
     def without_autocast(self, array: Array) -> AbstractContextManager[object]:
         """A context without autocast on the device of `array`."""
         return _NOTHING
-
-    # ----------------------------------------------------------------------------------- calls
 
     def bridge(self, planned: FromAbove, call: FromAbove) -> Callable[..., Array] | None:
         """The function that runs a call and registers its gradient; None if none is needed."""
@@ -370,10 +323,7 @@ class Framework:
         return None
 
     def recordable_cache(self, cache: FromAbove) -> FromAbove:
-        """The cache, copied if it was made in PyTorch's inference mode.
-
-        Outside this mode PyTorch neither writes to such tensors nor records them.
-        """
+        """The cache, copied if it was made in PyTorch's inference mode."""
         return cache
 
     def adopted_cache(self, cache: FromAbove, like: Array) -> FromAbove:

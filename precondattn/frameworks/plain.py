@@ -6,26 +6,14 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter
 
-import array_api_compat
 import numpy as np
 
 from precondattn.frameworks.framework import INF, Framework, namespace, repeats_entries
 from precondattn.frameworks.types import Array, Device, Tree
 
 
-class NumPy(Framework):
-    """NumPy, whose arrays are written to and read at once."""
-
-    reads_at_once = True
-
-    def description(self, array: Array) -> Callable[[Array], Tree]:
-        return attrgetter("dtype", "shape")
-
-    def exact_device(self, array: Array) -> str:
-        return "cpu"
-
-    def placement(self, array: Array) -> dict[str, Device]:
-        return _ON_CPU
+class WritableArrays(Framework):
+    """A library whose arrays are written to in place."""
 
     def writes_in_place(self, array: Array, *updates: Array) -> bool:
         return True
@@ -38,7 +26,7 @@ class NumPy(Framework):
         return self.fresh(array) if repeats or not self._may_write(array) else array
 
     def _may_write(self, array: Array) -> bool:
-        return bool(array.flags.writeable)
+        return True
 
     def fresh(self, array: Array) -> Array:
         return array.copy(order="K")
@@ -46,7 +34,27 @@ class NumPy(Framework):
     def in_order(self, array: Array) -> Array:
         return array.copy(order="C")
 
+    def running_maximum(self, array: Array, axis: int) -> Array:
+        return namespace(array).maximum.accumulate(array, axis=axis)
+
+
+class NumPy(WritableArrays):
+    """NumPy, whose arrays are read at once, and may be read-only."""
+
+    reads_at_once = True
     contiguous = staticmethod(partial(np.asanyarray, order="C"))
+
+    def description(self, array: Array) -> Callable[[Array], Tree]:
+        return attrgetter("dtype", "shape")
+
+    def exact_device(self, array: Array) -> str:
+        return "cpu"
+
+    def placement(self, array: Array) -> dict[str, Device]:
+        return _ON_CPU
+
+    def _may_write(self, array: Array) -> bool:
+        return bool(array.flags.writeable)
 
     def are_finite(self, array: Array, low: float | None) -> bool:
         return bool((array < INF).all() if low == -INF else np.isfinite(array).all())
@@ -63,41 +71,15 @@ class NumPy(Framework):
     def host_array(self, array: Array) -> Array:
         return array
 
-    def running_maximum(self, array: Array, axis: int) -> Array:
-        return namespace(array).maximum.accumulate(array, axis=axis)
 
-
-class CuPy(NumPy):
-    """CuPy, which is NumPy on a CUDA device, and has no read-only arrays."""
-
-    reads_at_once = False
-
-    def description(self, array: Array) -> Callable[[Array], Tree]:
-        return self._described
+class CuPy(WritableArrays):
+    """CuPy, on a CUDA device."""
 
     def device_of(self, array: Array) -> str:
         return "cuda"
 
-    def exact_device(self, array: Array) -> Device:
-        return array_api_compat.device(array)
-
-    def placement(self, array: Array) -> dict[str, Device]:
-        return {"device": self.exact_device(array)}
-
-    def _may_write(self, array: Array) -> bool:
-        return True
-
-    def read_only(self, array: Array) -> Array:
-        return array
-
     def contiguous(self, array: Array) -> Array:
         return array if array.flags.c_contiguous else array.copy(order="C")
-
-    def are_finite(self, array: Array, low: float | None) -> bool:
-        return Framework.are_finite(self, array, low)
-
-    def host_integers(self, array: Array) -> list[int] | None:
-        return None
 
     def host_array(self, array: Array) -> Array:
         return array.get()

@@ -9,10 +9,8 @@ Array = Any
 """An array of any supported library."""
 
 Arrays = dict[str, Array]
-"""Arrays by name."""
 
 ByName = Mapping[str, Array]
-"""Arrays by name, read-only."""
 
 Residuals = tuple[Array, ...]
 """The arrays that a forward pass saves for its gradient, besides inputs and output."""
@@ -29,7 +27,6 @@ Index = Any
 """An index of an array: slices, integers, integer arrays."""
 
 Tree = Any
-"""A pytree: arrays in tuples, lists and dicts."""
 
 Namespace = Any
 """The functions of an array library, with the names of the array API standard."""
@@ -38,7 +35,6 @@ Token = tuple[Array, ...]
 """The slices of all inputs of a scan for one token."""
 
 Step = Callable[..., Tree]
-"""A function of arrays or of pytrees."""
 
 FromAbove = Any
 """A value whose type is above this folder: a planned or a bound call, a cache, declared inputs."""

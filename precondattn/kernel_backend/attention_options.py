@@ -17,10 +17,7 @@ BIAS, SOFTCAP, SINK, SLOPES = "a bias", "a soft cap", "a sink", "slopes of dista
 def declined_option(
     leaf: SoftmaxAttention, kernels: str, supported: Collection[str] = ()
 ) -> str | None:
-    """The reason why kernels decline `leaf`, a `Softmax` or `Path`; or None.
-
-    `supported` are the options besides plain attention that the kernels have.
-    """
+    """The reason why kernels decline `leaf`, a `Softmax` or `Path`; or None."""
     is_used = {
         BIAS: leaf.bias,
         "a forget gate": leaf.forget != "none",

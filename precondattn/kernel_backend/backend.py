@@ -30,7 +30,6 @@ from precondattn.kernel_backend.ledger import (
 from precondattn.method_backend import MethodRunner
 
 VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
-"""The method of a kernel class that serves each verb."""
 
 
 class KernelBackend(Backend):
@@ -107,10 +106,12 @@ class KernelBackend(Backend):
         if not self.has_ledger or request.device not in self.accelerates or is_trusting():
             return None
         ledger = entries(type(self).__module__.partition(".")[0])
-        if ledger and all(
-            self.ledger_entry(mechanism, replace(request, verb=verb)) in ledger
-            for verb in self._verbs(mechanism, request)
-        ):
+        verbs = [request.verb]  # Differentiable steps also need `extend_vjp`.
+        has_gradient = hasattr(self.kernels(mechanism), VERBS["extend_vjp"])
+        if request.verb == "extend" and request.differentiated and has_gradient:
+            verbs.append("extend_vjp")
+        needed = (self.ledger_entry(mechanism, replace(request, verb=verb)) for verb in verbs)
+        if ledger and all(entry in ledger for entry in needed):
             return None
         device = f"compute capability {self.capability()}" if self.capability() else "this device"
         return (
@@ -118,13 +119,6 @@ class KernelBackend(Backend):
             f"{request.dtype} at width {width_of(request)}; it runs if it is requested by name "
             f"(backend={self.name!r}), or with {TRUST}=1 in the environment"
         )
-
-    def _verbs(self, mechanism: Piece, request: Request) -> tuple[str, ...]:
-        """The verbs that a request needs; differentiable steps also need `extend_vjp`."""
-        has_gradient = hasattr(self.kernels(mechanism), VERBS["extend_vjp"])
-        if request.verb == "extend" and request.differentiated and has_gradient:
-            return "extend", "extend_vjp"
-        return (request.verb,)
 
     def launching(self, inputs: ByName) -> AbstractContextManager[object]:
         """The context in which kernels are launched on these inputs."""

@@ -1,8 +1,7 @@
 """The hash of a kernel's code: the module of its class, and the package modules it imports.
 
-The hash includes the JSON files and the CUDA sources that these modules name, and the headers that
-the sources include.
-Comments, docstrings and empty lines do not affect it, nor does the backend's choice of kernels.
+The hash includes the JSON files and the CUDA sources that these modules name, with their headers,
+but no comments, docstrings and empty lines.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The table of a kernel backend, which maps leaves and groups to classes of kernels.
 
 A key is the exact class of a leaf, or a set of recurrences, or for a group a tuple of these in the
-order of its leaves. An entry is `"module:Class"`, which is imported when it is needed. If the class
-depends on one option of the leaf, the entry is a `ByOption`. The class itself checks all other
-options, in its method `refuses`.
+order of its leaves. An entry is `"module:Class"`, which is imported when it is needed, or a
+`ByOption`. The class checks all other options, in its method `refuses`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class ByOption:
 
 OneLeaf = type | Recurrences
 Kernels = Any
-"""An object with a method `refuses`, and the methods of `Backend` that its kernels support."""
 
 KernelTable = Mapping[OneLeaf | tuple[OneLeaf, ...], str | ByOption]
 

@@ -1,9 +1,7 @@
 """The ledger of a backend: the kernels that have run on a GPU and agreed with the oracle.
 
-It is the file `ledger.json` of a backend's package, a list of entries. A kernel is chosen by
-default only if an entry has its family, the verb, dtype and width of the call, the compute
-capability of the present GPU, and the present code and assembler. Entries are written from saved
-runs.
+It is the file `ledger.json` of a backend's package, written from saved runs. A kernel is chosen by
+default only if an entry has everything that its `LedgerEntry` has at present.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ class LedgerEntry(NamedTuple):
     width: int
     """The padded width of keys or values, whichever are wider."""
     capability: str
-    """The compute capability of the GPU, such as `"9.0"`."""
     assembler: str
     """The assembler of the machine code: `"ptxas 13.1"`, `"NVRTC 13.0"`, `"jaxlib 0.11.2"`."""
     code: str

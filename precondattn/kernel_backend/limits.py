@@ -16,13 +16,7 @@ LEAST_EPS = 1e-3
 
 
 def padded_width(width: int, widest: int | None = None) -> int:
-    """The width of a tile for `width` channels: a power of 2, at least 16.
-
-    Raises
-    ------
-    ValueError
-        if that is more than `widest`.
-    """
+    """The width of a tile for `width` channels: a power of 2, at least 16."""
     padded = max(NARROWEST, 1 << (width - 1).bit_length())
     if widest is not None and padded > widest:
         raise ValueError(f"tiles hold at most {widest} channels; found {width}")

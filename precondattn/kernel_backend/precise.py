@@ -1,9 +1,7 @@
 """The precise mode of kernels in half precision, in which factors are not rounded to one number.
 
-By default, kernels round the factors of products to a dtype that tensor cores read: weights and
-their gradients to the dtype of the call, and float32 to tf32. In precise mode, weights and their
-gradients are sums of two 16-bit numbers, and in float16 a product in float32 is three products in
-tf32.
+By default, weights and their gradients are rounded to the dtype of the call, and float32 to tf32.
+In precise mode they are sums of two 16-bit numbers, and a product in float32 is three in tf32.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Leaves with a state on a backend's kernels for chunked recurrences.
 
-A "plain" leaf is one recurrence of its inputs, which are passed to the kernels as they are stored,
-in the call's dtype. Other leaves first compute something from their inputs (a norm, a softmax, a
-column of ones), in float32. States, gates and β are in float32. The kernels multiply the outputs of
-the linear family by its scale, because scaling the queries would round them.
+A "plain" leaf is one recurrence of its inputs, which are passed to the kernels as they are stored.
+Other leaves first compute something from their inputs, in float32. The kernels multiply the outputs
+of the linear family by its scale, because scaling the queries would round them.
 """
 
 from __future__ import annotations
@@ -11,21 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeGuard
 
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
-    DType,
-    Residuals,
-    cast,
-    namespace,
-    placement,
-    upcast,
-    upcast_all,
-)
+from precondattn.arrays import cast, namespace, placement, upcast, upcast_all
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
+from precondattn.frameworks.types import Array, Arrays, ByName, DType, Residuals
 from precondattn.kernel_backend.limits import MOST_HEADS
 from precondattn.spec.array_functions import swap_time_and_heads, where_valid
 from precondattn.spec.linear_family import (
@@ -40,7 +29,6 @@ from precondattn.spec.stateful import Stateful
 WIDEST_KEYS, WIDEST_VALUES = 256, 512
 
 State = ByName | None
-"""The states by slot name; None for zeros."""
 
 
 def is_linear(leaf: Stateful) -> TypeGuard[LinearFamily]:
@@ -56,10 +44,7 @@ def is_plain(leaf: Stateful) -> TypeGuard[LinearFamily]:
 
 
 def computes_rows(leaf: Stateful) -> bool:
-    """Whether a leaf first computes the rows of its recurrence.
-
-    These may be products of inputs, several steps per token, or queries of other tokens.
-    """
+    """Whether a leaf first computes the rows of its recurrence."""
     r = leaf.declares
     return r is not None and (
         r.reads == "before, with a bonus"
@@ -86,10 +71,7 @@ def unscaled(leaf: Stateful) -> Stateful:
 
 
 def stream_of(leaf: LinearFamily, x: ByName, frame: Frame, *, widen: bool = True) -> Stream:
-    """The recurrence inputs of a plain leaf, without its scale and without repeated heads.
-
-    Gates are widened to float32, unless `widen` is False.
-    """
+    """The recurrence inputs of a plain leaf, without its scale and without repeated heads."""
     m = leaf.state_heads(x)
     q, k = x["q"], x["k"]
     q = swap_time_and_heads(q)[:, :, :, None, :] if q.shape[2] < m else queries_of_states(q, m)

@@ -6,9 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
-from precondattn.algebra.options import flag, number, positive
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra import Mechanism, Preconditioner, Recurrence, Step, options, step
 from precondattn.spec.delta import GatedDelta
 from precondattn.spec.erase_key import ErasingDelta, ErasingGatedDelta, ErasingGDN2, ErasingKDA
 from precondattn.spec.linear_family import LinearFamily
@@ -29,6 +27,8 @@ class ATK(Preconditioner):
     PGDN, and `atk(kda)` is PKDA. The inputs `g_atk` and `beta_atk` (b, s, h) have one entry per key
     head.
 
+    Source: flash-linear-attention, fla/ops/precond_gated_delta_rule and fla/ops/precond_kda.
+
     Parameters
     ----------
     base : Mechanism
@@ -43,10 +43,6 @@ class ATK(Preconditioner):
         The constant c: channels with log(A + ε) = c are not changed.
     learned : bool
         Whether c is an input `log_atk_scale` (h) instead, with one number per key head.
-
-    Source
-    ------
-    flash-linear-attention, fla/ops/precond_gated_delta_rule and fla/ops/precond_kda.
 
     Examples
     --------
@@ -73,10 +69,10 @@ class ATK(Preconditioner):
     )
 
     base: Mechanism = GatedDelta()
-    bound: float = positive(1.5)
-    eps: float = positive(1e-6)
-    center: float = number(-0.2)
-    learned: bool = flag(False)
+    bound: float = options.positive(1.5)
+    eps: float = options.positive(1e-6)
+    center: float = options.number(-0.2)
+    learned: bool = options.flag(False)
 
     def check_together(self) -> None:
         self._key()  # The leaf checks the same options.
@@ -100,14 +96,11 @@ class ATK(Preconditioner):
         rule = ERASING.get(replace(declared, erase="own key"))
         return None if rule is None else rule(scale=self.base.scale)  # type: ignore[attr-defined]
 
-    @cached_property
-    def _write_key(self) -> Step:
-        return step("k_written", self._key())
-
     def _key(self) -> PreconditionedKey:
         return PreconditionedKey(self.bound, self.eps, self.center, self.learned)
 
     def steps(self) -> tuple[Step, ...]:
         assert self._rule is not None  # Other bases are refused.
         erase = {} if self._rule is self.base else {"erase": "k"}
-        return (self._write_key, step("out", self._rule, k="k_written", **erase))
+        out = step("out", self._rule, k="k_written", **erase)
+        return step("k_written", self._key()), out

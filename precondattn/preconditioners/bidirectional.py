@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra import registry
-from precondattn.algebra.declaration import Pattern
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice
+from precondattn.algebra import (
+    Mechanism,
+    Offers,
+    Pattern,
+    Preconditioner,
+    Step,
+    options,
+    registry,
+    step,
+)
 from precondattn.spec.both_directions import BothDirections
 from precondattn.spec.linear import Linear
 from precondattn.spec.own_token import AFFINE, OwnToken
@@ -26,6 +31,9 @@ class Bidirectional(Preconditioner):
     The output of a token is thus one step of the recurrence from the sum of two states: of all
     tokens before it, and of all tokens after it. It is not causal and has no cache.
 
+    Source: For delta rules this is the library's own definition. For a fixed decay it is a decay by
+    distance, γ^|i−j|, which RMT (arXiv 2309.11523) has in two dimensions.
+
     Parameters
     ----------
     base : Mechanism
@@ -33,11 +41,6 @@ class Bidirectional(Preconditioner):
         delta rule with one step per token. Preconditioners go outside: `QKNorm(Bidirectional())`.
     combine : {"sum", "concat"}
         Whether → and ← − own are added, or concatenated to twice the channels of v.
-
-    Source
-    ------
-    For delta rules this is the library's own definition. For a fixed decay it is a decay by
-    distance, γ^|i−j|, which RMT (arXiv 2309.11523) has in two dimensions.
 
     Examples
     --------
@@ -58,7 +61,7 @@ class Bidirectional(Preconditioner):
     )
 
     base: Mechanism = Linear()
-    combine: str = choice("sum", "concat")
+    combine: str = options.choice("sum", "concat")
 
     @cached_property
     def offers(self) -> Offers:

@@ -6,11 +6,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Leaf, Mechanism, Preconditioner, Step, step, with_base
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice, non_negative, positive
+from precondattn.algebra import (
+    Leaf,
+    Mechanism,
+    Offers,
+    Preconditioner,
+    Step,
+    options,
+    step,
+    with_base,
+)
 from precondattn.preconditioners.qk_norm import QKNorm
-from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
+from precondattn.preconditioners.query_side import refuses_keys
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.query_weighted import QueryWeightedQuery
@@ -26,6 +33,8 @@ class CCQ(Preconditioner):
     on q̄. The spectrum of I − λΣ is in [1 − λ, 1] for any number of tokens. There may be more value
     heads than query heads, and more query heads than key heads; the query heads of a key head share
     its statistics.
+
+    Source: CCQ (arXiv 2606.01294), Eq. 8–12, Algorithms 1 and 2, App. I.
 
     Parameters
     ----------
@@ -43,10 +52,6 @@ class CCQ(Preconditioner):
         The temperature of "query_weighted".
     eps : float
         The ε in L2(x) = x / √(‖x‖² + ε).
-
-    Source
-    ------
-    CCQ (arXiv 2606.01294), Eq. 8–12, Algorithms 1 and 2, App. I.
 
     Examples
     --------
@@ -72,10 +77,10 @@ class CCQ(Preconditioner):
     )
 
     base: Mechanism = Softmax()
-    covariance: str = choice("running", "decayed", "query_weighted")
-    backbone_key: str = choice("auto", "raw", "unit")
-    tau: float = positive(1.0)
-    eps: float = non_negative(1e-6)
+    covariance: str = options.choice("running", "decayed", "query_weighted")
+    backbone_key: str = options.choice("auto", "raw", "unit")
+    tau: float = options.positive(1.0)
+    eps: float = options.non_negative(1e-6)
 
     def check_together(self) -> None:
         if self.tau != type(self).tau and self.covariance != "query_weighted":
@@ -96,8 +101,7 @@ class CCQ(Preconditioner):
 
     def refuses(self) -> str | None:
         base = self.base.offers
-        missed = misses_second_map(self.name, self.base) or has_several_keys(self.name, self.base)
-        if missed is not None:
+        if (missed := refuses_keys(self.name, self.base)) is not None:
             return missed
         if not base.causal:
             return "its covariance is that of the keys so far, and the base is not causal"
@@ -115,8 +119,8 @@ class CCQ(Preconditioner):
             return with_base(self, self.base.base)
         if isinstance(self.base, QKNorm):
             reads_unit = self.base.base.offers.unit_keys or self.backbone_key == "unit"
-            options = {} if reads_unit else {"backbone_key": "unit"}
-            return with_base(self, self.base.base, **options)
+            changes = {} if reads_unit else {"backbone_key": "unit"}
+            return with_base(self, self.base.base, **changes)
         return super()._instead()
 
     @property

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step, with_base
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice, names
+from precondattn.algebra import Mechanism, Offers, Preconditioner, Step, options, step, with_base
 from precondattn.spec.difference import Difference
 from precondattn.spec.softmax import Softmax
 
@@ -22,6 +20,8 @@ class Differential(Preconditioner):
     `split_heads` and `pair_values` convert both published layouts to these inputs. The group norm
     that the published layer applies to the difference is not included.
 
+    Source: Differential Transformer (arXiv 2410.05258) Eq. 1; LUCID Table 1; LASER 4.4.
+
     Parameters
     ----------
     base : Mechanism
@@ -30,10 +30,6 @@ class Differential(Preconditioner):
         Whether λ, the input `lam`, is a 0-d array, (h,), or (b, t, h).
     paired : names
         The inputs that the two maps do not share. Each has a second input, such as `q2`.
-
-    Source
-    ------
-    Differential Transformer (arXiv 2410.05258) Eq. 1; LUCID Table 1; LASER 4.4.
 
     Examples
     --------
@@ -52,8 +48,8 @@ class Differential(Preconditioner):
     )
 
     base: Mechanism = Softmax()
-    per: str = choice("layer", "head", "token")
-    paired: tuple[str, ...] = names(("q", "k"))
+    per: str = options.choice("layer", "head", "token")
+    paired: tuple[str, ...] = options.names(("q", "k"))
 
     @cached_property
     def offers(self) -> Offers:

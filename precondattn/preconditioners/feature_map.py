@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, TokenWise, step
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice, positive
-from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
+from precondattn.algebra import Mechanism, Offers, Preconditioner, Step, TokenWise, options, step
+from precondattn.preconditioners.query_side import refuses_keys
 from precondattn.spec.elu_plus_one import EluPlusOne
 from precondattn.spec.hedgehog import HedgehogMap
 from precondattn.spec.softmax import Softmax
@@ -40,8 +38,7 @@ class FeatureMap(Preconditioner):
             return (
                 f"{', '.join(duplicates)} are inputs of the base already, and would be used twice"
             )
-        missed = misses_second_map(self.name, self.base)
-        return missed or has_several_keys(self.name, self.base)
+        return refuses_keys(self.name, self.base)
 
     def _of(self, name: str) -> Step:
         return step(f"{name}_map", self.feature_map(), x=name, **self.parameters(name))
@@ -54,16 +51,14 @@ class FeatureMap(Preconditioner):
 class Elu1(FeatureMap):
     """The feature map φ(x) = elu(x) + 1, which is positive: o = base(φ(q), φ(k), v).
 
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), Eq. 7.
+
     Parameters
     ----------
     base : Mechanism
         Any base with one score map, except the delta rule, whose keys must not be longer than 1. It
         is meant for `Linear(normalize=True)`, whose weights are then positive and sum to 1, up to
         its `eps`.
-
-    Source
-    ------
-    Katharopoulos et al. 2020 (arXiv 2006.16236), Eq. 7.
 
     Examples
     --------
@@ -97,6 +92,8 @@ class Hedgehog(FeatureMap):
     `q_bias` and `k_bias` are b. Pass the same arrays for both if the maps are tied. A base with a
     gate per key channel has 2d channels.
 
+    Source: Hedgehog (arXiv 2402.04347), Eq. 6; CCQ (arXiv 2606.01294) 4.1.
+
     Parameters
     ----------
     base : Mechanism
@@ -105,10 +102,6 @@ class Hedgehog(FeatureMap):
         The factor c. flash-linear-attention has 2.
     per : {"layer", "head"}
         Whether W (d, d) and b (d) are shared by all heads, or each head has its own, W (h, d, d).
-
-    Source
-    ------
-    Hedgehog (arXiv 2402.04347), Eq. 6; CCQ (arXiv 2606.01294) 4.1.
 
     Examples
     --------
@@ -128,8 +121,8 @@ class Hedgehog(FeatureMap):
     )
 
     base: Mechanism = Softmax()
-    factor: float = positive(1.0)
-    per: str = choice("layer", "head")
+    factor: float = options.positive(1.0)
+    per: str = options.choice("layer", "head")
 
     def feature_map(self) -> TokenWise:
         return HedgehogMap(self.factor, self.per)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
-from precondattn.algebra.offers import Offers
+from precondattn.algebra import Mechanism, Offers, Preconditioner, Step, step
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.softmax import Softmax
 
@@ -16,14 +15,12 @@ from precondattn.spec.softmax import Softmax
 class Laser(Preconditioner):
     """LASER: o = log(A eᵛ) in place of o = A v, with elementwise exponential and logarithm.
 
+    Source: LASER (arXiv 2411.03493), Eq. 6–9.
+
     Parameters
     ----------
     base : Mechanism
         A base whose output is a mean of the values, with non-negative weights that sum to 1.
-
-    Source
-    ------
-    LASER (arXiv 2411.03493), Eq. 6–9.
 
     Examples
     --------

@@ -6,15 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step, with_base
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import (
-    choice,
-    count_or_none,
-    flag,
-    non_negative,
-    positive_or_none,
-)
+from precondattn.algebra import Mechanism, Offers, Preconditioner, Step, options, step, with_base
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.metric import DOT
 from precondattn.spec.rms_norm import RMSNorm
@@ -39,6 +31,9 @@ class Lucid(Preconditioner):
     With `normalize` "keys" or "queries_and_keys", without `beta` and without a window, the inverse
     P of the matrix has |P_ij| ≤ 1, and the condition number is at most N √(N + 1), for any keys,
     including equal and zero ones.
+
+    Source: LUCID (arXiv 2602.10410), Eq. 2 and Table 5; 3.4 for beta. The metric around `path` is
+    this library's interpretation.
 
     Parameters
     ----------
@@ -66,11 +61,6 @@ class Lucid(Preconditioner):
     metric : {"base", "dot"}
         The score function in Φ: that of the base, or the dot product. They differ only around
         `path`, whose score function transports the key to the later token.
-
-    Source
-    ------
-    LUCID (arXiv 2602.10410), Eq. 2 and Table 5; 3.4 for beta. The metric around `path` is this
-    library's interpretation.
 
     Examples
     --------
@@ -105,15 +95,15 @@ class Lucid(Preconditioner):
     )
 
     base: Mechanism = Softmax()
-    normalize: str = choice("keys", "queries_and_keys", "rows", "none")
-    scale: float | None = positive_or_none()
-    eps: float = non_negative(1e-6)
-    beta: bool = flag(False)
-    detach_max: bool = flag(False)
-    rho: float | None = positive_or_none()
-    tolerance: float | None = positive_or_none()
-    iterations: int | None = count_or_none()
-    metric: str = choice("base", "dot")
+    normalize: str = options.choice("keys", "queries_and_keys", "rows", "none")
+    scale: float | None = options.positive_or_none()
+    eps: float = options.non_negative(1e-6)
+    beta: bool = options.flag(False)
+    detach_max: bool = options.flag(False)
+    rho: float | None = options.positive_or_none()
+    tolerance: float | None = options.positive_or_none()
+    iterations: int | None = options.count_or_none()
+    metric: str = options.choice("base", "dot")
 
     def check_together(self) -> None:
         if self.detach_max and self.normalize != "rows":
@@ -154,11 +144,11 @@ class Lucid(Preconditioner):
         if self.metric == "dot" and base.metric is DOT:
             return "metric=dot leaves out how path transports keys, and this base transports none"
         if base.causal:
-            options = [name for name in SYMMETRIC if getattr(self, name) is not None]
-            if options:
+            symmetric = [name for name in SYMMETRIC if getattr(self, name) is not None]
+            if symmetric:
                 return (
-                    f"{' and '.join(options)} belong to the symmetric solve of a base that is not "
-                    f"causal; the triangular one is exact and bounded without"
+                    f"{' and '.join(symmetric)} belong to the symmetric solve of a base that is "
+                    f"not causal; the triangular one is exact and bounded without"
                 )
         else:
             reason = self._refuses_symmetric()
@@ -213,8 +203,8 @@ class Lucid(Preconditioner):
         scale = base.scale if self.scale is None else self.scale
         eps = self.eps if normalize == "keys" else LucidSolve.eps
         if not base.causal:
-            options = {n: v for n in SYMMETRIC if (v := getattr(self, n)) is not None}
-            return SymmetricLucidSolve(scale=scale, normalize=normalize, eps=eps, **options)
+            chosen = {n: v for n in SYMMETRIC if (v := getattr(self, n)) is not None}
+            return SymmetricLucidSolve(scale=scale, normalize=normalize, eps=eps, **chosen)
         return LucidSolve(
             metric=DOT if self.metric == "dot" else base.metric,
             scale=scale,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
-from precondattn.algebra.options import count_or_none, flag, positive_or_none
-from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
+from precondattn.algebra import Mechanism, Preconditioner, Step, options, step
+from precondattn.preconditioners.query_side import refuses_keys
 from precondattn.spec.mesa_query import MesaQuery
 from precondattn.spec.ssd import SSD
 from precondattn.spec.stateful import Stateful
@@ -22,6 +21,8 @@ class Mesa(Preconditioner):
     MesaNet. For λ → ∞ it is the base divided by λ. Keys should have length 1; then the condition
     number of H + diag λ is at most 1 + N / min λ.
 
+    Source: MesaNet (arXiv 2506.05233).
+
     Parameters
     ----------
     base : Mechanism
@@ -32,10 +33,6 @@ class Mesa(Preconditioner):
         Whether there is an input `beta_mesa`.
     tolerance, iterations : optional
         The options of the iterative solve (`MesaQuery`).
-
-    Source
-    ------
-    MesaNet (arXiv 2506.05233).
 
     Examples
     --------
@@ -61,18 +58,18 @@ class Mesa(Preconditioner):
     )
 
     base: Mechanism = SSD()
-    decay: bool = flag(True)
-    beta: bool = flag(False)
-    tolerance: float | None = positive_or_none()
-    iterations: int | None = count_or_none()
+    decay: bool = options.flag(True)
+    beta: bool = options.flag(False)
+    tolerance: float | None = options.positive_or_none()
+    iterations: int | None = options.count_or_none()
 
     def refuses(self) -> str | None:
-        missed = misses_second_map(self.name, self.base) or has_several_keys(self.name, self.base)
-        if missed is not None:
+        if (missed := refuses_keys(self.name, self.base)) is not None:
             return missed
         if not self.base.offers.causal:
             return "its regression is that of the keys so far, and the base is not causal"
-        if not any(isinstance(leaf, Stateful) and leaf.role == "base" for leaf in self._leaves):
+        leaves: tuple[object, ...] = self.base.program.leaves
+        if not any(isinstance(leaf, Stateful) and leaf.role == "base" for leaf in leaves):
             return (
                 "it solves a regression that the state of its base reads, and the base has none: "
                 "it takes the linear family and delta rules"
@@ -83,10 +80,6 @@ class Mesa(Preconditioner):
                 "gives them"
             )
         return None
-
-    @property
-    def _leaves(self) -> tuple[object, ...]:
-        return tuple(self.base.program.leaves)
 
     def query(self) -> MesaQuery:
         """The leaf that solves for the query."""

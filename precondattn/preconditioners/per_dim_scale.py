@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
-from precondattn.algebra.options import flag
+from precondattn.algebra import Mechanism, Preconditioner, Step, options, step
 from precondattn.preconditioners.query_side import refuses_query_side
 from precondattn.spec.scaled_dims import ScaledDims
 from precondattn.spec.softmax import Softmax
@@ -18,6 +17,8 @@ class PerDimScale(Preconditioner):
 
     p is an input `per_dim` (d).
 
+    Source: LASER (arXiv 2411.03493) 4.1.
+
     Parameters
     ----------
     base : Mechanism
@@ -25,10 +26,6 @@ class PerDimScale(Preconditioner):
     normalize : bool
         Whether softplus(p) is divided by ln 2, so that p = 0 changes nothing. LASER's paper does
         not divide.
-
-    Source
-    ------
-    LASER (arXiv 2411.03493) 4.1.
 
     Examples
     --------
@@ -42,7 +39,7 @@ class PerDimScale(Preconditioner):
     variants: ClassVar[tuple[str, ...]] = ("per_dim_scale[normalize=false]",)
 
     base: Mechanism = Softmax()
-    normalize: bool = flag(True)
+    normalize: bool = options.flag(True)
 
     def refuses(self) -> str | None:
         return refuses_query_side(self.name, self.base)

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step, with_base
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice, flag, non_negative
-from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
+from precondattn.algebra import Mechanism, Offers, Preconditioner, Step, options, step, with_base
+from precondattn.preconditioners.query_side import refuses_keys
 from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.layer_norm import LayerNorm
 from precondattn.spec.norm import RowNorm
@@ -26,6 +24,8 @@ class QKNorm(Preconditioner):
     LASER uses a layer norm, Table 5 of LUCID an RMS norm, and layers with a delta rule an L2 norm.
     LUCID outside or inside it computes Φ from the normalised keys.
 
+    Source: Dehghani et al. 2023 (arXiv 2302.05442) 2; LASER (arXiv 2411.03493) 4.1; LUCID Table 5.
+
     Parameters
     ----------
     base : Mechanism
@@ -37,10 +37,6 @@ class QKNorm(Preconditioner):
         The ε inside the square root.
     gain : bool
         Whether there are inputs `q_gain` and `k_gain` (d) that multiply the normalised rows.
-
-    Source
-    ------
-    Dehghani et al. 2023 (arXiv 2302.05442) 2; LASER (arXiv 2411.03493) 4.1; LUCID Table 5.
 
     Examples
     --------
@@ -63,9 +59,9 @@ class QKNorm(Preconditioner):
     )
 
     base: Mechanism = Softmax()
-    norm: str = choice("rms", "layer", "l2")
-    eps: float = non_negative(1e-6)
-    gain: bool = flag(False)
+    norm: str = options.choice("rms", "layer", "l2")
+    eps: float = options.non_negative(1e-6)
+    gain: bool = options.flag(False)
 
     @cached_property
     def offers(self) -> Offers:
@@ -75,7 +71,7 @@ class QKNorm(Preconditioner):
         )
 
     def refuses(self) -> str | None:
-        missed = misses_second_map(self.name, self.base) or has_several_keys(self.name, self.base)
+        missed = refuses_keys(self.name, self.base)
         if missed is None and self.base.offers.normalizes_query:
             return "the base normalises its queries already"
         if missed is None and self.base.offers.unit_keys and (self.norm != "l2" or self.gain):

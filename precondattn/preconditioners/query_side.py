@@ -13,11 +13,10 @@ def misses_second_map(name: str, base: Mechanism) -> str | None:
     return f"{name} would reach the first of two maps only, not {other}"
 
 
-def has_several_keys(name: str, base: Mechanism) -> str | None:
-    """The reason to refuse a base whose tokens have several keys; None if they have one."""
-    if not base.offers.several_keys:
-        return None
-    return f"a token of the base has several keys, and {name} has one"
+def refuses_keys(name: str, base: Mechanism) -> str | None:
+    """The reason why a preconditioner that reads or changes keys refuses a base, or None."""
+    several = f"a token of the base has several keys, and {name} has one"
+    return misses_second_map(name, base) or (several if base.offers.several_keys else None)
 
 
 def refuses_query_side(name: str, base: Mechanism) -> str | None:

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice, flag, non_negative
+from precondattn.algebra import Mechanism, Offers, Preconditioner, Step, options, step
 from precondattn.spec.softmax import Softmax
 from precondattn.spec.unit_rows import UnitRows
 
@@ -16,6 +14,8 @@ from precondattn.spec.unit_rows import UnitRows
 @dataclass(frozen=True)
 class RowNormalized(Preconditioner):
     """Rows of length 1: y = o / max(‖o‖, ε), with o = base(q, k, v), for each row and head.
+
+    Source: Preconditioned Attention, Eq. 8–20 and Algorithm 1.
 
     Parameters
     ----------
@@ -29,10 +29,6 @@ class RowNormalized(Preconditioner):
     axis : {"auto", "token", "channel"}
         What a row is: the output of a token, or a channel of the output over all tokens, which
         requires a base that is not causal. "auto" means the rows of the base's attention matrix.
-
-    Source
-    ------
-    Preconditioned Attention, Eq. 8–20 and Algorithm 1.
 
     Examples
     --------
@@ -52,9 +48,9 @@ class RowNormalized(Preconditioner):
     )
 
     base: Mechanism = Softmax()
-    eps: float = non_negative(1e-6)
-    detach: bool = flag(True)
-    axis: str = choice("auto", "token", "channel")
+    eps: float = options.non_negative(1e-6)
+    detach: bool = options.flag(True)
+    axis: str = options.choice("auto", "token", "channel")
 
     @cached_property
     def offers(self) -> Offers:

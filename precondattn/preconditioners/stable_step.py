@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice
-from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
+from precondattn.algebra import Mechanism, Offers, Preconditioner, Step, options, step
+from precondattn.preconditioners.query_side import refuses_keys
 from precondattn.spec.delta import GatedDelta
 from precondattn.spec.stable_strength import StableBeta, StableChannels
 
@@ -23,6 +21,8 @@ class StableStep(Preconditioner):
     and `beta` is expected in [0, ∞). For `gdn2`, φ(c) multiplies both strengths b and w, with c = Σ
     b k².
 
+    Source: Longhorn (arXiv 2407.14207); error-free linear attention (arXiv 2512.12602).
+
     Parameters
     ----------
     base : Mechanism
@@ -31,10 +31,6 @@ class StableStep(Preconditioner):
     rule : {"implicit", "exact"}
         "implicit" is the default, because β still has an effect for long keys: its gradient falls
         like 1/c², and with "exact" like e^{−c}. For small c both are the unchanged delta rule.
-
-    Source
-    ------
-    Longhorn (arXiv 2407.14207); error-free linear attention (arXiv 2512.12602).
 
     Examples
     --------
@@ -59,15 +55,14 @@ class StableStep(Preconditioner):
     )
 
     base: Mechanism = GatedDelta()
-    rule: str = choice("implicit", "exact")
+    rule: str = options.choice("implicit", "exact")
 
     @cached_property
     def offers(self) -> Offers:
         return self.base.offers._replace(unit_keys=False)
 
     def refuses(self) -> str | None:
-        missed = misses_second_map(self.name, self.base) or has_several_keys(self.name, self.base)
-        if missed is not None:
+        if (missed := refuses_keys(self.name, self.base)) is not None:
             return missed
         if not self.base.offers.unit_keys:
             return (

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
-from precondattn.algebra.options import choice
+from precondattn.algebra import Mechanism, Preconditioner, Step, options, step
 from precondattn.preconditioners.query_side import refuses_query_side
 from precondattn.spec.softmax import Softmax
 from precondattn.spec.tempered import Tempered
@@ -19,16 +18,14 @@ class Temperature(Preconditioner):
     A bias or a forget gate of the base is not divided by τ. LUCID outside or inside it is not
     affected, because Φ depends on keys only.
 
+    Source: LASER (arXiv 2411.03493) 4.1.
+
     Parameters
     ----------
     base : Mechanism
         Any base that does not normalise its queries, which would undo the temperature.
     per : {"layer", "head"}
         Whether `tau` is a 0-d array, or (h,) with one number per query head.
-
-    Source
-    ------
-    LASER (arXiv 2411.03493) 4.1.
 
     Examples
     --------
@@ -43,7 +40,7 @@ class Temperature(Preconditioner):
     variants: ClassVar[tuple[str, ...]] = ("temperature[per=head]",)
 
     base: Mechanism = Softmax()
-    per: str = choice("layer", "head")
+    per: str = options.choice("layer", "head")
 
     def refuses(self) -> str | None:
         return refuses_query_side(self.name, self.base)

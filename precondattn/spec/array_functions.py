@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 
 from precondattn.arrays import (
-    Array,
-    Arrays,
     arange_like,
     as_index,
     cast,
@@ -22,6 +20,7 @@ from precondattn.arrays import (
     zero_where_not,
 )
 from precondattn.frame import Frame
+from precondattn.frameworks.types import Array, Arrays
 
 
 def transpose(x: Array) -> Array:
@@ -30,7 +29,6 @@ def transpose(x: Array) -> Array:
 
 
 _SWAPPED = tuple((0, 2, 1, *range(3, rank)) for rank in range(9))
-"""The order of axes with time and heads swapped, by the number of axes."""
 
 
 def swap_time_and_heads(x: Array) -> Array:
@@ -183,11 +181,8 @@ def log_sum_exp(x: Array, axis: int) -> Array:
 def log_softmax(x: Array, more: Array | None = None) -> tuple[Array, Array]:
     """x − λ and λ = log Σ eˣ along the last axis, which becomes an axis of size 1.
 
-    Both are −∞ where every x is −∞. `more` is one more entry of each row that λ includes.
-
-    The maximum is subtracted first. The logarithm that is subtracted next is between 0 and log n,
-    so that logits of any size give weights that sum to 1. The weights do not depend on the shift,
-    which is therefore constant for the gradient.
+    Both are −∞ where every x is −∞. `more` is one more entry of each row that λ includes. The
+    maximum is subtracted first; weights do not depend on it, so it is constant for the gradient.
     """
     xp = namespace(x)
     largest = xp.max(nonempty(x, -1), axis=-1, keepdims=True)

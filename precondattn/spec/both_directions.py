@@ -18,9 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.mechanism import TokenWise
-from precondattn.algebra.options import choice
+from precondattn.algebra import Inputs, TokenWise, options
 from precondattn.arrays import Array, Arrays, ByName, Residuals, fresh, namespace
 from precondattn.frame import Frame
 
@@ -46,7 +44,7 @@ class BothDirections(TokenWise):
 
     name: ClassVar[str] = "both_directions"
     variants: ClassVar[tuple[str, ...]] = ("both_directions[combine=concat]",)
-    combine: str = choice("sum", "concat")
+    combine: str = options.choice("sum", "concat")
 
     inputs = Inputs(forward="b t h e", backward="b t h e", own="b t h e")
 

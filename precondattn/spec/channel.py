@@ -22,10 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice, positive_or_none
+from precondattn.algebra import Flops, Inputs, Offers, options
 from precondattn.arrays import Array, Arrays, ByName, cast, namespace
 from precondattn.spec.array_functions import (
     input_gradients,
@@ -66,16 +63,14 @@ class Channel(BetweenChannels):
     reads key/value head ⌊i n / h⌋. Queries and keys are those of the same tokens, and values are as
     wide as keys. It is not causal and has no cache.
 
+    Source: DaViT (arXiv 2204.03645), channel group attention.
+
     Parameters
     ----------
     scale : float, optional
         The factor s of the logits.
     scale_by : {"width", "tokens"}
         Whether s is d^{-1/2} or N^{-1/2} where no `scale` is given. Masked tokens do not count.
-
-    Source
-    ------
-    DaViT (arXiv 2204.03645), channel group attention.
 
     Examples
     --------
@@ -91,8 +86,8 @@ class Channel(BetweenChannels):
     name: ClassVar[str] = "channel"
     variants: ClassVar[tuple[str, ...]] = ("channel[scale=0.3]", "channel[scale_by=tokens]")
 
-    scale: float | None = positive_or_none()
-    scale_by: str = choice("width", "tokens")
+    scale: float | None = options.positive_or_none()
+    scale_by: str = options.choice("width", "tokens")
 
     inputs = Inputs(q="b t h d", k="b s n d", v="b s n d")
 

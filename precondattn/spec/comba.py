@@ -13,9 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.options import choice
-from precondattn.algebra.recurrence import Erase, Recurrence
+from precondattn.algebra import Inputs, Recurrence, options
+from precondattn.algebra.recurrence import Erase
 from precondattn.cache import Slot
 from precondattn.spec.linear_family import LinearFamily
 
@@ -32,6 +31,8 @@ class Comba(LinearFamily):
     The paper also corrects queries to q − D p, with a learnt D for each head. That does not depend
     on the state, and the recipe of the layer does it.
 
+    Source: Comba (arXiv 2506.02475), 3.
+
     Parameters
     ----------
     scale : float, optional
@@ -39,10 +40,6 @@ class Comba(LinearFamily):
     erases : {"undecayed", "decayed"}
         The state in which p is read: S_{t−1}, or e^{g_t} S_{t−1}. The two are equal up to a factor
         e^{g_t} of p.
-
-    Source
-    ------
-    Comba (arXiv 2506.02475), 3.
 
     Examples
     --------
@@ -64,7 +61,7 @@ class Comba(LinearFamily):
     variants: ClassVar[tuple[str, ...]] = ("comba[scale=0.3]", "comba[erases=decayed]")
     erase_name: ClassVar[str] = "p"
 
-    erases: str = choice("undecayed", "decayed")
+    erases: str = options.choice("undecayed", "decayed")
 
     @property
     def declares(self) -> Recurrence:

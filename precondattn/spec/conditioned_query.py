@@ -31,8 +31,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.options import choice, non_negative, text_of
+from precondattn.algebra import Inputs, options
 from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
@@ -51,7 +50,7 @@ from precondattn.spec.linear_family import (
     rows_of_states,
 )
 from precondattn.spec.recurrence import RECURRENT, Form, Stream
-from precondattn.spec.retention import log_retention
+from precondattn.spec.retention import retention_decay
 from precondattn.spec.stateful import Stateful
 
 GATE = {"head": "b s h in (-inf, 0]", "channel": "b s n m in (-inf, 0]"}
@@ -65,7 +64,7 @@ class KeyStatistics(Stateful):
     role: ClassVar[str] = "piece"
     output: ClassVar[str] = "b t h d"
 
-    decay: str = choice("none", "head", "channel", "retention")
+    decay: str = options.choice("none", "head", "channel", "retention")
 
     @property
     def numbers_heads(self) -> bool:
@@ -97,10 +96,7 @@ class KeyStatistics(Stateful):
         elif self.decay == "channel":
             g = xp.mean(swap_time_and_heads(x["g"]), axis=-1, keepdims=True)
         else:
-            heads = x["q"].shape[2]
-            shape = (k.shape[0], heads, k.shape[2], 1)
-            each = log_retention(heads, k)[None, :, None, None]
-            g = where_valid(xp.broadcast_to(each, shape), frame)
+            return forget_other_segments(retention_decay(x, frame), frame)
         return forget_other_segments(g[..., None], frame)
 
     def _gate_gradient(self, x: ByName, d_decay: Array) -> Arrays:
@@ -118,6 +114,8 @@ class KeyStatistics(Stateful):
 class ConditionedQuery(KeyStatistics):
     """q^c = q̄ − λ Σ q̄, with Σ the running covariance of k̄; q̄ and k̄ have length 1.
 
+    Source: CCQ (arXiv 2606.01294), Eq. 8–12, Algorithms 1 and 2; App. I for the decay.
+
     Parameters
     ----------
     decay : {"none", "head", "channel", "retention"}
@@ -125,10 +123,6 @@ class ConditionedQuery(KeyStatistics):
         mean over channels of an input `g` per key head and channel, or by retention's γ.
     eps : float
         In the norm: L2(x) = x / √(‖x‖² + eps).
-
-    Source
-    ------
-    CCQ (arXiv 2606.01294), Eq. 8–12, Algorithms 1 and 2; App. I for the decay.
 
     Examples
     --------
@@ -150,7 +144,7 @@ class ConditionedQuery(KeyStatistics):
         "conditioned_query[decay=retention]",
     )
 
-    eps: float = non_negative(1e-6)
+    eps: float = options.non_negative(1e-6)
 
     @property
     def inputs(self) -> Inputs:
@@ -158,7 +152,7 @@ class ConditionedQuery(KeyStatistics):
 
     def slots(self) -> tuple[Slot, ...]:
         heads, decay = self._heads_and_decay
-        eps = "" if self.eps == type(self).eps else f"[eps={text_of(self.eps)}]"
+        eps = "" if self.eps == type(self).eps else f"[eps={options.text_of(self.eps)}]"
         shapes = {"second": f"b {heads} d d", "first": f"b {heads} d"}
         moments = tuple(
             Slot(each, f"{each}_moment{eps}({{k}}{decay})", shape, True, symbol=f"{each}_moment")

@@ -13,9 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.mechanism import TokenWise
-from precondattn.algebra.options import non_negative
+from precondattn.algebra import Inputs, TokenWise, options
 from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 from precondattn.spec.l2_norm import l2_norm, l2_norm_vjp
@@ -26,14 +24,12 @@ from precondattn.spec.scaled_dims import logistic
 class ContractionGate(TokenWise):
     """λ = σ(w·q̄ + b) of shape (b, t, h), with `weight` (h, d) and `bias` (h).
 
+    Source: CCQ (arXiv 2606.01294), Eq. 9, Algorithms 1 and 2.
+
     Parameters
     ----------
     eps : float
         In the norm: q̄ = q / √(‖q‖² + eps).
-
-    Source
-    ------
-    CCQ (arXiv 2606.01294), Eq. 9, Algorithms 1 and 2.
 
     Examples
     --------
@@ -47,7 +43,7 @@ class ContractionGate(TokenWise):
 
     name: ClassVar[str] = "contraction_gate"
 
-    eps: float = non_negative(1e-6)
+    eps: float = options.non_negative(1e-6)
 
     inputs = Inputs(q="b t h d", weight="h d", bias="h")
     output = "b t h"

@@ -21,9 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import non_negative
+from precondattn.algebra import Inputs, Offers, options
 from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.spec.array_functions import (
     input_gradients,
@@ -46,14 +44,12 @@ class CrossCovariance(BetweenChannels):
     reads key/value head ⌊i n / h⌋. Queries and keys are those of the same tokens, and values are as
     wide as keys. It is not causal and has no cache.
 
+    Source: XCiT (arXiv 2106.09681), Eq. 1.
+
     Parameters
     ----------
     eps : float
         ε in ‖q‖ = √(Σ_t q_t² + ε). The ε of public code, 1e-12 outside the root, is about 1e-24.
-
-    Source
-    ------
-    XCiT (arXiv 2106.09681), Eq. 1.
 
     Examples
     --------
@@ -69,7 +65,7 @@ class CrossCovariance(BetweenChannels):
     name: ClassVar[str] = "cross_covariance"
     variants: ClassVar[tuple[str, ...]] = ("cross_covariance[eps=0.5]",)
 
-    eps: float = non_negative(1e-6)
+    eps: float = options.non_negative(1e-6)
 
     inputs = Inputs(q="b t h d", k="b s n d", v="b s n d", logit_scale="h")
 

@@ -26,14 +26,12 @@ class Delta(LinearFamily):
     rejected. The number of value heads is a multiple of that of query and key heads, and each value
     head has a state.
 
+    Source: Schlag et al. 2021 (arXiv 2102.11174), Eq. 24; DeltaNet (arXiv 2406.06484), Eq. 2.
+
     Parameters
     ----------
     scale : float, optional
         The scale s; d^{-1/2} by default.
-
-    Source
-    ------
-    Schlag et al. 2021 (arXiv 2102.11174), Eq. 24; DeltaNet (arXiv 2406.06484), Eq. 2.
 
     Examples
     --------
@@ -61,14 +59,12 @@ class GatedDelta(LinearFamily):
     rejected. The number of value heads is a multiple of that of query and key heads, and each value
     head has a gate and a state.
 
+    Source: Gated DeltaNet (arXiv 2412.06464), Eq. 10; CCQ 2.2.
+
     Parameters
     ----------
     scale : float, optional
         The scale s; d^{-1/2} by default.
-
-    Source
-    ------
-    Gated DeltaNet (arXiv 2412.06464), Eq. 10; CCQ 2.2.
 
     Examples
     --------

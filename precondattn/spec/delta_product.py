@@ -11,17 +11,11 @@ rule on n s steps, where the gate is that of the first step, and the queries rea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops, state_flops, state_heads
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import count
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra import Recurrence, options
 from precondattn.arrays import Arrays, ByName
-from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import repeat_heads, sum_heads, swap_time_and_heads
 from precondattn.spec.linear_family import (
@@ -54,16 +48,14 @@ class DeltaProduct(LinearFamily):
     `beta` should be in [0, 2]. Preconditioners that change keys refuse it, because a token has
     several.
 
+    Source: DeltaProduct (arXiv 2502.10297), Eq. 7.
+
     Parameters
     ----------
     scale : float, optional
         The scale s; d^{-1/2} by default.
     steps : int
         The number n of steps for each token.
-
-    Source
-    ------
-    DeltaProduct (arXiv 2502.10297), Eq. 7.
 
     Examples
     --------
@@ -87,37 +79,11 @@ class DeltaProduct(LinearFamily):
         "delta_product[steps=3]",
     )
 
-    steps: int = count(2)
+    steps: int = options.count(2)
 
     @property
     def declares(self) -> Recurrence:
         return Recurrence("delta", gate="head", strength="scalar", steps=self.steps, heads="u")
-
-    @property
-    def inputs(self) -> Inputs:
-        return Inputs(
-            q="b t h d",
-            k=f"b s {self.steps} h d unit row",
-            v=f"b s {self.steps} u e",
-            g="b s u in (-inf, 0]",
-            beta=f"b s {self.steps} u in [0, 2]",
-        )
-
-    @property
-    def offers(self) -> Offers:
-        return super().offers._replace(several_keys=True)
-
-    def slots(self) -> tuple[Slot, ...]:
-        history = "delta_product.state({k}, {v}, {g}, {beta})"
-        return (Slot("state", history, "b u d e", wide=True, symbol="S"),)
-
-    def flops(self, sizes: Mapping[str, int]) -> Flops:
-        each = state_flops(self.steps * sizes["s"], sizes["d"], sizes["e"], is_delta=True)
-        each = each._replace(decode=self.steps * each.decode)
-        return each.times(state_heads(sizes))
-
-    def state_heads(self, x: ByName) -> int:
-        return int(x["v"].shape[3])
 
     def stream(self, x: ByName, frame: Frame) -> Stream:
         n, m = self.steps, self.state_heads(x)

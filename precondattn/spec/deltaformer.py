@@ -29,11 +29,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops, pair_flops, visible_pairs
-from precondattn.algebra.mechanism import Leaf
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import positive_or_none, text_of
+from precondattn.algebra import Flops, Inputs, Leaf, Offers, options
+from precondattn.algebra.flops import pair_flops, visible_pairs
 from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.cache import Append, Slot, Updates
 from precondattn.frame import Frame
@@ -59,14 +56,12 @@ class DeltaFormer(Leaf):
     a query for every key; a masked token has neither, and its output is 0. Keys and values may have
     fewer heads than queries (n < h), but u has one head for each query head, which the cache holds.
 
+    Source: Zhong et al. 2025 (arXiv 2505.19488).
+
     Parameters
     ----------
     scale : float, optional
         The factor s of the logits; d^{-1/2} by default.
-
-    Source
-    ------
-    Zhong et al. 2025 (arXiv 2505.19488).
 
     Examples
     --------
@@ -82,7 +77,7 @@ class DeltaFormer(Leaf):
     name: ClassVar[str] = "deltaformer"
     variants: ClassVar[tuple[str, ...]] = ("deltaformer[scale=0.3]",)
 
-    scale: float | None = positive_or_none()
+    scale: float | None = options.positive_or_none()
 
     inputs = Inputs(q="b s h d", k="b s n d", v="b s n e", beta="b s h in [0, 1]")
     output = "b s h e"
@@ -139,7 +134,7 @@ class DeltaFormer(Leaf):
         return gradients | {"beta": swap_time_and_heads(d_beta[..., 0])}
 
     def slots(self) -> tuple[Slot, ...]:
-        scale = "" if self.scale is None else f"[scale={text_of(self.scale)}]"
+        scale = "" if self.scale is None else f"[scale={options.text_of(self.scale)}]"
         solved = f"deltaformer{scale}.solved({{q}}, {{k}}, {{v}}, {{beta}})"
         return (Slot("key", "{k}", "b c n d"), Slot("solved", solved, "b c h e"))
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.mechanism import TokenWise
-from precondattn.algebra.options import choice
+from precondattn.algebra import Inputs, TokenWise, options
 from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 
@@ -38,7 +36,7 @@ class Difference(TokenWise):
 
     name: ClassVar[str] = "difference"
     variants: ClassVar[tuple[str, ...]] = ("difference[per=head]", "difference[per=token]")
-    per: str = choice("layer", "head", "token")
+    per: str = options.choice("layer", "head", "token")
 
     output = "b t h e"
 

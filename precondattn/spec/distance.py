@@ -25,21 +25,16 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
-    as_index,
-    cast,
-    is_ordinary,
-    namespace,
-    placement,
-)
+from precondattn.arrays import as_index, cast, is_ordinary, namespace, placement
 from precondattn.frame import Frame
+from precondattn.frameworks.types import Array, Arrays, ByName
 from precondattn.limits import KEPT
 from precondattn.spec.array_functions import sum_to
+
+if TYPE_CHECKING:
+    from precondattn.spec.softmax import SoftmaxAttention
 
 BUCKETS, LONGEST_OF_T5 = 32, 128
 """The number of buckets and the largest distance in T5's models."""
@@ -48,25 +43,9 @@ MOST_BUCKETS = 1024
 """The most buckets; the start of a bucket is computed as an integer power with as many factors."""
 
 INPUTS = {"none": "", "slopes": "slopes", "buckets": "bucket_table"}
-"""The name of the input, by the option."""
 
 
-class HasDistance(Protocol):
-    """A leaf with the options."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def causal(self) -> bool: ...
-    @property
-    def distance(self) -> str: ...
-    @property
-    def buckets(self) -> int: ...
-    @property
-    def max_distance(self) -> int: ...
-
-
-def distance_input(leaf: HasDistance) -> dict[str, str]:
+def distance_input(leaf: SoftmaxAttention) -> dict[str, str]:
     """The declared input."""
     if leaf.distance == "none":
         return {}
@@ -74,7 +53,7 @@ def distance_input(leaf: HasDistance) -> dict[str, str]:
     return {INPUTS[leaf.distance]: axes}
 
 
-def check_distance(leaf: HasDistance) -> None:
+def check_distance(leaf: SoftmaxAttention) -> None:
     """Refuse options of buckets that have no buckets."""
     if leaf.distance != "buckets":
         for name, default in (("buckets", BUCKETS), ("max_distance", LONGEST_OF_T5)):
@@ -99,7 +78,7 @@ def check_distance(leaf: HasDistance) -> None:
         )
 
 
-def _of_a_direction(leaf: HasDistance) -> int:
+def _of_a_direction(leaf: SoftmaxAttention) -> int:
     return leaf.buckets if leaf.causal else leaf.buckets // 2
 
 
@@ -126,7 +105,7 @@ def starts(buckets: int, longest: int) -> tuple[int, ...]:
     return tuple(starting)
 
 
-def entry(leaf: HasDistance, ahead: Array) -> Array:
+def entry(leaf: SoftmaxAttention, ahead: Array) -> Array:
     """The row of the table of each pair, from j − i."""
     xp, count = namespace(ahead), _of_a_direction(leaf)
     distance = -ahead if leaf.causal else xp.abs(ahead)
@@ -144,7 +123,7 @@ def ahead_of(frame: Frame) -> Array:
     return frame.k_position[:, None, :] - frame.q_position[:, :, None]
 
 
-def added(leaf: HasDistance, x: ByName, ahead: Array) -> Array:
+def added(leaf: SoftmaxAttention, x: ByName, ahead: Array) -> Array:
     """What is added to the scores of pairs (…) of every head: (h, …)."""
     xp = namespace(ahead)
     if leaf.distance == "buckets":
@@ -157,7 +136,7 @@ def added(leaf: HasDistance, x: ByName, ahead: Array) -> Array:
     )
 
 
-def added_vjp(leaf: HasDistance, x: ByName, ahead: Array, d_added: Array) -> Arrays:
+def added_vjp(leaf: SoftmaxAttention, x: ByName, ahead: Array, d_added: Array) -> Arrays:
     """The gradient of the input, from that of `added` (h, …)."""
     xp, heads = namespace(d_added), d_added.shape[0]
     pairs = xp.reshape(d_added, (heads, -1))
@@ -169,12 +148,12 @@ def added_vjp(leaf: HasDistance, x: ByName, ahead: Array, d_added: Array) -> Arr
     return {"slopes": -(pairs @ length)}
 
 
-def distance_scores(leaf: HasDistance, x: ByName, frame: Frame) -> Array:
+def distance_scores(leaf: SoftmaxAttention, x: ByName, frame: Frame) -> Array:
     """What is added to all scores (b or 1, h, t, s)."""
     return _heads_second(added(leaf, x, ahead_of(frame)))
 
 
-def distance_vjp(leaf: HasDistance, x: ByName, frame: Frame, d_scores: Array) -> Arrays:
+def distance_vjp(leaf: SoftmaxAttention, x: ByName, frame: Frame, d_scores: Array) -> Arrays:
     """The gradient of the input, from that of the scores (b, h, t, s)."""
     ahead = ahead_of(frame)
     d_added = sum_to(d_scores, (ahead.shape[0], *d_scores.shape[1:]))

@@ -10,13 +10,10 @@ writes 0 with b, and the second adds v with k.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra import Inputs, Recurrence
 from precondattn.arrays import Arrays, ByName, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -42,14 +39,12 @@ class DPLR(LinearFamily):
     Nothing is normalised here, and entries outside the declared ranges are not rejected. The number
     of value heads is a multiple of that of query and key heads, and each value head has a state.
 
+    Source: RWKV-7 (arXiv 2503.14456), Eq. 17.
+
     Parameters
     ----------
     scale : float, optional
         The scale s; d^{-1/2} by default. RWKV-7 has 1.
-
-    Source
-    ------
-    RWKV-7 (arXiv 2503.14456), Eq. 17.
 
     Examples
     --------
@@ -79,10 +74,6 @@ class DPLR(LinearFamily):
         b="b s h d unit row",
         g="b s u d in (-inf, 0]",
     )
-
-    def flops(self, sizes: Mapping[str, int]) -> Flops | None:
-        one_step = super().flops(sizes)
-        return None if one_step is None else one_step.times(STEPS)
 
     def stream(self, x: ByName, frame: Frame) -> Stream:
         xp = namespace(x["k"])

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs, Pattern
 from precondattn.spec.delta import Delta, GatedDelta
 from precondattn.spec.gdn2 import GDN2
 from precondattn.spec.kda import KDA
@@ -59,8 +58,3 @@ class ErasingGDN2(WithEraseKey, GDN2):
     name: ClassVar[str] = "erasing_gdn2"
     variants: ClassVar[tuple[str, ...]] = ()
     declares = replace(GDN2.declares, erase="own key")
-
-    @property
-    def inputs(self) -> Inputs:
-        declared = dict(super().inputs) | {"b": Pattern.read("b s u d in [0, 1]")}
-        return Inputs(**declared, erase=Pattern.read("b s h d unit row"))

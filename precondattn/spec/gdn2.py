@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra import Recurrence
 from precondattn.arrays import Arrays, ByName, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -37,14 +36,12 @@ class GDN2(LinearFamily):
     s S_tᵀ q_t. Queries and keys are not normalised here; keys should have length 1. Entries outside
     the declared ranges are not rejected. Each value head has its own gates and a state.
 
+    Source: flash-linear-attention, fla/ops/gdn2/naive.py.
+
     Parameters
     ----------
     scale : float, optional
         The scale s; d^{-1/2} by default.
-
-    Source
-    ------
-    flash-linear-attention, fla/ops/gdn2/naive.py.
 
     Examples
     --------
@@ -64,17 +61,6 @@ class GDN2(LinearFamily):
     name: ClassVar[str] = "gdn2"
     variants: ClassVar[tuple[str, ...]] = ("gdn2[scale=0.3]",)
     declares = Recurrence("delta", gate="channel", strength="channel", heads="u")
-
-    @property
-    def inputs(self) -> Inputs:
-        return Inputs(
-            q="b t h d",
-            k="b s h d unit row",
-            v="b s u e",
-            g="b s u d in (-inf, 0]",
-            b="b s u d in [0, 2]",
-            w="b s u e in [0, 1]",
-        )
 
     def _key(self) -> str:
         """The input that b multiplies."""

@@ -21,14 +21,12 @@ class GLA(LinearFamily):
     Keys, values and gates may have fewer heads than queries (n < h). There is one state per
     key/value head.
 
+    Source: GLA (arXiv 2312.06635), Eq. 3–4.
+
     Parameters
     ----------
     scale : float, optional
         The scale s; d^{-1/2} by default.
-
-    Source
-    ------
-    GLA (arXiv 2312.06635), Eq. 3–4.
 
     Examples
     --------

@@ -16,14 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import positive_or_none
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra import Inputs, Offers, Recurrence, options
 from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
-from precondattn.spec.array_functions import row_sum, softmax, swap_time_and_heads
+from precondattn.spec.array_functions import softmax, softmax_vjp, swap_time_and_heads
 from precondattn.spec.linear_family import (
     forget_other_segments,
     queries_of_rows,
@@ -43,14 +40,12 @@ class GSA(Stateful):
     layer's activations of q, k and v (swish, silu) are not included. Keys, values, `s` and `g` may
     have fewer heads than queries (n < h); there are m slots per key/value head.
 
+    Source: Gated slot attention (arXiv 2409.07146), Eq. 7–8.
+
     Parameters
     ----------
     scale : float, optional
         The scale s; d^{-1/2} by default. The public layer passes 1.
-
-    Source
-    ------
-    Gated slot attention (arXiv 2409.07146), Eq. 7–8.
 
     Examples
     --------
@@ -69,7 +64,7 @@ class GSA(Stateful):
 
     declares = Recurrence("slots", gate="slot")
 
-    scale: float | None = positive_or_none()
+    scale: float | None = options.positive_or_none()
 
     inputs = Inputs(
         q="b t h d",
@@ -120,8 +115,7 @@ class GSA(Stateful):
         of_keys, of_values, _ = self._streams(state, x, frame, form)
         d_o = queries_of_states(cotangent, x["k"].shape[2])
         d_values = form.vjp(of_values, state["values"], d_o, d_state["values"])
-        p, d_p = of_values.q, d_values.stream.q
-        d_logits = p * (d_p - row_sum(p * d_p))
+        d_logits = softmax_vjp(of_values.q, d_values.stream.q)
         d_keys = form.vjp(of_keys, state["keys"], d_logits, d_state["keys"])
         first, second = d_keys.stream, d_values.stream
         gradients = {

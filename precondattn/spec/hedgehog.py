@@ -15,13 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops
-from precondattn.algebra.mechanism import TokenWise
-from precondattn.algebra.options import choice, positive
+from precondattn.algebra import Flops, Inputs, TokenWise, options
 from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
-from precondattn.spec.array_functions import row_sum, softmax, transpose
+from precondattn.spec.array_functions import softmax, softmax_vjp, transpose
 
 WEIGHT = {"layer": ("d d", "d"), "head": ("h d d", "h d")}
 """Patterns of W and b: shared by all heads, or one per head."""
@@ -44,8 +41,8 @@ class HedgehogMap(TokenWise):
     name: ClassVar[str] = "hedgehog_map"
     variants: ClassVar[tuple[str, ...]] = ("hedgehog_map[factor=2,per=head]",)
 
-    factor: float = positive(1.0)
-    per: str = choice("layer", "head")
+    factor: float = options.positive(1.0)
+    per: str = options.choice("layer", "head")
 
     output = "b t h 2*d"
 
@@ -70,7 +67,7 @@ class HedgehogMap(TokenWise):
         self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         xp, d = namespace(out), x["x"].shape[-1]
-        d_z = out * (cotangent - row_sum(out * cotangent))
+        d_z = softmax_vjp(out, cotangent)
         d_y = self.factor * (d_z[..., :d] - d_z[..., d:])
         if self.per == "layer":
             rows = (-1, d)

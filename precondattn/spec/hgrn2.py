@@ -22,14 +22,12 @@ class HGRN2(LinearFamily):
     There is no input k: the key of a token is 1 − e^g of its gate g (b, s, n, d). Values and gates
     may have fewer heads than queries (n < h). There is one state per value head.
 
+    Source: HGRN2 (arXiv 2404.07904), 3.2.
+
     Parameters
     ----------
     scale : float, optional
         The scale s; d^{-1/2} by default.
-
-    Source
-    ------
-    HGRN2 (arXiv 2404.07904), 3.2.
 
     Examples
     --------

@@ -26,14 +26,12 @@ class KDA(LinearFamily):
     rejected. The number of value heads is a multiple of that of query and key heads, and each value
     head has its own gates (b, s, u, d) and a state.
 
+    Source: Kimi Linear (arXiv 2510.26692), Eq. 1.
+
     Parameters
     ----------
     scale : float, optional
         The scale s; d^{-1/2} by default.
-
-    Source
-    ------
-    Kimi Linear (arXiv 2510.26692), Eq. 1.
 
     Examples
     --------

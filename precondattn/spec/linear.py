@@ -15,8 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.options import flag, non_negative
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra import Recurrence, options
 from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
@@ -37,6 +36,8 @@ class Linear(LinearFamily):
     Keys and values may have fewer heads than queries (n < h). There is one state per key/value
     head.
 
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), Eq. 18–20.
+
     Parameters
     ----------
     scale : float, optional
@@ -48,10 +49,6 @@ class Linear(LinearFamily):
     eps : float
         The ε that is added to the sum of the scaled weights. With 0, a row of zero weights has
         output 0.
-
-    Source
-    ------
-    Katharopoulos et al. 2020 (arXiv 2006.16236), Eq. 18–20.
 
     Examples
     --------
@@ -68,8 +65,8 @@ class Linear(LinearFamily):
     name: ClassVar[str] = "linear"
     variants: ClassVar[tuple[str, ...]] = ("linear[scale=0.3]",)
 
-    normalize: bool = flag(False)
-    eps: float = non_negative(1e-10)
+    normalize: bool = options.flag(False)
+    eps: float = options.non_negative(1e-10)
 
     @property
     def declares(self) -> Recurrence:

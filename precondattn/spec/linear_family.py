@@ -15,11 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops, state_flops, state_heads
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import positive_or_none
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra import Flops, Inputs, Offers, Recurrence, options
+from precondattn.algebra.flops import state_flops, state_heads
 from precondattn.arrays import Array, Arrays, ByName, differs_from_previous, namespace, placement
 from precondattn.cache import Slot
 from precondattn.frame import Frame
@@ -40,10 +37,7 @@ DECAYS = {"head": "head", "channel": "channel", "fixed": "retention"}
 
 
 def queries_of_states(q: Array, heads: int) -> Array:
-    """Queries (b, t, h, d) as (b, heads, t, r, d), where r query heads read one state.
-
-    With more states than query heads, each query head is repeated.
-    """
+    """Queries (b, t, h, d) as (b, heads, t, r, d), where r query heads read one state."""
     xp = namespace(q)
     b, t, h, d = q.shape
     if h < heads:
@@ -72,8 +66,7 @@ def forget_other_segments(g: Array, frame: Frame) -> Array:
 
 
 def same_segment_as_before(frame: Frame, s: int) -> Array | None:
-    """Whether each of s tokens is in the segment of the one before (b, s), as the first is; None
-    without segments."""
+    """Whether each of s tokens is in the segment of the one before (b, s); None without any."""
     segment = None if frame.k_segment is None else frame.among_keys(s).q_segment
     if segment is None:
         return None
@@ -99,7 +92,7 @@ class LinearFamily(Stateful):
         The scale s; d^{-1/2} by default.
     """
 
-    scale: float | None = positive_or_none()
+    scale: float | None = options.positive_or_none()
     erase_name: ClassVar[str] = "erase"
     """The input that is the key to erase, where that is not k."""
 
@@ -117,14 +110,18 @@ class LinearFamily(Stateful):
         keys = "h" if r.heads == "u" else "n"
         values = "u" if r.heads == "u" else "n"
         unit = " unit row" if r.rule == "delta" else ""
-        has_own_key = r.erase != "written key"
-        declared = {"q": "b t h d", "k": f"b s {keys} d{unit}", "v": f"b s {values} e"}
+        has_own_key, step = r.erase != "written key", "" if r.steps is None else f"{r.steps} "
+        declared = {"k": f"b s {step}{keys} d{unit}", "v": f"b s {step}{values} e"}
+        declared = {"q": "b t h d", **declared}
         if r.keys == "of the gate":
             del declared["k"]
         if r.gate in GATES:
             declared["g"] = f"b s {r.heads} {GATES[r.gate]}"
         if r.strength == "scalar":
-            declared["beta"] = f"b s {r.heads} in [0, {1 if has_own_key else 2}]"
+            declared["beta"] = f"b s {step}{r.heads} in [0, {1 if has_own_key else 2}]"
+        if r.strength == "channel":
+            declared["b"] = f"b s {r.heads} d in [0, {1 if has_own_key else 2}]"
+            declared["w"] = f"b s {r.heads} e in [0, 1]"
         if has_own_key:
             declared[self.erase_name] = f"b s {keys} d unit row"
         return Inputs(**declared)
@@ -135,8 +132,10 @@ class LinearFamily(Stateful):
 
     @property
     def offers(self) -> Offers:
-        decay = DECAYS.get(self.declares.gate or "")
-        return Offers(scale=self.scale, decay=decay, unit_keys=self.declares.rule == "delta")
+        r = self.declares
+        decay, several_keys = DECAYS.get(r.gate or ""), r.steps is not None
+        unit_keys = r.rule == "delta"
+        return Offers(scale=self.scale, decay=decay, unit_keys=unit_keys, several_keys=several_keys)
 
     def slots(self) -> tuple[Slot, ...]:
         written = ", ".join(f"{{{name}}}" for name in self.inputs if name != "q")
@@ -144,14 +143,14 @@ class LinearFamily(Stateful):
         return (Slot("state", history, f"b {self.declares.heads} d e", wide=True, symbol="S"),)
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
-        """The FLOPs of one d × e state for each head that reads one."""
+        """The FLOPs of the steps of one d × e state for each head that reads one."""
         is_delta = not self.declares.is_diagonal
         each = state_flops(sizes["s"], sizes["d"], sizes["e"], is_delta=is_delta)
-        return each.times(state_heads(sizes))
+        return each.times(state_heads(sizes) * self.steps_per_token)
 
     def state_heads(self, x: ByName) -> int:
         """The number of heads with a state."""
-        return int(x["q" if self.declares.heads == "h" else "v"].shape[2])
+        return int(x["q" if self.declares.heads == "h" else "v"].shape[-2])
 
     def log_decay(self, x: ByName, frame: Frame) -> Array:
         """The log-decay (b, m, s, 1 or d, 1)."""

@@ -28,31 +28,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops, visible_keys, visible_pairs
-from precondattn.algebra.mechanism import Leaf
-from precondattn.algebra.options import (
-    choice,
-    flag,
-    non_negative,
-    positive_or_none,
-    text_of,
-    window_or_none,
-)
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
-    Residuals,
-    arange_like,
-    cast,
-    namespace,
-    nonempty,
-    stop_gradient,
-    zero_where_not,
-)
+from precondattn.algebra import Flops, Inputs, Leaf, options
+from precondattn.algebra.flops import visible_keys, visible_pairs
+from precondattn.arrays import arange_like, cast, namespace, nonempty, stop_gradient, zero_where_not
 from precondattn.cache import Append, Slot, Updates
 from precondattn.frame import Frame
+from precondattn.frameworks.types import Array, Arrays, ByName, Residuals
 from precondattn.spec.array_functions import (
     finite_or_zero,
     identity_like,
@@ -91,6 +72,8 @@ class TriangularSystem(NamedTuple):
 class LucidSolve(Leaf):
     """y with (I + diag(β) stril(Φ)) y = diag(β) v, Φ = exp(s ⟨RN(k), RN(k)⟩ − s d).
 
+    Source: LUCID Eq. 2, 3.2–3.4; variants: Table 1, Table 5.
+
     Parameters
     ----------
     metric : Metric
@@ -108,10 +91,6 @@ class LucidSolve(Leaf):
         Whether there is an input `lucid_beta` in [0, 2]; for normalised keys only.
     detach_max : bool
         Whether the maximum of "rows" is constant for the gradient.
-
-    Source
-    ------
-    LUCID Eq. 2, 3.2–3.4; variants: Table 1, Table 5.
 
     Examples
     --------
@@ -135,12 +114,12 @@ class LucidSolve(Leaf):
     )
 
     metric: Metric = metric_option(DOT)
-    scale: float | None = positive_or_none()
-    window: int | None = window_or_none()
-    normalize: str = choice("keys", "given", "rows", "none")
-    eps: float = non_negative(1e-6)
-    beta: bool = flag(False)
-    detach_max: bool = flag(False)
+    scale: float | None = options.positive_or_none()
+    window: int | None = options.window_or_none()
+    normalize: str = options.choice("keys", "given", "rows", "none")
+    eps: float = options.non_negative(1e-6)
+    beta: bool = options.flag(False)
+    detach_max: bool = options.flag(False)
 
     output = "b s n e"
 
@@ -265,7 +244,7 @@ class LucidSolve(Leaf):
         slots = (*self.metric.slots(), Slot("solved", "{out}", "b c n e"))
         if self.normalize != "keys":
             return slots
-        eps = "" if self.eps == type(self).eps else f"[eps={text_of(self.eps)}]"
+        eps = "" if self.eps == type(self).eps else f"[eps={options.text_of(self.eps)}]"
         return (*slots, Slot("rms", f"rms{eps}({{k}})", "b c n", wide=True))
 
     def step(self, past: ByName, x: ByName, frame: Frame) -> tuple[Array, Updates]:

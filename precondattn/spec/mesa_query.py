@@ -25,9 +25,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops, state_flops
-from precondattn.algebra.options import count_or_none, flag, positive_or_none
+from precondattn.algebra import Flops, Inputs, options
+from precondattn.algebra.flops import state_flops
 from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
@@ -74,6 +73,8 @@ class MesaQuery(KeyStatistics):
     Where it is not reached they raise a `NotSolvedError`, or, under JAX and while a CUDA graph
     captures Triton's kernels, the query is NaN.
 
+    Source: MesaNet (arXiv 2506.05233).
+
     Parameters
     ----------
     decay : {"none", "head", "channel", "retention"}
@@ -84,10 +85,6 @@ class MesaQuery(KeyStatistics):
         τ; by default 1e-6, and 1e-13 in float64.
     iterations : int, optional
         The largest number of iterations; by default 200, or 2 d where that is more.
-
-    Source
-    ------
-    MesaNet (arXiv 2506.05233).
 
     Examples
     --------
@@ -105,9 +102,9 @@ class MesaQuery(KeyStatistics):
         "mesa_query[decay=retention]",
     )
 
-    beta: bool = flag(False)
-    tolerance: float | None = positive_or_none()
-    iterations: int | None = count_or_none()
+    beta: bool = options.flag(False)
+    tolerance: float | None = options.positive_or_none()
+    iterations: int | None = options.count_or_none()
 
     def most_iterations(self, d: int) -> int:
         """The largest number of iterations for keys of width d.

@@ -33,9 +33,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.options import non_negative
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra import Inputs, Recurrence, options
 from precondattn.arrays import Array, Arrays, ByName, linear_scan, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
@@ -72,6 +70,8 @@ class MLSTM(LinearFamily):
     eps = 0 only C e^{m} and n e^{m} have an effect, so that the gradient of m is the sum of those
     of C and n, each times its variable.
 
+    Source: xLSTM (arXiv 2405.04517), Eq. 19–27; eps from the public code, mlstm_kernels.
+
     Parameters
     ----------
     scale : float, optional
@@ -80,10 +80,6 @@ class MLSTM(LinearFamily):
         Added to the denominator in the units in which the state is kept, that is divided by e^{m},
         m the running maximum: max(|s nᵀq|, 1) + eps e^{m}. With 0 the output does not depend on m,
         and is 0 where the denominator underflows to 0, as for keys of 0 after a large `i`.
-
-    Source
-    ------
-    xLSTM (arXiv 2405.04517), Eq. 19–27; eps from the public code, mlstm_kernels.
 
     Examples
     --------
@@ -100,7 +96,7 @@ class MLSTM(LinearFamily):
     variants: ClassVar[tuple[str, ...]] = ("mlstm[eps=0]",)
     declares = Recurrence("add", gate="head", normaliser="running maximum", heads="h")
 
-    eps: float = non_negative(1e-6)
+    eps: float = options.non_negative(1e-6)
 
     @property
     def inputs(self) -> Inputs:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.mechanism import TokenWise
-from precondattn.algebra.options import flag, non_negative
+from precondattn.algebra import Inputs, TokenWise, options
 from precondattn.arrays import Array, Arrays, ByName, Residuals
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import sum_rows
@@ -19,8 +17,8 @@ from precondattn.spec.array_functions import sum_rows
 class RowNorm(TokenWise):
     """A norm N of rows; subclasses define `normalized` and `normalized_vjp`."""
 
-    eps: float = non_negative(1e-6)
-    gain: bool = flag(False)
+    eps: float = options.non_negative(1e-6)
+    gain: bool = options.flag(False)
 
     output = "b t h d"
 

@@ -27,10 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from precondattn.algebra.declaration import Inputs, ShapeError
-from precondattn.algebra.flops import Flops
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice, count, flag, positive_or_none
+from precondattn.algebra import Flops, Inputs, Offers, ShapeError, options
 from precondattn.arrays import Array, Arrays, ByName, zero_where_not
 from precondattn.spec import token_convolution
 from precondattn.spec.array_functions import (
@@ -67,6 +64,8 @@ class Nystrom(WholeSequence):
     With fewer key/value heads than query heads (n < h), query head i reads key/value head
     ⌊i n / h⌋. It is not causal and has no cache.
 
+    Source: Nyströmformer (arXiv 2102.03902), Eq. 13–15 and Algorithm 1.
+
     Parameters
     ----------
     landmarks : int
@@ -83,10 +82,6 @@ class Nystrom(WholeSequence):
     skip : bool
         Whether there is an input `skip` (h, c): weights of a convolution of the values over tokens,
         which is added to the output.
-
-    Source
-    ------
-    Nyströmformer (arXiv 2102.03902), Eq. 13–15 and Algorithm 1.
 
     Examples
     --------
@@ -105,11 +100,11 @@ class Nystrom(WholeSequence):
         "nystrom[landmarks=5,skip=true]",
     )
 
-    landmarks: int = count(64)
-    iterations: int = count(6)
-    scale: float | None = positive_or_none()
-    start: str = choice("matrix", "batch")
-    skip: bool = flag(False)
+    landmarks: int = options.count(64)
+    iterations: int = options.count(6)
+    scale: float | None = options.positive_or_none()
+    start: str = options.choice("matrix", "batch")
+    skip: bool = options.flag(False)
 
     output = "b t h e"
 

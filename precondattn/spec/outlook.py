@@ -30,11 +30,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops
-from precondattn.algebra.mechanism import Leaf
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import counts, positive_or_none
+from precondattn.algebra import Flops, Inputs, Leaf, Offers, options
 from precondattn.arrays import Array, Arrays, ByName, Residuals, cast, namespace, zero_where_not
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -60,6 +56,8 @@ class Outlook(Leaf):
     and packed sequences are honoured; each packed sequence has a grid of its own, so they need a
     grid without a fixed number of rows. It is not causal and has no cache.
 
+    Source: VOLO (arXiv 2106.13112), 3.1.
+
     Parameters
     ----------
     size : int or pair
@@ -74,10 +72,6 @@ class Outlook(Leaf):
         windows have one axis.
     scale : float, optional
         The factor s of the logits; e^{-1/2} by default.
-
-    Source
-    ------
-    VOLO (arXiv 2106.13112), 3.1.
 
     Examples
     --------
@@ -99,10 +93,10 @@ class Outlook(Leaf):
         "outlook[stride=2,grid=5]",
     )
 
-    size: tuple[int, ...] = counts((3,))
-    stride: tuple[int, ...] = counts((1,))
-    grid: tuple[int, ...] | None = counts(None)
-    scale: float | None = positive_or_none()
+    size: tuple[int, ...] = options.counts((3,))
+    stride: tuple[int, ...] = options.counts((1,))
+    grid: tuple[int, ...] | None = options.counts(None)
+    scale: float | None = options.positive_or_none()
 
     def check_together(self) -> None:
         check_axes(self.name, self.grid, size=self.size, stride=self.stride)

@@ -16,10 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, cast
 
-from precondattn.algebra import registry
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.mechanism import TokenWise
-from precondattn.algebra.options import choice, positive_or_none
+from precondattn.algebra import Inputs, TokenWise, options, registry
 from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum
@@ -78,8 +75,8 @@ class OwnToken(TokenWise):
         f"own_token[of={name}]"
         for name in AFFINE[2:]  # Retention's is that of linear attention.
     )
-    of: str = choice(*AFFINE)
-    scale: float | None = positive_or_none()
+    of: str = options.choice(*AFFINE)
+    scale: float | None = options.positive_or_none()
 
     @cached_property
     def recurrent(self) -> LinearFamily:

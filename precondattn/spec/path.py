@@ -27,6 +27,8 @@ class Path(SoftmaxAttention):
     the distance. Entries outside these ranges are not rejected. Position encodings such as RoPE
     are not needed.
 
+    Source: PaTH Attention (arXiv 2505.16381) 3; LUCID Table 1.
+
     Parameters
     ----------
     scale, window, bias, forget, read
@@ -35,10 +37,6 @@ class Path(SoftmaxAttention):
     flush : int
         The cached keys are rewritten whenever the length is a multiple of `flush`; the reflections
         since then are cached separately. 1 rewrites at every token.
-
-    Source
-    ------
-    PaTH Attention (arXiv 2505.16381) 3; LUCID Table 1.
 
     Examples
     --------

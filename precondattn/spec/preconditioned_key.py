@@ -21,9 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops
-from precondattn.algebra.options import flag, number, positive
+from precondattn.algebra import Flops, Inputs, options
 from precondattn.arrays import Array, Arrays, ByName, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
@@ -40,6 +38,8 @@ class PreconditionedKey(Stateful):
     `g_atk` (b, s, h) is the log-decay of A, and `beta_atk` (b, s, h) in (0, 1] its weight of a key.
     Keys should have length 1.
 
+    Source: flash-linear-attention, fla/ops/precond_gated_delta_rule/naive.py.
+
     Parameters
     ----------
     bound : float
@@ -50,10 +50,6 @@ class PreconditionedKey(Stateful):
         c: the logarithm of the A whose channels are left as they are.
     learned : bool
         Whether c is an input `log_atk_scale` (h) instead, one number for each head.
-
-    Source
-    ------
-    flash-linear-attention, fla/ops/precond_gated_delta_rule/naive.py.
 
     Examples
     --------
@@ -70,10 +66,10 @@ class PreconditionedKey(Stateful):
     role: ClassVar[str] = "piece"
     variants: ClassVar[tuple[str, ...]] = ("preconditioned_key[learned=true]",)
 
-    bound: float = positive(1.5)
-    eps: float = positive(1e-6)
-    center: float = number(-0.2)
-    learned: bool = flag(False)
+    bound: float = options.positive(1.5)
+    eps: float = options.positive(1e-6)
+    center: float = options.number(-0.2)
+    learned: bool = options.flag(False)
 
     output = "b s h d"
 

@@ -20,10 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops, state_flops
-from precondattn.algebra.mechanism import Leaf
-from precondattn.algebra.options import non_negative, positive
+from precondattn.algebra import Flops, Inputs, Leaf, options
+from precondattn.algebra.flops import state_flops
 from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.cache import Append, Slot, Updates
 from precondattn.frame import Frame
@@ -60,16 +58,14 @@ class QueryWeightedQuery(Leaf):
 
     It takes quadratic time in the number of tokens; this definition also takes quadratic memory.
 
+    Source: CCQ (arXiv 2606.01294), App. I.
+
     Parameters
     ----------
     tau : float
         τ; 1 gives the Hessian of the log-partition function at q̄, and τ → ∞ gives CCQ.
     eps : float
         In the norm: L2(x) = x / √(‖x‖² + eps).
-
-    Source
-    ------
-    CCQ (arXiv 2606.01294), App. I.
 
     Examples
     --------
@@ -84,8 +80,8 @@ class QueryWeightedQuery(Leaf):
     role: ClassVar[str] = "piece"
     variants: ClassVar[tuple[str, ...]] = ("query_weighted_query[tau=0.3]",)
 
-    tau: float = positive(1.0)
-    eps: float = non_negative(1e-6)
+    tau: float = options.positive(1.0)
+    eps: float = options.non_negative(1e-6)
 
     inputs = Inputs(q="b t h d", k="b s n d", contraction="b t h in [0, 1]")
     output = "b t h d"

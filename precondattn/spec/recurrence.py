@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from precondattn.arrays import TIME, Array, Token, namespace, scan
+from precondattn.arrays import TIME, Array, Step, Token, namespace, scan
 from precondattn.spec.array_functions import row_sum, sum_to, transpose
 
 
@@ -148,10 +148,7 @@ class Form(Protocol):
     def read(
         self, streams: Sequence[tuple[Stream, Array]], function: ByTokens, *arrays: Array
     ) -> tuple[tuple[Array, ...], list[Array]]:
-        """function(*outputs, *arrays), with the outputs of the streams, and the final states.
-
-        Each stream is given with its initial state. Outputs and arrays are (b, m, t, r, …).
-        """
+        """function(*outputs, *arrays), with the outputs of the streams, and the final states."""
 
 
 class AllTokens:
@@ -202,24 +199,6 @@ def _read(state: Array, q: Array) -> Array:
 # The steps of the scans: (state, token) to (state, output).
 
 
-def _add_and_read(state: Array, token: Token) -> tuple[Array, Array]:
-    q, *write = token
-    state, _ = _add(state, tuple(write))
-    return state, q @ state
-
-
-def _correct_and_read(state: Array, token: Token) -> tuple[Array, Array]:
-    q, *write = token
-    state, _ = _correct(state, tuple(write))
-    return state, q @ state
-
-
-def _correct_undecayed_and_read(state: Array, token: Token) -> tuple[Array, Array]:
-    q, *write = token
-    state, _ = _correct_undecayed(state, tuple(write))
-    return state, q @ state
-
-
 def _add(state: Array, token: Token) -> tuple[Array, Array]:
     """The new state, and the old one."""
     k, v, g = token
@@ -238,6 +217,21 @@ def _correct_undecayed(state: Array, token: Token) -> tuple[Array, Array]:
     k, v, g, beta, erase = token
     u = beta[..., None] * (v - _read(state, erase))
     return namespace(k).exp(g) * state + _outer(k, u), state
+
+
+def _and_read(write: Step) -> Step:
+    """The step that also reads the new state."""
+
+    def step(state: Array, token: Token) -> tuple[Array, Array]:
+        q, *written = token
+        state, _ = write(state, tuple(written))
+        return state, q @ state
+
+    return step
+
+
+_add_and_read, _correct_and_read = _and_read(_add), _and_read(_correct)
+_correct_undecayed_and_read = _and_read(_correct_undecayed)
 
 
 def _back_from_addition(d_state: Array, token: Token) -> tuple[Array, Array]:

@@ -26,6 +26,14 @@ def log_retention(heads: int, like: Array) -> Array:
     return xp.log1p(-(2.0 ** (-5.0 - h)))
 
 
+def retention_decay(x: ByName, frame: Frame) -> Array:
+    """log γ_h of every token (b, h, s, 1, 1), for each query head; 0 at masked tokens."""
+    h = x["q"].shape[2]
+    k = repeat_heads(swap_time_and_heads(x["k"]), h)[..., :1]
+    g = log_retention(h, k)[None, :, None, None]
+    return where_valid(namespace(k).broadcast_to(g, k.shape), frame)[..., None]
+
+
 @dataclass(frozen=True)
 class Retention(LinearFamily):
     """Retention: o_i = s Σ_{j≤i} γ^{i−j} (q_i·k_j) v_j, with γ = 1 − 2^{−5−h} for query head h.
@@ -33,14 +41,12 @@ class Retention(LinearFamily):
     There is no gate input, and every query head has its own state. The state does not decay at
     padded and masked tokens.
 
+    Source: RetNet (arXiv 2307.08621), Eq. 5–7, without its rotation and norms.
+
     Parameters
     ----------
     scale : float, optional
         The scale s; d^{-1/2} by default.
-
-    Source
-    ------
-    RetNet (arXiv 2307.08621), Eq. 5–7, without its rotation and norms.
 
     Examples
     --------
@@ -59,7 +65,4 @@ class Retention(LinearFamily):
     numbers_heads = True
 
     def log_decay(self, x: ByName, frame: Frame) -> Array:
-        h = x["q"].shape[2]
-        k = repeat_heads(swap_time_and_heads(x["k"]), h)[..., :1]
-        g = log_retention(h, k)[None, :, None, None]
-        return where_valid(namespace(k).broadcast_to(g, k.shape), frame)[..., None]
+        return retention_decay(x, frame)

@@ -11,11 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops
-from precondattn.algebra.mechanism import Leaf
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import flag
+from precondattn.algebra import Flops, Inputs, Leaf, Offers, options
 from precondattn.arrays import Array, Arrays, ByName, Residuals
 from precondattn.frame import Frame
 from precondattn.reversed_order import reversed_tokens
@@ -43,7 +39,7 @@ class ReversedTokens(Leaf):
     name: ClassVar[str] = "reversed_tokens"
     role: ClassVar[str] = "piece"
     variants: ClassVar[tuple[str, ...]] = ("reversed_tokens[channels=false]",)
-    channels: bool = flag(True)
+    channels: bool = options.flag(True)
 
     @property
     def inputs(self) -> Inputs:

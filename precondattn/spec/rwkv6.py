@@ -22,19 +22,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.recurrence import Recurrence
-from precondattn.arrays import (
-    TIME,
-    Array,
-    Arrays,
-    ByName,
-    arange_like,
-    namespace,
-    zero_where_not,
-)
+from precondattn.algebra import Inputs, Recurrence
+from precondattn.arrays import TIME, arange_like, namespace, zero_where_not
 from precondattn.cache import Slot
 from precondattn.frame import Frame
+from precondattn.frameworks.types import Array, Arrays, ByName
 from precondattn.spec.array_functions import next_token, previous_token, row_sum
 from precondattn.spec.linear_family import (
     LinearFamily,
@@ -54,14 +46,12 @@ class RWKV6(LinearFamily):
     Keys, values and gates may have fewer heads than queries (n < h). There is one state per
     key/value head.
 
+    Source: RWKV-6 (arXiv 2404.05892), 4.2.
+
     Parameters
     ----------
     scale : float, optional
         The scale s; d^{-1/2} by default. The published layer has 1.
-
-    Source
-    ------
-    RWKV-6 (arXiv 2404.05892), 4.2.
 
     Examples
     --------
@@ -79,7 +69,7 @@ class RWKV6(LinearFamily):
 
     @property
     def inputs(self) -> Inputs:
-        return Inputs(**{name: axes.text for name, axes in super().inputs.items()}, u="h d")
+        return Inputs(**super().inputs, u="h d")
 
     def slots(self) -> tuple[Slot, ...]:
         return (Slot("state", "rwkv6.state({k}, {v}, {g})", "b n d e", wide=True, symbol="S"),)

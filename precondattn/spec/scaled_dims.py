@@ -14,9 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.mechanism import TokenWise
-from precondattn.algebra.options import flag
+from precondattn.algebra import Inputs, TokenWise, options
 from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import sum_rows
@@ -48,7 +46,7 @@ class ScaledDims(TokenWise):
 
     name: ClassVar[str] = "scaled_dims"
     variants: ClassVar[tuple[str, ...]] = ("scaled_dims[normalize=false]",)
-    normalize: bool = flag(True)
+    normalize: bool = options.flag(True)
 
     inputs = Inputs(q="b t h d", per_dim="d")
     output = "b t h d"

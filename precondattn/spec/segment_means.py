@@ -31,7 +31,13 @@ def segment_means(
     are those of them that a mean is of.
     """
     xp, tokens = namespace(like), like.shape[2]
-    segment = segment_of_tokens(m, tokens, like, members)
+    if members is None:
+        segment = arange_like(tokens, like)[None, :] * m // tokens
+    else:
+        ones = cast(members, xp.int32)
+        rank = xp.cumulative_sum(ones, axis=1, dtype=xp.int32) - 1
+        length = xp.sum(ones, axis=1, keepdims=True, dtype=xp.int32)
+        segment = rank * m // xp.clip(length, min=1)
     is_in = segment[:, None, :] == arange_like(m, like)[None, :, None]
     for mask in (members, counted):
         is_in = is_in if mask is None else is_in & mask[:, None, :]
@@ -39,14 +45,3 @@ def segment_means(
     total = xp.sum(matrix, axis=2, keepdims=True)
     matrix = matrix / xp.clip(total, min=1.0)
     return Means(matrix[:, None, :, :], total[:, :, 0] > 0)
-
-
-def segment_of_tokens(m: int, tokens: int, like: Array, members: Array | None) -> Array:
-    """⌊r m / L⌋ of every token (b or 1, tokens); of no meaning where it is no member."""
-    xp = namespace(like)
-    if members is None:
-        return arange_like(tokens, like)[None, :] * m // tokens
-    ones = cast(members, xp.int32)
-    rank = xp.cumulative_sum(ones, axis=1, dtype=xp.int32) - 1
-    length = xp.sum(ones, axis=1, keepdims=True, dtype=xp.int32)
-    return rank * m // xp.clip(length, min=1)

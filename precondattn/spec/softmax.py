@@ -22,19 +22,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs, Pattern
-from precondattn.algebra.flops import Flops, visible_keys, visible_pairs
-from precondattn.algebra.mechanism import Leaf
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import (
-    LONGEST,
-    choice,
-    count,
-    flag,
-    one_of,
-    positive_or_none,
-    window_or_none,
-)
+from precondattn.algebra import Flops, Inputs, Leaf, Offers, Pattern, options
+from precondattn.algebra.flops import visible_keys, visible_pairs
 from precondattn.arrays import Array, Arrays, ByName, Residuals, as_index, namespace
 from precondattn.cache import Append, Slot, Updates
 from precondattn.frame import Frame
@@ -69,17 +58,17 @@ class SoftmaxAttention(Leaf):
 
     metric: ClassVar[Metric]
 
-    causal: bool = flag(True)
-    scale: float | None = positive_or_none()
-    window: int | None = window_or_none()
-    bias: bool = flag(False)
-    forget: str = choice("none", "unscaled", "scaled")
-    read: Read = one_of(MEAN, LOG_MEAN_EXP, MEAN_AND_LOG_SUM)
-    softcap: float | None = positive_or_none()
-    sink: bool = flag(False)
-    distance: str = choice("none", "slopes", "buckets")
-    buckets: int = count(BUCKETS, highest=MOST_BUCKETS)
-    max_distance: int = count(LONGEST_OF_T5, highest=LONGEST)
+    causal: bool = options.flag(True)
+    scale: float | None = options.positive_or_none()
+    window: int | None = options.window_or_none()
+    bias: bool = options.flag(False)
+    forget: str = options.choice("none", "unscaled", "scaled")
+    read: Read = options.one_of(MEAN, LOG_MEAN_EXP, MEAN_AND_LOG_SUM)
+    softcap: float | None = options.positive_or_none()
+    sink: bool = options.flag(False)
+    distance: str = options.choice("none", "slopes", "buckets")
+    buckets: int = options.count(BUCKETS, highest=MOST_BUCKETS)
+    max_distance: int = options.count(LONGEST_OF_T5, highest=options.LONGEST)
 
     output = "b t h e"
 
@@ -258,6 +247,9 @@ class Softmax(SoftmaxAttention):
     Query i of t has position i + s − t among the keys. With fewer key/value heads than query heads
     (n < h), query head i reads key/value head ⌊i n / h⌋.
 
+    Source: Vaswani et al. 2017, Eq. 1; LASER (arXiv 2411.03493) Eq. 2; ALiBi (arXiv 2108.12409) 3;
+    T5 (arXiv 1910.10683) 2.1.
+
     Parameters
     ----------
     causal : bool
@@ -290,11 +282,6 @@ class Softmax(SoftmaxAttention):
         The number of rows of `bucket_table`; without causality half are for keys after the query.
     max_distance : int
         The distance from which on all keys are in the last bucket.
-
-    Source
-    ------
-    Vaswani et al. 2017, Eq. 1; LASER (arXiv 2411.03493) Eq. 2; ALiBi (arXiv 2108.12409) 3; T5
-    (arXiv 1910.10683) 2.1.
 
     Examples
     --------

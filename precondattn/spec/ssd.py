@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.options import positive_or_none
-from precondattn.algebra.recurrence import Recurrence
+from precondattn.algebra import Recurrence, options
 from precondattn.spec.linear_family import LinearFamily
 
 
@@ -23,14 +22,12 @@ class SSD(LinearFamily):
     The number of value heads is a multiple of that of query and key heads (Mamba-2's groups). Each
     value head has a gate and a state.
 
+    Source: Mamba-2 (arXiv 2405.21060), 5–6.
+
     Parameters
     ----------
     scale : float, optional
         The scale s; 1 by default, as in Mamba-2, and d^{-1/2} with None.
-
-    Source
-    ------
-    Mamba-2 (arXiv 2405.21060), 5–6.
 
     Examples
     --------
@@ -44,4 +41,4 @@ class SSD(LinearFamily):
     variants: ClassVar[tuple[str, ...]] = ("ssd[scale=none]",)
     declares = Recurrence("add", gate="head", heads="u")
 
-    scale: float | None = positive_or_none(1.0)
+    scale: float | None = options.positive_or_none(1.0)

@@ -22,9 +22,7 @@ from dataclasses import dataclass
 from math import factorial
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.mechanism import TokenWise
-from precondattn.algebra.options import choice
+from precondattn.algebra import Inputs, TokenWise, options
 from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum
@@ -83,14 +81,12 @@ class StableBeta(TokenWise):
     `k` (b, s, h, d) may be of any length, and `beta` (b, s, u) any number that is not negative.
     There are as many value heads as key heads, or a multiple.
 
+    Source: Longhorn (arXiv 2407.14207); error-free linear attention (arXiv 2512.12602).
+
     Parameters
     ----------
     rule : {"implicit", "exact"}
         φ = 1 / (1 + c), or (1 − e^{−c}) / c.
-
-    Source
-    ------
-    Longhorn (arXiv 2407.14207); error-free linear attention (arXiv 2512.12602).
 
     Examples
     --------
@@ -104,7 +100,7 @@ class StableBeta(TokenWise):
     variants: ClassVar[tuple[str, ...]] = ("stable_beta[rule=exact]",)
     allows_any_length: ClassVar[frozenset[str]] = frozenset({"k"})
 
-    rule: str = choice("implicit", "exact")
+    rule: str = options.choice("implicit", "exact")
 
     inputs = Inputs(k="b s h d", beta="b s u in [0, inf)")
     output = "b s u"
@@ -137,16 +133,14 @@ class StableChannels(TokenWise):
     `k` (b, s, h, d) may be of any length, and `b` (b, s, u, d) is not negative. `w` (b, s, u, e) is
     read where it is what is multiplied.
 
+    Source: That of `StableBeta`, for strengths of channels.
+
     Parameters
     ----------
     rule : {"implicit", "exact"}
         φ = 1 / (1 + c), or (1 − e^{−c}) / c.
     of : {"b", "w"}
         What is multiplied.
-
-    Source
-    ------
-    That of `StableBeta`, for strengths of channels.
 
     Examples
     --------
@@ -164,8 +158,8 @@ class StableChannels(TokenWise):
     )
     allows_any_length: ClassVar[frozenset[str]] = frozenset({"k"})
 
-    rule: str = choice("implicit", "exact")
-    of: str = choice("b", "w")
+    rule: str = options.choice("implicit", "exact")
+    of: str = options.choice("b", "w")
 
     @property
     def inputs(self) -> Inputs:

@@ -11,11 +11,9 @@ import dataclasses
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 
-from precondattn.algebra.declaration import Axis, Pattern
-from precondattn.algebra.flops import Flops, state_flops, state_heads
+from precondattn.algebra import Flops, Leaf, Pattern, Recurrence
+from precondattn.algebra.flops import state_flops, state_heads
 from precondattn.algebra.leaf_protocol import missing_method
-from precondattn.algebra.mechanism import Leaf
-from precondattn.algebra.recurrence import Recurrence
 from precondattn.arrays import Array, Arrays, ByName, Residuals, Shape, namespace
 from precondattn.cache import Replace, Slot, Updates, new_buffer
 from precondattn.frame import Frame
@@ -72,19 +70,14 @@ class Stateful(Leaf):
         raise missing_method(self, "run_vjp", "gradients need")
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
-        """Each matrix of the state is written to and read from once per token, in chunks.
-
-        A leaf that computes more than that overrides it. Unknown where no slot is a matrix.
-        """
-        matrices = [axes[2:] for axes in self._state_axes() if len(axes) == 4]
+        """Each matrix of the state is written to and read from once per token, in chunks."""
+        states = (Pattern.read(slot.pattern).axes for slot in self.slots())
+        matrices = [axes[2:] for axes in states if len(axes) == 4]
         if not matrices:
             return None
         tokens = sizes["s"] if "s" in sizes else sizes["t"]
         per_head = [state_flops(tokens, *(axis.size(sizes) for axis in axes)) for axes in matrices]
         return Flops(*map(sum, zip(*per_head, strict=True))).times(state_heads(sizes))
-
-    def _state_axes(self) -> list[tuple[Axis, ...]]:
-        return [Pattern.read(slot.pattern).axes for slot in self.slots()]
 
     def zero_state(self, x: ByName) -> Arrays:
         """The state before the first token."""

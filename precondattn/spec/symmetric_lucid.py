@@ -25,11 +25,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import Flops, pair_flops, visible_pairs
-from precondattn.algebra.mechanism import Leaf
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice, count, non_negative, positive, positive_or_none
+from precondattn.algebra import Flops, Inputs, Leaf, Offers, options
+from precondattn.algebra.flops import pair_flops, visible_pairs
 from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -58,6 +55,8 @@ class SymmetricLucidSolve(Leaf):
     The second term is the rounding of the product with the matrix, below which no residual is
     known. Where it is not reached they raise a `NotSolvedError`, or, under JAX, the column is NaN.
 
+    Source: This library. The causal form is that of LUCID, Eq. 2.
+
     Parameters
     ----------
     rho : float
@@ -72,10 +71,6 @@ class SymmetricLucidSolve(Leaf):
         τ; by default 1e-6, and 1e-13 in float64.
     iterations : int
         The largest number of iterations.
-
-    Source
-    ------
-    This library. The causal form is that of LUCID, Eq. 2.
 
     Examples
     --------
@@ -92,12 +87,12 @@ class SymmetricLucidSolve(Leaf):
     role: ClassVar[str] = "piece"
     variants: ClassVar[tuple[str, ...]] = ("symmetric_lucid_solve[rho=0.1,scale=0.3,eps=0]",)
 
-    rho: float = positive(1e-3)
-    scale: float | None = positive_or_none()
-    normalize: str = choice("keys", "given")
-    eps: float = non_negative(1e-6)
-    tolerance: float | None = positive_or_none()
-    iterations: int = count(200)
+    rho: float = options.positive(1e-3)
+    scale: float | None = options.positive_or_none()
+    normalize: str = options.choice("keys", "given")
+    eps: float = options.non_negative(1e-6)
+    tolerance: float | None = options.positive_or_none()
+    iterations: int = options.count(200)
 
     inputs = Inputs(k="b s n d", v="b s n e")
     output = "b s n e"
@@ -107,10 +102,7 @@ class SymmetricLucidSolve(Leaf):
         return Offers(scale=self.scale, causal=False)
 
     def flops(self, sizes: Mapping[str, int]) -> Flops:
-        """The FLOPs of attention of the keys to themselves, once for each product with Φ.
-
-        They are those of `ITERATIONS`. How many a call needs depends on its keys.
-        """
+        """The FLOPs of attention of the keys to themselves, once for each product with Φ."""
         s, d, e = sizes["s"], sizes["d"], sizes["e"]
         each = pair_flops(visible_pairs(s, s, causal=False), s, d, e)
         solve = ITERATIONS * each.forward

@@ -10,9 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.mechanism import TokenWise
-from precondattn.algebra.options import choice
+from precondattn.algebra import Inputs, TokenWise, options
 from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 
@@ -35,7 +33,7 @@ class Tempered(TokenWise):
 
     name: ClassVar[str] = "tempered"
     variants: ClassVar[tuple[str, ...]] = ("tempered[per=head]",)
-    per: str = choice("layer", "head")
+    per: str = options.choice("layer", "head")
 
     output = "b t h d"
 

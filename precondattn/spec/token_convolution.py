@@ -35,14 +35,9 @@ def convolved_vjp(v: Array, weight: Array, d_y: Array) -> tuple[Array, Array]:
     d_v = xp.zeros_like(v)
     d_weight = [xp.zeros_like(weight[:, 0])] * weight.shape[1]
     for a, into, of in overlaps(v.shape[2], weight.shape[1]):
-        d_rows = d_y[:, :, into, :]
-        d_v = d_v + _padded(weight[None, :, None, a, None] * d_rows, of, v)
+        d_rows, zero = d_y[:, :, into, :], xp.zeros_like(v)
+        d_term = weight[None, :, None, a, None] * d_rows
+        parts = [zero[:, :, : of.start, :], d_term, zero[:, :, of.stop :, :]]
+        d_v = d_v + xp.concat(parts, axis=2)
         d_weight[a] = xp.sum(d_rows * v[:, :, of, :], axis=(0, 2, 3))
     return d_v, xp.stack(d_weight, axis=1)
-
-
-def _padded(x: Array, tokens: slice, like: Array) -> Array:
-    """x at these tokens, 0 at the others."""
-    xp = namespace(x)
-    zero = xp.zeros_like(like)
-    return xp.concat([zero[:, :, : tokens.start, :], x, zero[:, :, tokens.stop :, :]], axis=2)

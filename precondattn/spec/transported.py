@@ -31,21 +31,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.flops import CHUNK, Flops
-from precondattn.algebra.options import OptionKind, OptionValue, option
-from precondattn.arrays import (
-    Array,
-    ByName,
-    arange_like,
-    as_index,
-    cast,
-    namespace,
-    take_tokens,
-    zero_where_not,
-)
+from precondattn.algebra import Flops, Inputs, options
+from precondattn.algebra.flops import CHUNK
+from precondattn.arrays import arange_like, as_index, cast, namespace, take_tokens, zero_where_not
 from precondattn.cache import Replace, Rewrite, Slot, Updates
 from precondattn.frame import Frame
+from precondattn.frameworks.types import Array, ByName
 from precondattn.given import at_least
 from precondattn.spec.array_functions import (
     identity_like,
@@ -65,10 +56,7 @@ class TokenPositions(NamedTuple):
     segment: Array | None
 
     def follow(self, other: TokenPositions, *, strict: bool) -> Array:
-        """The mask (b or 1, 1, t, s): is token i at or after token j of `other`?
-
-        After, and not at, if `strict`. Both must be in the same segment.
-        """
+        """The mask (b or 1, 1, t, s): is token i at or after token j of `other`?"""
         i, j = self.position[:, :, None], other.position[:, None, :]
         mask = j < i if strict else j <= i
         if self.segment is not None and other.segment is not None:
@@ -172,7 +160,11 @@ class Transported:
     def advance(self, past: ByName, k: Array, extra: Extra, frame: Frame) -> Updates:
         xp = namespace(k)
         since_flush = self._since_flush(past, extra, frame)
-        length = frame.q_position[:, :1] + _count(frame)
+        count = frame.q_position.shape[1]
+        if frame.q_valid is not None:
+            dtype = frame.q_position.dtype
+            count = xp.sum(cast(frame.q_valid, dtype), axis=1, keepdims=True, dtype=dtype)
+        length = frame.q_position[:, :1] + count
         flushed = length - length % self.flush
         is_applied = (since_flush.tokens.position < flushed)[:, None, :, None]
         applied = since_flush._replace(
@@ -233,19 +225,10 @@ def _tokens(frame: Frame) -> tuple[TokenPositions, TokenPositions]:
     )
 
 
-def _count(frame: Frame) -> Array | int:
-    """The number of valid new tokens (b, 1)."""
-    if frame.q_valid is None:
-        return frame.q_position.shape[1]
-    xp = namespace(frame.q_valid)
-    dtype = frame.q_position.dtype
-    return xp.sum(cast(frame.q_valid, dtype), axis=1, keepdims=True, dtype=dtype)
-
-
-def metric_option(default: Metric) -> OptionValue:
+def metric_option(default: Metric) -> options.OptionValue:
     """The option of a leaf that uses its base's metric: `dot`, `transported/64`."""
 
-    def read(text: str) -> OptionValue:
+    def read(text: str) -> options.OptionValue:
         name, _, flush = text.partition("/")
         if text == DOT.name:
             return DOT
@@ -253,7 +236,7 @@ def metric_option(default: Metric) -> OptionValue:
             return Transported(int(flush or 1))
         return text
 
-    def accept(value: OptionValue) -> OptionValue:
+    def accept(value: options.OptionValue) -> options.OptionValue:
         value = read(value) if isinstance(value, str) else value
         if isinstance(value, Transported):
             return Transported(at_least(1, "flush", value.flush))
@@ -262,4 +245,4 @@ def metric_option(default: Metric) -> OptionValue:
         return value
 
     expected = "one of dot, transported, transported/2, transported/3 ..."
-    return option(default, OptionKind(expected, accept, read))
+    return options.option(default, options.OptionKind(expected, accept, read))

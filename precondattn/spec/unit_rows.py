@@ -21,25 +21,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.mechanism import TokenWise
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice, flag, non_negative
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
-    Residuals,
-    namespace,
-    stop_gradient,
-    zero_where_not,
-)
+from precondattn.algebra import Inputs, Offers, TokenWise, options
+from precondattn.arrays import namespace, stop_gradient, zero_where_not
 from precondattn.frame import Frame
+from precondattn.frameworks.types import Array, Arrays, ByName, Residuals
 
 
 @dataclass(frozen=True)
 class UnitRows(TokenWise):
     """o / max(‖o‖, eps), with a norm that is by default constant for the gradient.
+
+    Source: Preconditioned Attention, Eq. 8–11, Algorithm 1.
 
     Parameters
     ----------
@@ -50,10 +42,6 @@ class UnitRows(TokenWise):
         Whether the norm is constant for the gradient.
     axis : {"token", "channel"}
         Whether a row is the output of a token, or that of a channel over all tokens.
-
-    Source
-    ------
-    Preconditioned Attention, Eq. 8–11, Algorithm 1.
 
     Examples
     --------
@@ -68,9 +56,9 @@ class UnitRows(TokenWise):
         "unit_rows[axis=channel]",
         "unit_rows[axis=channel,detach=false]",
     )
-    eps: float = non_negative(1e-6)
-    detach: bool = flag(True)
-    axis: str = choice("token", "channel")
+    eps: float = options.non_negative(1e-6)
+    detach: bool = options.flag(True)
+    axis: str = options.choice("token", "channel")
 
     inputs = Inputs(o="b t h e")
     output = "b t h e"
@@ -102,11 +90,7 @@ class UnitRows(TokenWise):
         return self.eps if self.eps >= smallest_normal else 0.0
 
     def _divisors(self, o: Array, frame: Frame) -> tuple[Array, Array, Array]:
-        """Two numbers whose product is max(‖o‖, ε), and whether that is ‖o‖.
-
-        A row is divided by its largest entry before it is squared, so that no square overflows or
-        underflows.
-        """
+        """Two numbers whose product is max(‖o‖, ε), and whether that is ‖o‖."""
         xp = namespace(o)
         eps = self.eps_above(float(xp.finfo(o.dtype).smallest_normal))
         size = stop_gradient(self._along_rows(xp.abs(o), frame, "max"))

@@ -14,13 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from precondattn.algebra.declaration import ShapeError
-from precondattn.algebra.mechanism import Leaf
+from precondattn.algebra import Leaf, ShapeError
 from precondattn.arrays import (
-    Array,
-    Arrays,
-    ByName,
-    Residuals,
     arange_like,
     cast,
     differs_from_previous,
@@ -29,6 +24,7 @@ from precondattn.arrays import (
     zero_where_not,
 )
 from precondattn.frame import Frame
+from precondattn.frameworks.types import Array, Arrays, ByName, Residuals
 from precondattn.spec.array_functions import repeat_heads, swap_time_and_heads
 
 
@@ -54,7 +50,7 @@ class WholeSequence(Leaf):
 
     def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         if frame.k_segment is None:
-            return self.attend(x, *_valid(frame)), ()
+            return self.attend(x, frame.q_valid, frame.k_valid), ()
         split = _Segments(frame)
         return split.joined(self.attend(self._split(x, split), *split.valid)), ()
 
@@ -62,7 +58,7 @@ class WholeSequence(Leaf):
         self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         if frame.k_segment is None:
-            return self.attend_vjp(x, *_valid(frame), cotangent)
+            return self.attend_vjp(x, frame.q_valid, frame.k_valid, cotangent)
         split = _Segments(frame)
         gradients = self.attend_vjp(self._split(x, split), *split.valid, split.parts(cotangent))
         return {
@@ -78,10 +74,6 @@ class WholeSequence(Leaf):
             name: split.parts(array) if self._has_tokens(name) else array
             for name, array in x.items()
         }
-
-
-def _valid(frame: Frame) -> tuple[Array | None, Array | None]:
-    return frame.q_valid, frame.k_valid
 
 
 def valid_as_both(q_valid: Array | None, k_valid: Array | None) -> Array | None:
@@ -132,7 +124,7 @@ class _Segments:
         """(b, g, t)"""
         q, k = (
             self._flat(self.members if valid is None else self.members & valid[:, None, :])
-            for valid in _valid(frame)
+            for valid in (frame.q_valid, frame.k_valid)
         )
         self.valid = q, k
 

@@ -23,12 +23,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs, ShapeError
-from precondattn.algebra.flops import Flops, pair_flops
-from precondattn.algebra.mechanism import Leaf
-from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import counts, flag, one_of, positive_or_none
-from precondattn.arrays import Array, Arrays, ByName, Namespace, Residuals, as_index, namespace
+from precondattn.algebra import Flops, Inputs, Leaf, Offers, ShapeError, options
+from precondattn.algebra.flops import pair_flops
+from precondattn.arrays import Array, Arrays, ByName, Residuals, as_index, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
     input_gradients,
@@ -58,6 +55,8 @@ class Windowed(Leaf):
     `lengths`, `key_mask` and packed sequences are honoured; each packed sequence has a grid of its
     own, so they need a grid without a fixed number of rows.
 
+    Source: Swin Transformer (arXiv 2103.14030) 3.2.
+
     Parameters
     ----------
     size : int or pair
@@ -75,10 +74,6 @@ class Windowed(Leaf):
         without a grid, which is added to the scaled logits.
     read : Mean or LogMeanExp
         The read of the values. `Laser` sets it.
-
-    Source
-    ------
-    Swin Transformer (arXiv 2103.14030) 3.2.
 
     Examples
     --------
@@ -99,12 +94,12 @@ class Windowed(Leaf):
         "windowed[size=2/3,shift=1/2,grid=5,bias=true]",
     )
 
-    size: tuple[int, ...] = counts((4,))
-    shift: tuple[int, ...] = counts((0,), lowest=0)
-    grid: tuple[int, ...] | None = counts(None)
-    scale: float | None = positive_or_none()
-    bias: bool = flag(False)
-    read: Read = one_of(MEAN, LOG_MEAN_EXP)
+    size: tuple[int, ...] = options.counts((4,))
+    shift: tuple[int, ...] = options.counts((0,), lowest=0)
+    grid: tuple[int, ...] | None = options.counts(None)
+    scale: float | None = options.positive_or_none()
+    bias: bool = options.flag(False)
+    read: Read = options.one_of(MEAN, LOG_MEAN_EXP)
 
     def check_together(self) -> None:
         check_axes(self.name, self.grid, size=self.size, shift=self.shift)
@@ -165,7 +160,10 @@ class Windowed(Leaf):
         entry = self.windows.entry(q_position, k_position)
         scores = self.scale_for(q.shape[3]) * (q @ transpose(repeat_heads(k, q.shape[1])))
         if self.bias:
-            scores = scores + _entries(x["bias_table"], entry)
+            table, xp = x["bias_table"], namespace(entry)
+            flat = xp.take(table, as_index(xp.reshape(entry, (-1,))), axis=0)
+            each = xp.reshape(flat, (*entry.shape, table.shape[1]))
+            scores = scores + xp.permute_dims(each, (0, 3, 1, 2))
         visible = self.windows.share(q_position, k_position)[:, None, :, :]
         visible = visible & frame.visible(causal=False)
         return log_softmax(mask_scores(visible, scores)), entry
@@ -186,23 +184,10 @@ class Windowed(Leaf):
         d_q, d_k = s * (d_scores @ repeat_heads(k, h)), s * (transpose(d_scores) @ q)
         gradients = input_gradients(d_q, d_k, d_v, n)
         if self.bias:
-            gradients["bias_table"] = _sums_by_entry(d_scores, entry, self.windows.entries)
+            xp, at, dtype = namespace(d_scores), entry[:, None, :, :], d_scores.dtype
+            sums = [
+                xp.sum(xp.where(at == m, d_scores, 0.0), axis=(0, 2, 3), dtype=dtype)
+                for m in range(self.windows.entries)
+            ]
+            gradients["bias_table"] = xp.stack(sums, axis=0)
         return gradients
-
-
-def _entries(table: Array, entry: Array) -> Array:
-    """The table's numbers (b or 1, h, t, s) at entries (b or 1, t, s)."""
-    xp = namespace(table)
-    flat = xp.take(table, as_index(xp.reshape(entry, (-1,))), axis=0)
-    return xp.permute_dims(xp.reshape(flat, (*entry.shape, table.shape[1])), (0, 3, 1, 2))
-
-
-def _sums_by_entry(d_scores: Array, entry: Array, entries: int) -> Array:
-    """Σ dS (b, h, t, s) over the pairs of each entry: (entries, h)."""
-    xp: Namespace = namespace(d_scores)
-    at = entry[:, None, :, :]
-    sums = [
-        xp.sum(xp.where(at == m, d_scores, 0.0), axis=(0, 2, 3), dtype=d_scores.dtype)
-        for m in range(entries)
-    ]
-    return xp.stack(sums, axis=0)

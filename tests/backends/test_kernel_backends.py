@@ -99,15 +99,15 @@ REFUSED = (
             ("lucid", STEP, "no kernels"),
             ("linear", {"dtype": "float16"}, "supports float32, bfloat16; found float16"),
             *(
-                (leaf, {}, f" are not computed {with_what}")
+                (leaf, {}, f" is not computed {with_what}")
                 for leaf, with_what in (
-                    ("gla", "with a gate for each channel"),
-                    ("kda", "with a gate for each channel"),
-                    ("comba", "with an erase key that reads before the decay"),
-                    ("delta_product", "with an axis of 2 steps"),
+                    ("gla", "with gate='channel'"),
+                    ("kda", "with gate='channel'"),
+                    ("comba", "with erase='own key, before the decay'"),
+                    ("delta_product", "with steps=2"),
                 )
             ),
-            ("gsa", {}, "slots are not computed"),
+            ("gsa", {}, "rule='slots' is not computed"),
         )
     ),
 )

@@ -73,42 +73,6 @@ def test_its_data_are_those_of_the_class_and_the_defaults(packages):
     assert backend.preference == 3
 
 
-# ------------------------------------------------- a step that reads a buffer that is missing
-
-
-class MisspeltRunner(pa.Runner):
-    """A runner that takes the leaf's names of slots for those of the cache's buffers."""
-
-    def step(self, past, inputs, frame):
-        return past["key"], {}
-
-
-class Misspelt(pa.Backend):
-    name = "misspelt"
-
-    def prepare(self, piece, request):
-        return MisspeltRunner()
-
-
-def test_a_missing_buffer_is_named_beside_those_that_there_are(only_the_reference, unregistered):
-    class Misread(pa.Linear):
-        name = "misread"
-
-        def run(self, state, x, frame, form=pa.RECURRENT):
-            return super().run({"state": state["S"]}, x, frame, form)
-
-    pa.register_backend(Misspelt)
-    for m, backend, words in (
-        (pa.LucidSolve(), "misspelt", "no 'key' in past, which has 'k', 'out', 'rms(k)', nor in "),
-        (Misread(), "reference", "no 'S' in past, which has 'state', nor in "),
-    ):
-        x = inputs_of(m, b=1, t=2)
-        with pytest.raises(KeyError) as raised:
-            m.extend(m.init_cache(**x, capacity=8), **x, backend=backend)
-        names = ", ".join(map(repr, m.inputs))
-        assert raised.value.__notes__ == [f"{words}the inputs: {names}"]
-
-
 class LoopRunner(pa.DifferentiableRunner):
     """Gated linear attention by the reference's differentiable code."""
 

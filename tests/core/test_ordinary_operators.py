@@ -7,8 +7,7 @@ pytest.importorskip("torch")
 import torch
 
 import precondattn as pa
-from precondattn.frameworks.torch.cholesky import cholesky
-from precondattn.frameworks.torch.solve import BLOCK, solve_triangular
+from precondattn.frameworks.torch.solve import BLOCK, cholesky, solve_triangular
 from precondattn.spec.positive_definite import solve_positive
 from tests.core.exported import (
     CLOSE,

@@ -149,7 +149,7 @@ REFUSED = [
             (
                 partial(extended, LINEAR, verb="extend_vjp", **masks),
                 TypeError,
-                f"a state sums up all tokens, and has no {name}",
+                f"unknown keyword {name!r}",
             ),
         )
     ),

@@ -96,10 +96,10 @@ def test_a_backend_names_what_it_does_not_compute():
     assert entry_of(table, SlowerDelta()) is None
     for leaf, reason in (
         (SlowerDelta(), ""),
-        (pa.KDA(), ": delta rules are not computed with a gate for each channel"),
-        (pa.DeltaProduct(steps=1), ": delta rules are not computed with an axis of 1 steps"),
-        (pa.GLA(), ": additive writes are not computed"),
-        (pa.DPLR(), ": low-rank writes are not computed"),
+        (pa.KDA(), ": rule='delta' is not computed with gate='channel'"),
+        (pa.DeltaProduct(steps=1), ": rule='delta' is not computed with steps=1"),
+        (pa.GLA(), ": rule='add' is not computed"),
+        (pa.DPLR(), ": rule='low rank' is not computed"),
     ):
         assert entry_of(table, leaf) is None
         assert lack_of(table, leaf) == reason

@@ -252,7 +252,7 @@ def test_states_and_caches_that_do_not_fit_are_refused_by_name():
     for wrong in (np.ones(3), [1.0], "state"):
         with pytest.raises(TypeError, match="cotangents of buffers must be a dict by buffer name"):
             pullback(out, wrong)
-    with pytest.raises(TypeError, match="extend_vjp does not donate"):
+    with pytest.raises(TypeError, match="unknown keyword 'donate'"):
         m.extend_vjp(cache, **x, donate=True)
     with pytest.raises(ValueError, match="is not causal, so it can not have a cache"):
         pa.Softmax(causal=False).extend_vjp(cache, **x)

@@ -17,10 +17,8 @@ from precondattn.cache import Updates
 from precondattn.frame import Frame
 
 Output = Callable[[ByName, Frame], Array]
-"""A function from inputs and frame to the output."""
 
 StepOutput = Callable[[ByName, ByName, Frame], tuple[Array, Updates]]
-"""A function from old buffers, new inputs and frame to the output and the updates of a step."""
 
 
 class JaxBackend(Backend):
@@ -31,19 +29,16 @@ class JaxBackend(Backend):
         """The result of `runner.computing(verb)(*arrays)`."""
 
     def differentiable(self, mechanism: Piece) -> Output | None:
-        """The output as a function that JAX can differentiate any number of times.
+        """The output as a function that JAX can differentiate any number of times, or None.
 
-        None if the backend has none. Second derivatives are then those of another backend of JAX,
-        or of the definition, whose memory may be quadratic in the number of tokens.
+        Without it, second derivatives are those of another backend of JAX, or of the definition.
         """
         return None
 
     def differentiable_step(self, mechanism: Piece) -> StepOutput | None:
         """The step as a function that JAX can differentiate any number of times, or None.
 
-        If it is given, `step_backward` must be differentiable in the same way. If it is None,
-        `step` and `step_backward` have the derivatives of the step of another backend of JAX, or of
-        the definition.
+        With it, `step_backward` must be differentiable in the same way.
         """
         return None
 

@@ -1,10 +1,8 @@
 """JAX: a function with a custom derivative that is kept inside loops.
 
-JAX 0.10 and 0.11 lose the rule of a `jax.custom_jvp` in the body of a loop: the reverse mode of
-`lax.scan` separates what does not change from step to step, and its
-`JaxprTrace.process_custom_jvp_call` assumes that no further derivative follows. JAX would then
-differentiate the operations inside when it differentiates the gradient. So the function is a
-primitive here, which JAX keeps whole. It is traced once. JAX 0.12 keeps the rule.
+JAX 0.10 and 0.11 lose the rule of a `jax.custom_jvp` in the body of a loop, and would differentiate
+the operations inside when they differentiate the gradient. So the function is a primitive here,
+which JAX keeps whole. JAX 0.12 keeps the rule.
 """
 
 from __future__ import annotations

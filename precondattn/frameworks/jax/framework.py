@@ -12,11 +12,7 @@ import numpy as np
 from jax import lax
 
 from precondattn.cache.kinds import holding
-from precondattn.frameworks.framework import (
-    TIME,
-    Framework,
-    good_entries,
-)
+from precondattn.frameworks.framework import TIME, Framework, good_entries
 from precondattn.frameworks.jax.solve import solve_triangular
 from precondattn.frameworks.types import Array, Device, Step, Token, Tree
 
@@ -31,8 +27,6 @@ class JAX(Framework):
     solve_triangular = staticmethod(solve_triangular)
     stop_gradient = staticmethod(lax.stop_gradient)
 
-    # ------------------------------------------------------------------- properties of arrays
-
     def device_of(self, array: Array) -> str:
         if self.is_traced(array):
             # A traced array has no device yet; jitted code runs on the default backend.
@@ -45,10 +39,7 @@ class JAX(Framework):
         return None if self.is_traced(array) else frozenset(array.devices())
 
     def placement(self, array: Array) -> dict[str, Device]:
-        """As in `Framework`; empty where JAX creates arrays on that device itself.
-
-        It does on its default device, and for traced and sharded arrays.
-        """
+        """As in `Framework`; empty where JAX creates arrays on that device itself."""
         if self.is_traced(array) or len(array.devices()) > 1:
             return {}
         default, (device,) = jax.config.jax_default_device, array.devices()
@@ -71,15 +62,11 @@ class JAX(Framework):
     def wants_gradient(self, *arrays: Array) -> bool:
         return any(map(self.is_traced, arrays))
 
-    # ----------------------------------------------------------------------- memory and hosts
-
     def fresh(self, array: Array) -> Array:
         return jnp.array(array)
 
     def host_array(self, array: Array) -> Array:
         return None if self.is_traced(array) else np.asarray(array)
-
-    # ------------------------------------------------------------------------------- functions
 
     def take_tokens(self, array: Array, tokens: Array) -> Array:
         """As in `Framework`, without communication between devices with different sequences."""
@@ -133,10 +120,7 @@ class JAX(Framework):
         return compiled
 
     def vjp(
-        self,
-        function: Callable[..., tuple[Array, ...]],
-        arrays: Sequence[Array],
-        cotangents: Sequence[Array],
+        self, function: Step, arrays: Sequence[Array], cotangents: Sequence[Array]
     ) -> tuple[Array, ...]:
         results, pullback = jax.vjp(function, *arrays)
         each = zip(cotangents, results, strict=True)
@@ -154,8 +138,6 @@ class JAX(Framework):
         # Under `jax.jit`, the result for a constant is traced too.
         return not self.is_traced(good) and bool(good)
 
-    # ----------------------------------------------------------------------------------- calls
-
     def bridge(self, planned: PlannedCall, call: BoundCall) -> Callable[..., Array] | None:
         if planned.runner.differentiable:
             return None
@@ -167,10 +149,7 @@ class JAX(Framework):
     def bridge_of_step(
         self, call: BoundCall, length: Array, planned: PlannedCall, *arrays: Array
     ) -> Step | None:
-        """The gradient of a step is the backend's if the step is a kernel.
-
-        It is the backend's too if cotangents in float16 have to be divided.
-        """
+        """The gradient of a step is the backend's if the step is a kernel."""
         from precondattn.frameworks.jax.autograd import apply_step
         from precondattn.frameworks.jax.second_derivative import differentiates_step
 
@@ -182,10 +161,7 @@ class JAX(Framework):
         return apply_step if has_bridge else None
 
     def adopted_cache(self, cache: Cache, like: Array) -> Cache:
-        """The cache with NumPy's arrays as JAX's: JAX's own functions accept both.
-
-        Serialisers return NumPy's. Those with a dtype that JAX would change are left as they are.
-        """
+        """The cache with NumPy's arrays as JAX's: JAX's own functions accept both."""
         if not any(isinstance(a, np.ndarray) for a in (cache.length, *cache.store.values())):
             return cache
 

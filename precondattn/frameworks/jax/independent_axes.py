@@ -3,11 +3,9 @@
 Sequences of a batch are independent, and so are key/value heads, each with the query heads that
 share it. If there is one key/value head, the query heads are independent, and each needs it.
 
-The axes of an array are described by a text with a letter for each axis: `b` for sequences, `h` for
-independent heads, and other letters for all other axes. An axis of size 1 is never independent.
-Heads are not independent if their output depends on their index, like the decay of retention,
-because a device does not know which of all heads it has. If outputs depend on other sequences, no
-axis is independent.
+A text has a letter for each axis of an array: `b` for sequences, `h` for independent heads, others
+for all other axes. An axis of size 1 is never independent. Heads are not if their output depends on
+their index, and no axis is if outputs depend on other sequences.
 """
 
 from __future__ import annotations

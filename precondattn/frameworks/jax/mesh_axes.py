@@ -26,7 +26,7 @@ MeshAxes = Mapping[str, tuple[str, ...]]
 TIME = "tsc"
 
 REASONS = {
-    "t": "context parallelism is not supported yet",
+    "t": "precondattn.parallel.jax.context_parallel divides them",
     "b": "their number is not divisible by that of devices",
     "h": "the number of key/value heads is not divisible by that of devices",
     NUMBERED: "the decay of a head depends on its number among all heads",
@@ -102,9 +102,8 @@ def spec_of(text: str, chosen: MeshAxes) -> PartitionSpec:
 def sharding_rule(texts: Sequence[str], shapes: Sequence[Shape], arguments: int) -> str:
     """The rule for Shardy, JAX's partitioner, such as `"ib_2 x0 ih_4 -> ib_2 ih_4"`.
 
-    Arguments come before the arrow, results after it. Equal factors are sharded equally. Query
-    heads and fewer key/value heads are different factors: Shardy would divide two heads by a part
-    of a mesh axis of four devices, which JAX can not express.
+    Query heads and fewer key/value heads are different factors: Shardy would divide two heads by a
+    part of a mesh axis of four devices, which JAX can not express.
     """
     numbers = count()
 

@@ -5,11 +5,8 @@ only at run time. So a mathematically equal function is differentiated instead: 
 output F(x) that JAX can differentiate any number of times, and `backward` as the vjp of F. A JAX
 backend may have its own F, with linear memory; otherwise F is the definition.
 
-Output and residuals are functions of the inputs. So `backward` is a function of inputs and
-cotangent only, and its derivative includes this dependence.
-
-The same holds for steps: `step` is differentiated as a function from buffers and inputs to output
-and updates, and `step_backward` as its vjp.
+The same holds for steps. Output and residuals are functions of the inputs, so that the derivative
+of `backward`, a function of inputs and cotangent only, includes this dependence.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """JAX on several devices: each device computes its part of the sequences and heads.
 
-If arrays are sharded over batch and heads, a backend's method runs on each device's part alone,
-without communication. There is one exception: the gradient of an input without such an axis, such
-as a weight, is summed over devices. Arrays that are sharded over another axis are gathered, and the
-user is warned once.
+A backend's method runs on each device's part alone, without communication; only the gradient of an
+input without such an axis, such as a weight, is summed over devices. Arrays that are sharded over
+another axis are gathered, and the user is warned once.
 
 For mesh axes of type `Explicit`, whose shardings JAX knows when it traces, this is a
 `jax.shard_map`. For `Auto` axes, whose shardings only the compiler knows, it is a

@@ -1,8 +1,7 @@
 """The solver for batches of triangular systems in JAX; on a CPU it solves one system at a time.
 
-A batched LAPACK call distributes the matrices over XLA's threads, and waits for them on one of
-these threads. If as many batched solves as there are threads run at once, they deadlock. An axis
-that `vmap` adds makes a batch too. If a batch is sharded, every device solves its own systems.
+A batched LAPACK call waits for XLA's threads on one of them. If as many batched solves as there are
+threads run at once, they deadlock. If a batch is sharded, every device solves its own systems.
 """
 
 from __future__ import annotations

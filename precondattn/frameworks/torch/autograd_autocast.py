@@ -1,9 +1,8 @@
 """PyTorch: a call and its gradient under autocast, with autocast off inside.
 
-The library's operators turn autocast off by themselves (`autograd.py`). PyTorch's own functions do
-not: autograd computes their gradients under the autocast state in which `backward` is called. A
-call that contains such functions is therefore recorded as a separate graph, and differentiated with
-autocast off. A second derivative records it again, from the same tensors, and so does the gradient
+Autograd computes the gradients of PyTorch's own functions under the autocast state in which
+`backward` is called. A call that contains such functions is therefore recorded as a separate graph,
+and differentiated with autocast off. A second derivative records it again, and so does the gradient
 if hooks replace saved tensors, as a checkpoint does.
 """
 

@@ -1,8 +1,6 @@
 """PyTorch under `torch.compile`: a call is one node of the captured graph.
 
-Dynamo does not trace into the call, and sees only strings and tensors. Afterwards the call is
-traced with fake tensors, like any other code: the checks of shapes, the plan, and the calls of the
-plan.
+Dynamo does not trace into the call. Afterwards it is traced with fake tensors, like other code.
 
 A mechanism that is constructed in compiled code is a constant of the graph. `constructed` and
 `parsed` construct it while tracing, and return a stand-in with its name.
@@ -83,20 +81,13 @@ def captured_call(mechanism: str, *arguments: Given) -> Tensor:
 
 
 @torch.compiler.allow_in_graph
-def captured_extend(length: Tensor, store: Arrays, mechanism: str, *arguments: Given) -> Tensors:
-    """`Mechanism.extend` as the output, the new length, and the buffers."""
-    call = Call("extend", piece_named(mechanism), *arguments)
-    out, cache = run.extend(call._replace(cache=Cache(length, dict(store))))
-    return (out, cache.length, *(cache.store[key] for key in store))
-
-
-@torch.compiler.allow_in_graph
-def captured_extend_packed(
+def captured_extend(
     kinds: Kinds, length: Tensor, store: Arrays, mechanism: str, *arguments: Given
 ) -> Tensors:
-    """`captured_extend` with packed new tokens; `kinds` are the kinds of the cache's buffers."""
+    """`Mechanism.extend` as the output, the new length, and the buffers, which have these kinds."""
     call = Call("extend", piece_named(mechanism), *arguments)
-    out, cache = run.extend_packed(call._replace(cache=Cache(length, dict(store), kinds)))
+    extend = run.extend_packed if "segment_ids" in call.masks else run.extend
+    out, cache = extend(call._replace(cache=Cache(length, dict(store), kinds)))
     return (out, cache.length, *(cache.store[key] for key in store))
 
 

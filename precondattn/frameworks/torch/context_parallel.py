@@ -1,9 +1,7 @@
 """The check for PyTorch's `context_parallel`, inside which calls get a part of each sequence.
 
-Each device has some of the tokens, which may not be consecutive, and nothing in a tensor says so.
 The context replaces `scaled_dot_product_attention` by a function that exchanges keys and values
-between devices. So a call that consists of that function is correct. Any other call would be wrong,
-because its masks, states and solves need the tokens of the other devices.
+between devices. A call that consists of that function is correct. Any other call would be wrong.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """PyTorch: the gradients of the operators `forward` and `step`, and the second derivatives.
 
-No backend has second derivatives. The operators `backward` and `step_backward` are differentiated
-as the vjp of the reference, which PyTorch's own functions compute again. Its memory is quadratic in
-the number of tokens. The result can be differentiated further.
+The operators `backward` and `step_backward` are differentiated as the vjp of the reference, any
+number of times. Its memory is quadratic in the number of tokens.
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ class DTensorCall(NamedTuple):
     sharding: MeshSharding
     inputs: dict[str, DTensor]
     part: Call
-    """The call with this device's parts of the inputs, the masks and the cache."""
 
     def whole(self, out: Tensor) -> DTensor:
         """The output as a DTensor, from the part that this device has computed."""

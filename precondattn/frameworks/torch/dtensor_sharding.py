@@ -1,9 +1,7 @@
 """The shardings that the DTensors of a call may have: over sequences and over heads.
 
-Sequences are independent, and so are key/value heads, each with the query heads that read it. An
-input without the sharded axis, such as a weight or λ, is replicated. Every device has one term of
-its gradient, which therefore has the placement `Partial`. A single key head is replicated in the
-same way if query heads are sharded.
+An input without the sharded axis, such as a weight or λ, or a single key head, is replicated. Every
+device has one term of its gradient, which therefore has the placement `Partial`.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ class MeshSharding(NamedTuple):
     mesh: DeviceMesh
     divided: tuple[str, ...]
     counts: Mapping[str, int]
-    """The total numbers of sequences and heads, by letter."""
 
     def placements(self, pattern: Pattern, shape: tuple[int, ...] | None = None) -> Placements:
         """The placements of an array with this pattern; `shape` shows which axes broadcast."""

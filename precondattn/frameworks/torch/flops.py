@@ -1,8 +1,7 @@
 """The FLOPs of the operators, for `torch.utils.flop_counter.FlopCounterMode`.
 
-The leaves declare them (`algebra/flops.py`), independently of the backend. A leaf that declares
-none counts as 0. A step with one token counts as decoding, and a step with more tokens as a full
-call with these queries. All slots of a cache of tokens are counted, because only shapes are known.
+A leaf that declares none counts as 0. A step with one token counts as decoding, and one with more
+tokens as a full call with these queries. All slots of a cache count: only shapes are known.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """PyTorch: the array axes into which the mapped axis of `torch.vmap` is folded.
 
-The sequences of a batch are independent, and so are heads, each key/value head with the query heads
-that share it. So the mapped calls become one call with more sequences, or with more heads, unless a
-piece mixes sequences or its heads depend on their index. Every array that differs between the calls
-needs the axis: the mapped arrays, and the results. A weight for each head has no axis of sequences,
-but one of heads.
-
-The backend declares the shapes of residuals. Their folded axis is the one that is longer in the one
-call than in each mapped call.
+Sequences are independent, and so are key/value heads with their query heads. So the mapped calls
+become one call with more sequences, or with more heads. Every array that differs between the calls
+needs the axis. The folded axis of residuals is the one that is longer in the one call.
 """
 
 from __future__ import annotations

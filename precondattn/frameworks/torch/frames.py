@@ -1,10 +1,7 @@
 """PyTorch: the frame of an operator as a text and tensors.
 
-An operator gets the layout as a text, so that a graph contains only strings and tensors. If the
-text is empty, only the tensors are known.
-
-A compiler does not know the lengths of caches or symbolic sizes. The operator reads them when it
-runs, as a call does without a compiler.
+A graph contains only strings and tensors. If the text is empty, only the tensors are known. Lengths
+of caches and symbolic sizes, which a compiler does not know, are read when the operator runs.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -12,15 +13,12 @@ import torch
 from torch import Tensor
 
 from precondattn.cache.kinds import holding
-from precondattn.frameworks.framework import (
-    INF,
-    Framework,
-    repeats_entries,
-)
+from precondattn.frameworks.framework import INF, Framework, repeats_entries
 from precondattn.frameworks.ordinary import is_chosen
-from precondattn.frameworks.torch import autocast, containment
+from precondattn.frameworks.torch import autocast
 from precondattn.frameworks.torch.context_parallel import check_context_parallel
 from precondattn.frameworks.torch.modes import (
+    counts_flops,
     has_tangent,
     is_proxied,
     is_transformed,
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from precondattn.execution.arguments import BoundCall
 
 _FAKE = frozenset({"FakeTensor", "FunctionalTensor"})
-"""The names of PyTorch's tensor types without entries, used for tracing."""
 
 _DESCRIPTION = attrgetter("dtype", "shape", "device", "requires_grad", "layout")
 
@@ -44,13 +41,10 @@ _functorch = torch._C._functorch
 
 class PyTorch(Framework):
     reads_at_once, ignores_errors = True, False
-    row_operators = containment
     check_division = staticmethod(check_context_parallel)
     cast_inputs = staticmethod(autocast.cast_inputs)
     without_autocast = staticmethod(autocast.off)
     vjp = staticmethod(vjp)
-
-    # ------------------------------------------------------------------ properties of tensors
 
     def device_of(self, array: Tensor) -> str:
         return str(array.device.type)
@@ -121,8 +115,6 @@ class PyTorch(Framework):
             transforms.add("grad")
         return frozenset(transforms)
 
-    # ----------------------------------------------------------------------- memory and hosts
-
     def writes_in_place(self, array: Tensor, *updates: Tensor) -> bool:
         if self.is_traced(array) and not self.is_captured(array):
             return False
@@ -169,8 +161,6 @@ class PyTorch(Framework):
         is_pinned = like.is_cuda and not self.is_traced(tensor)
         return (tensor.pin_memory() if is_pinned else tensor).to(like.device, non_blocking=True)
 
-    # ------------------------------------------------------------------------------- functions
-
     def stop_gradient(self, array: Tensor) -> Tensor:
         return array.detach()
 
@@ -195,7 +185,7 @@ class PyTorch(Framework):
     def cholesky(self, matrix: Tensor) -> Tensor:
         if not self.is_ordinary(matrix):
             return super().cholesky(matrix)
-        from precondattn.frameworks.torch.cholesky import cholesky
+        from precondattn.frameworks.torch.solve import cholesky
 
         return cholesky(matrix)
 
@@ -236,8 +226,6 @@ class PyTorch(Framework):
                 zeros = zeros + array.reshape(-1)[:0].sum().to(zeros.dtype)
         return zeros
 
-    # -------------------------------------------------------------- rows with NaN and infinity
-
     def are_finite(self, array: Tensor, low: float | None) -> bool:
         if self.is_traced(array):
             return False
@@ -257,24 +245,42 @@ class PyTorch(Framework):
             return values.amax(axes, keepdim=True) < INF
         return torch.linalg.vector_norm(values, INF, axes, keepdim=True) < INF
 
-    # ----------------------------------------------------------------------------------- calls
-
     def bridge(self, planned: PlannedCall, call: BoundCall) -> Callable[..., Tensor] | None:
-        from precondattn.frameworks.torch import bridges
+        from precondattn.frameworks.torch import autograd, recorded
 
-        return bridges.bridge(planned, call)
+        runner, tensors = planned.runner, tuple(call.inputs.values())
+        if self.is_ordinary(tensors[0]):
+            return None
+        if call.prepared.is_recorded:
+            return None if runner.differentiable else recorded.apply
+        # PyTorch counts the FLOPs of operators, which need a gradient other than autograd's.
+        is_counted = counts_flops() and "backward" not in runner.by_autograd
+        is_operator = not runner.differentiable or (is_counted and not self.transforms_of(*tensors))
+        return autograd.apply if is_operator else None
 
     def bridge_of_step(
         self, call: BoundCall, length: Tensor, planned: PlannedCall, *arrays: Tensor
     ) -> Step | None:
-        from precondattn.frameworks.torch import bridges
+        from precondattn.dispatch.discovery import REFERENCE
+        from precondattn.frameworks.torch import autograd
 
-        return bridges.bridge_of_step(call, length, planned, *arrays)
+        if self.is_ordinary(length):
+            return None
+        if self.wants_gradient(*arrays):
+            return None if planned.runner.differentiable else autograd.apply_step
+        is_operator = (planned.is_symbolic or counts_flops()) and not self.transforms_of(*arrays)
+        if not is_operator and planned.backend is not REFERENCE:
+            is_operator = self.mapped_operators(planned, "step_backward", *arrays) is not None
+        if not is_operator:
+            return None
+        return partial(autograd.apply_extension, length=length, count=call.count)
 
     def mapped_operators(self, planned: PlannedCall, gradient: str, *arrays: Tensor) -> Tree:
-        from precondattn.frameworks.torch import bridges
+        if self.transforms_of(*arrays) != {"vmap"} or gradient in planned.runner.by_autograd:
+            return None
+        from precondattn.frameworks.torch import autograd
 
-        return bridges.mapped_operators(planned, gradient, *arrays)
+        return autograd
 
     def moved_rows(self, array: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
         if not self.wants_gradient(array):

@@ -1,10 +1,8 @@
 """PyTorch's legacy vmap, which maps cotangents, implemented by `torch.vmap`.
 
-It has no public name. `torch.autograd.grad(is_grads_batched=True)`, `gradcheck(
-check_batched_grad=True)` and `torch.autograd.functional.jacobian(vectorize=True)` use it in every
-supported version, and it does not use the rules for `torch.vmap`. A mapped tensor does not show its
-level. Removing an axis at a level where it has one gives the axis; at any other level the tensor is
-expanded.
+`torch.autograd.grad(is_grads_batched=True)` and `torch.autograd.functional.jacobian(
+vectorize=True)` use it. A mapped tensor does not show its level. Removing an axis at a level where
+it has one gives the axis; at any other level the tensor is expanded.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from torch.utils import _pytree as pytree
 from precondattn.arrays import Tree
 
 LEVELS = 64
-"""The most levels that may be nested."""
 
 _key = torch._C._dispatch_key_parse("Batched")
 _library = torch.library.Library("precondattn", "FRAGMENT")

@@ -15,7 +15,6 @@ from precondattn.execution.packed import MovedRows, taken
 
 class Moved(torch.autograd.Function):  # type: ignore[misc]
     generate_vmap_rule = True
-    """Whether `torch.vmap` may map the cotangent."""
 
     @staticmethod
     def forward(tensor: Tensor, *rows: Tensor | None) -> Tensor:

@@ -9,14 +9,11 @@ compiler can fuse it.
 A piece is passed by its name (`algebra/names.py`), a backend by its name, and a frame as the text
 of its layout and its arrays. So compiled and exported graphs contain only strings and tensors.
 
-Under a compiler, sizes may be symbolic. A compiler does not trace into an operator. So an
-algorithm's loops over blocks of tokens are neither unrolled nor compiled again for every length,
-and its choices that depend on a length are made when it runs. The plan is made while tracing. If a
-backend compares a symbolic length then, PyTorch compiles again for the other outcome, which is slow
-but correct. Residuals are outputs of `forward`, with shapes that the backend declares in terms of
-the input sizes. So nothing is computed twice, and no more memory is needed than by an uncompiled
-call. Only the reference declares no residuals: it is an operator only if sizes are symbolic, and
-its gradient computes the forward pass again.
+A compiler does not trace into an operator. So an algorithm's loops over blocks of tokens are
+neither unrolled nor compiled again for every length. The plan is made while tracing; if a backend
+compares a symbolic length then, PyTorch compiles again for the other outcome. Residuals are outputs
+of `forward`, with shapes that the backend declares. Only the reference declares none: it is an
+operator only if sizes are symbolic, and its gradient computes the forward pass again.
 """
 
 from __future__ import annotations
@@ -39,12 +36,10 @@ from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.input_names import shapes_of
 from precondattn.frameworks.torch.autocast import off
 from precondattn.frameworks.torch.frames import frame_of
-from precondattn.frameworks.torch.outputs import output_dtype, unaliased
 from precondattn.limits import KEPT
 
 Tensors = list[Tensor]
 Masks = list[Tensor | None]
-"""The arrays of a frame."""
 
 
 class Named(NamedTuple):
@@ -53,10 +48,8 @@ class Named(NamedTuple):
     piece: Piece
     backend: Backend
     is_wide: bool
-    """Whether the backend has `wide_values`."""
     is_reference: bool
     runners: dict[tuple[str, str, str], Runner]
-    """The runner of a verb, for each kind of device and dtype."""
 
     def runner(self, verb: str, inputs: dict[str, Tensor]) -> Runner:
         """The runner of a verb, prepared for the inputs of its first call."""
@@ -100,6 +93,31 @@ def _operator(function: Callable[..., Tree]) -> Tree:
 
     name = f"precondattn::{function.__name__}"
     return torch.library.custom_op(name, without_autocast, mutates_args=())
+
+
+def output_dtype(
+    inputs: dict[str, Tensor], *, is_wide: bool, has_gradient: bool = False
+) -> torch.dtype:
+    """The dtype of a piece's output: v's dtype, or float32 for half precision if `is_wide`.
+
+    An output with a gradient is never in float16, so that its cotangent is not (`cotangents.py`).
+    """
+    dtype = values_of(inputs).dtype
+    if dtype == torch.bfloat16 and is_wide:
+        return torch.float32
+    return torch.float32 if dtype == torch.float16 and (is_wide or has_gradient) else dtype
+
+
+def unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """The outputs; one that shares memory with an input or another output is copied."""
+    used = {t.untyped_storage().data_ptr() for t in inputs if t is not None}
+    unaliased = []
+    for output in outputs:
+        if output.untyped_storage().data_ptr() in used:
+            output = output.clone()
+        used.add(output.untyped_storage().data_ptr())
+        unaliased.append(output.contiguous())
+    return unaliased
 
 
 @_operator

@@ -1,9 +1,7 @@
 """PyTorch's autograd without operators, for calls that nothing else observes.
 
-An operator makes a call visible to compilers, transforms and counters, but takes as much time as a
-short call itself. If none of these is active, an autograd function calls the runner directly. If
-one is active when the gradient is computed, or if the gradient will be differentiated, the gradient
-uses the operator.
+An operator takes as much time as a short call itself. If one of these observes the gradient, or
+differentiates it, the gradient uses the operator.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from precondattn.frameworks.torch import autograd, derivatives
 from precondattn.frameworks.torch.autocast import off
 from precondattn.frameworks.torch.legacy_vmap import is_mapped
 from precondattn.frameworks.torch.modes import only_computes
-from precondattn.frameworks.torch.outputs import output_dtype, unaliased
+from precondattn.frameworks.torch.operators import output_dtype, unaliased
 
 Names = tuple[str, ...]
 

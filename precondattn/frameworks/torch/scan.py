@@ -5,24 +5,19 @@ An exported program has it in place of a loop over tokens; in ONNX it is a `Scan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch._higher_order_ops.scan import scan_op
 
-from precondattn.arrays import Tree
+from precondattn.frameworks.types import Step
 
 TIME = 2
-Combine = Callable[[Tensor, Tensor], Tensor]
 
 
 def scan(
-    step: Callable[[Tree, tuple[Tensor, ...]], tuple[Tensor, Tensor]],
-    state: Tensor,
-    inputs: tuple[Tensor, ...],
-    *,
-    reverse: bool = False,
+    step: Step, state: Tensor, inputs: tuple[Tensor, ...], *, reverse: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The last state, and the outputs along axis 2, of `state, output = step(state, token)`."""
     time_first = [x.movedim(TIME, 0) for x in inputs]
@@ -32,7 +27,7 @@ def scan(
     return state, (outputs.flip(0) if reverse else outputs).movedim(0, TIME)
 
 
-def linear_scan(factor: Tensor, value: Tensor, times: Combine, plus: Combine) -> Tensor:
+def linear_scan(factor: Tensor, value: Tensor, times: Step, plus: Step) -> Tensor:
     """The recurrence y_t = factor_t ⊗ y_{t−1} ⊕ value_t along the last axis, from value_0."""
 
     def step(y: Tensor, token: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -57,16 +52,9 @@ def running_maximum(array: Tensor, axis: int) -> Tensor:
 
 
 def steps(
-    step: Callable[[Tree, tuple[Tensor, ...]], tuple[Tensor, Tensor]],
-    state: Tensor,
-    inputs: Sequence[Tensor],
-    *,
-    or_none: bool = False,
+    step: Step, state: Tensor, inputs: Sequence[Tensor], *, or_none: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The last state, and the outputs along axis 0, of steps over axis 0 of the inputs.
-
-    The operator needs a step. With `or_none`, one that changes no state follows the others.
-    """
+    """The last state, and the outputs along axis 0, of steps over axis 0 of the inputs."""
     count = inputs[0].shape[0]
     or_none = or_none and not isinstance(count, int)
     if or_none:

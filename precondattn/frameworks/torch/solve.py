@@ -1,6 +1,7 @@
-"""Triangular solves by PyTorch's matrix products, for any number of rows.
+"""Triangular solves and Cholesky factors by PyTorch's ordinary operators, for any number of rows.
 
-ONNX has no solver. Blocks of C rows are solved one after another in a scan:
+Cholesky, column by column: A⁰ = A, l_j = A^j e_j / √A^j_jj below row j, A^{j+1} = A^j − l_j l_jᵀ.
+Systems: blocks of C rows are solved one after another in a scan,
 
     Y_i = D_i⁻¹ (V_i − Σ_{j<i} L_ij Y_j),
 
@@ -62,6 +63,21 @@ def solve_triangular(matrix: Tensor, right: Tensor, *, lower: bool) -> Tensor:
     # Not a slice: a graph would need to know that it is within the blocks.
     own = torch.arange(s, device=matrix.device)
     return solved.index_select(1, own).reshape(*batch, s, e)
+
+
+def cholesky(matrix: Tensor) -> Tensor:
+    """The factor L of A = L Lᵀ, for matrices (…, s, s); NaN if A is not positive definite."""
+
+    def step(rest: Tensor, token: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        is_own, is_reached = token
+        column = torch.where(is_own, rest, 0.0).sum(dim=-1)
+        pivot = torch.where(is_own, column, 0.0).sum(dim=-1, keepdim=True)
+        column = torch.where(is_reached, column / pivot.sqrt(), 0.0)
+        return rest - column[..., :, None] * column[..., None, :], column
+
+    row = torch.arange(matrix.shape[-1], device=matrix.device)
+    _, columns = steps(step, matrix, [row[:, None] == row, row[:, None] <= row])
+    return columns.movedim(0, -1)
 
 
 def _inverse(matrix: Tensor) -> Tensor:

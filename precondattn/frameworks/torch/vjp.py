@@ -29,10 +29,7 @@ def vjp(
 def _recorded(
     function: Function, arrays: Sequence[Tensor], is_differentiated: bool
 ) -> tuple[tuple[Tensor, ...], Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]]:
-    """The results and their pullback by PyTorch's autograd, which covers more than `torch.func`.
-
-    The gradients can be differentiated again if the arrays or their cotangents require it.
-    """
+    """The results and their pullback by PyTorch's autograd, which covers more than `torch.func`."""
     with torch.enable_grad():
         leaves = [
             array.view_as(array)

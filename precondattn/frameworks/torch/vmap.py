@@ -1,8 +1,7 @@
 """The vmap rule of the operators: mapped calls become one call with more sequences or heads.
 
-`folded_axes.py` finds the axes into which the mapped axis is folded. An array that is not mapped,
-such as the keys if only a cotangent is mapped, is repeated, because each call has its own gradient
-of it. If no axis can be folded into, the calls are made one after another.
+`folded_axes.py` finds the axes. An array that is not mapped is repeated, because each call has its
+own gradient of it. If no axis can be folded into, the calls are made one after another.
 """
 
 from __future__ import annotations

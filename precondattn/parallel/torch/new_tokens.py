@@ -16,12 +16,7 @@ from precondattn.arrays import dtype_name, wants_gradient
 from precondattn.cache import KEY_MASK
 from precondattn.execution.array_checks import call_dtype, check_arrays
 from precondattn.execution.cache_checks import check_buffers, check_cache
-from precondattn.execution.input_names import (
-    EXTEND_OPTIONS,
-    extending_inputs,
-    inputs_by_name,
-    shapes_of,
-)
+from precondattn.execution.input_names import EXTEND_OPTIONS, inputs_by_name, shapes_of
 from precondattn.execution.masks import ValueChecks, check_lengths, check_mask
 from precondattn.execution.pair_masks import refuse_divided
 from precondattn.parallel.torch.arguments import local_part
@@ -85,7 +80,7 @@ def bind_new(
     refuse_divided(owner, named)
     masks = ("lengths", KEY_MASK, "segment_ids", "cu_seqlens")
     arguments = {name: x for name, x in named.items() if name not in masks}
-    declared = extending_inputs(mechanism)
+    declared = mechanism.inputs.extending()
     inputs = inputs_by_name(owner, declared, arrays, arguments, EXTEND_OPTIONS)
     for name, x in inputs.items():
         if not isinstance(x, Tensor):
@@ -114,8 +109,9 @@ def bind_new(
         )
     counts = (t,) * b if lengths is None else tuple(lengths.tolist())
     if cache.capacity is not None:
-        checks.require_now(
-            (n + new <= cache.capacity for n, new in zip(cache.lengths, counts, strict=True)),
+        fits = [n + new <= cache.capacity for n, new in zip(cache.lengths, counts, strict=True)]
+        checks.require(
+            torch.tensor(fits, dtype=torch.bool, device="cpu"),
             f"capacity exceeded: the cache holds at most {cache.capacity} tokens, and the new "
             f"ones do not fit",
         )
