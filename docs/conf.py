@@ -1,12 +1,11 @@
 """Sphinx: `sphinx-build -W -b html docs docs/_build/html`."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path
 from typing import ClassVar
 
+from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.util.docutils import SphinxDirective
 
@@ -77,7 +76,15 @@ class Mechanisms(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(lines))
 
 
+def _with_captions(app, doctree):
+    """A figure without a caption shows its alternative text."""
+    for figure in doctree.findall(nodes.figure):
+        if not any(isinstance(child, nodes.caption) for child in figure):
+            figure += nodes.caption("", figure.next_node(nodes.image)["alt"])
+
+
 def setup(app):
+    app.connect("doctree-read", _with_captions)
     app.add_directive("mechanisms", Mechanisms)
     app.connect("autodoc-process-signature", _without_forward_references)
     app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)

@@ -13,8 +13,8 @@ import re
 from pathlib import Path
 
 import matplotlib as mpl
+from drawing import BLUE, FOLDER, GREEN, INK, ORANGE, STYLE, by_row, clustered, weights
 from make_compositions import ours, refusal
-from make_figures import BLUE, FOLDER, GREEN, INK, ORANGE, STYLE, by_row, clustered, weights
 from make_performance import load_curves
 from matplotlib.figure import Figure
 

@@ -88,7 +88,7 @@ def curves() -> Curves:
 def draw(found: Curves) -> None:
     """A panel for each mechanism."""
     import matplotlib as mpl
-    from make_figures import BLUE, GREEN, INK, ORANGE, STYLE, panels
+    from drawing import BLUE, GREEN, INK, ORANGE, STYLE, panels
 
     colours = dict(zip(LABELS, (BLUE, ORANGE, GREEN), strict=True))
     with mpl.rc_context(STYLE):

@@ -219,7 +219,7 @@ def measurements(saved: dict[str, Any]) -> str:
 def draw(saved: dict[str, Any]) -> None:
     """One figure: time and memory."""
     import matplotlib as mpl
-    from make_figures import STYLE, panels
+    from drawing import STYLE, panels
 
     with mpl.rc_context(STYLE):
         figure, (times, memory) = panels(2, height=2.6)

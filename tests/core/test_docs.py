@@ -102,14 +102,14 @@ def test_every_diagnostic_is_shown_and_documented():
     assert {*re.findall(r"figures/(\S+)", page)} == drawn
 
 
-@pytest.mark.parametrize("name", ["make_tutorial", "make_conversion", "make_encoders"])
+@pytest.mark.parametrize("name", ["tutorial", "conversion", "encoders"])
 def test_pages_show_the_saved_runs(name, monkeypatch):
+    pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(DOCS)
-    maker = runpy.run_path(str(DOCS / f"{name}.py"))
-    saved = runpy.run_path(str(DOCS / "recorded.py"))["load"](maker["RECORD"])
-    assert {*saved["runs"]} == {*maker["MECHANISMS"]}
-    assert maker["PAGE"].read_text(encoding="utf-8") == maker["page"](saved), (
-        f"run python docs/{name}.py --draw"
+    each = runpy.run_path(str(DOCS / "make_trainings.py"))["TRAININGS"][name]
+    assert {*each.saved()["runs"]} == {*each.mechanisms}
+    assert (DOCS / each.page).read_text(encoding="utf-8") == each.text(), (
+        "run python docs/make_trainings.py"
     )
 
 
