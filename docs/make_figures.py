@@ -1,10 +1,10 @@
-"""Draw the figures of the pages on mechanisms and on diagnostics, from the library itself.
+"""Draw the figures of the pages on mechanisms and on diagnostics, and that of the first pages.
 
 python docs/make_figures.py
 
-Every curve and map is an output of `precondattn` in float64 on seeded inputs. A function without an
-underscore draws the figure of its name. Most diagnostics are of the queries, keys and values of a
-small trained encoder on 252 tokens of English text, nine heads of three layers.
+Every curve and map is an output of `precondattn` in float64 on seeded inputs; times are saved ones.
+A function without an underscore draws the figure of its name. Most diagnostics are of the queries,
+keys and values of a small trained encoder on 252 tokens of English, nine heads of three layers.
 """
 
 from inspect import isfunction
@@ -26,10 +26,48 @@ from drawing import (
     ticks,
     weights,
 )
+from make_performance import load_curves
+from matplotlib.figure import Figure
 
 import precondattn as pa
 from precondattn.diagnostics.probabilities import DECADES
+from precondattn_conformance.bench.plot import ratios_to_plain
 from precondattn_conformance.inputs import REAL, make_inputs
+
+
+def front():
+    """Two maps of weights on clustered keys, and times beside plain attention."""
+    curves = ratios_to_plain(load_curves()["cpu_2_cores_torch"].rows)["forward"]
+    figure = Figure(figsize=(7.2, 2.5), layout="constrained")
+    figure.patch.set_alpha(0)
+    softmax, lucid, times = figure.subplots(1, 3, width_ratios=(1, 1, 1.6))
+    k = clustered(24, 16, clusters=3, noise=0.4)
+    attentions = {"softmax attention": pa.Softmax(), "LUCID": pa.Lucid()}
+    for ax, (title, attn) in zip((softmax, lucid), attentions.items(), strict=True):
+        ax.imshow(by_row(weights(attn, k, k)), cmap="RdBu_r", vmin=-1, vmax=1)
+        ax.set(title=title, xlabel="token that is read", xticks=[], yticks=[])
+    softmax.set_ylabel("query")
+    times.axhline(1, color=INK, linewidth=1)
+    colours = {"lucid": (ORANGE, 4), "path": (BLUE, -4), "gated_delta": (GREEN, 0)}
+    for mechanism, (colour, shift) in colours.items():  # A label is so far above its curve's end.
+        points = dict(curves[mechanism])
+        times.plot([*points], [*points.values()], color=colour, marker="o", markersize=3)
+        last = max(points)
+        times.annotate(
+            mechanism, (last, points[last]), (8, shift),
+            textcoords="offset points", va="center", color=colour,
+        )  # fmt: skip
+    times.text(1_150_000, 0.9, "plain attention", color=INK, fontsize=8, ha="right", va="top")
+    times.set(
+        title="time, plain attention = 1 (CPU)", xlabel="tokens", xscale="log", yscale="log",
+        xlim=(400, 1_200_000), xticks=[512, 2048, 8192, 32768],
+        xticklabels=["512", "2k", "8k", "32k"],
+        yticks=[0.03, 0.1, 0.3, 1, 3, 10], yticklabels=["0.03", "0.1", "0.3", "1", "3", "10"],
+    )  # fmt: skip
+    times.minorticks_off()
+    times.spines[["top", "right"]].set_visible(False)
+    times.patch.set_alpha(0)
+    return figure
 
 
 def softmax():

@@ -2,7 +2,7 @@
 
 They are derived from the declared inputs and options: the first three inputs by position or name,
 the others by name, then options, masks and the backend. Shapes that depend on an option are shown
-for its default. `docs/make_shorthands.py` writes the parameters of the shorthands to the stub
+for its default. `docs/make_pages.py` writes the parameters of the shorthands to the stub
 `shorthands.pyi`.
 """
 

@@ -5,7 +5,6 @@ No test asserts a time.
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 import textwrap
@@ -412,16 +411,3 @@ def test_the_file_of_the_page_runs(tmp_path):
     rows = saved(tmp_path, "*")["benchmarks"]
     assert {row["params"]["library"] for row in rows} == {"torch", "jax"}
     assert {"default", "sdpa"} <= {row["params"]["backend"] for row in rows}
-
-
-def test_the_figure_and_the_tables_of_the_page_are_of_the_committed_runs(monkeypatch):
-    """The page equals the output of `docs/make_pytest_benchmark.py`."""
-    pytest_benchmark = pytest.importorskip("pytest_benchmark")
-    monkeypatch.syspath_prepend(str(PAGE.parent))
-    maker = runpy.run_path(str(PAGE.parent / "make_pytest_benchmark.py"))
-    saved = [json.loads(path.read_text()) for path in maker["files"]()]
-    assert all("node" not in run["machine_info"] for run in saved)
-    assert f"![{maker['finding'](maker['curves']())}]" in PAGE.read_text()
-    if saved[0]["version"] != pytest_benchmark.__version__:
-        pytest.skip("another version of pytest-benchmark prints other tables")
-    assert maker["page"]() == PAGE.read_text(), "run python docs/make_pytest_benchmark.py"

@@ -1,8 +1,6 @@
-"""Compositions beyond pairs, drawn at random, and the page that lists the pairs."""
+"""Compositions beyond pairs, drawn at random."""
 
 import functools
-import importlib.util
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -129,11 +127,3 @@ def test_patterns_are_read_back_through_multiples():
 def test_every_pair_is_a_mechanism_or_refused_with_a_reason():
     for text, reason in compositions().items():
         assert reason is None or "makes no sense: " in reason, text
-
-
-def test_the_page_of_compositions_is_up_to_date():
-    page = Path(__file__).parents[2] / "docs" / "compositions.md"
-    spec = importlib.util.spec_from_file_location("maker", page.with_name("make_compositions.py"))
-    maker = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(maker)
-    assert page.read_text(encoding="utf-8") == maker.page(), "run python docs/make_compositions.py"

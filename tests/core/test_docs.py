@@ -9,6 +9,7 @@ import pytest
 import precondattn as pa
 
 DOCS = Path(__file__).parents[2] / "docs"
+MAKER = runpy.run_path(str(DOCS / "make_pages.py"))
 PAGES = sorted(page for page in (DOCS / "mechanisms").glob("*.md") if page.stem != "index")
 
 
@@ -41,12 +42,6 @@ def test_scripts_and_styles_come_from_the_build():
         assert "//" not in style.read_text(encoding="utf-8"), style
 
 
-def test_the_page_of_versions_is_up_to_date():
-    maker = runpy.run_path(str(DOCS / "make_versions.py"))
-    written = maker["PAGE"].read_text(encoding="utf-8")
-    assert written == maker["page"](maker["load_records"]()), "run python docs/make_versions.py"
-
-
 def test_the_table_of_the_ecosystem_and_its_reports_are_up_to_date():
     maker = runpy.run_path(str(DOCS / "make_ecosystem.py"))
     files = maker["files"](maker["load"](maker["RECORD"]))
@@ -55,37 +50,15 @@ def test_the_table_of_the_ecosystem_and_its_reports_are_up_to_date():
         assert path.read_text(encoding="utf-8") == text, "run python docs/make_ecosystem.py"
 
 
-def test_the_page_of_recipes_is_up_to_date():
-    maker = runpy.run_path(str(DOCS / "make_recipes.py"))
-    assert maker["PAGE"].read_text(encoding="utf-8") == maker["page"](), (
-        "run python docs/make_recipes.py"
-    )
+def test_what_is_written_from_declarations_and_records_is_up_to_date():
+    for path, text in MAKER["texts"]():
+        assert path.read_text(encoding="utf-8") == text, (path, "run python docs/make_pages.py")
 
 
-def test_the_stub_of_the_shorthands_is_up_to_date():
-    maker = runpy.run_path(str(DOCS / "make_shorthands.py"))
-    assert maker["STUB"].read_text(encoding="utf-8") == maker["stub"](), (
-        "run python docs/make_shorthands.py"
-    )
-
-
-def test_the_lists_of_mechanisms_are_up_to_date_and_lack_none():
-    maker = runpy.run_path(str(DOCS / "make_lists.py"))
-    ours = [n for n, c in pa.mechanisms().items() if c.__module__.startswith("precondattn.")]
-    for page in maker["PAGES"]:
-        text = page.read_text(encoding="utf-8")
-        assert text == maker["written"](page), "run python docs/make_lists.py"
-        assert not [name for name in ours if f"`{name}`" not in text], page
-
-
-def test_the_numbers_of_the_first_pages_are_those_of_the_library_and_its_records(monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(DOCS)
-    maker = runpy.run_path(str(DOCS / "make_front.py"))
-    for page in maker["PAGES"]:
-        text = page.read_text(encoding="utf-8")
-        assert maker["numbers"](maker["PAGES"][page]) in text, "run python docs/make_front.py"
-        assert text == maker["written"](page), page
+@pytest.mark.parametrize("page", MAKER["LISTS"], ids=lambda page: page.stem)
+def test_the_lists_of_mechanisms_lack_none(page):
+    text = page.read_text(encoding="utf-8")
+    assert not [name for name in MAKER["ours"]() if f"`{name}`" not in text]
 
 
 def test_the_readme_shows_code_by_its_15th_line():
