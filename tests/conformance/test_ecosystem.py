@@ -200,8 +200,8 @@ def test_the_page_shows_a_judged_cell_with_its_code_and_others_as_not_yet_looked
     red = table(WRONG, RIGHT, outcome(FAILED, math.nan, check="gradients"))
     run_snippets(red, [DEFECT])
     text = page(red, [DEFECT])
-    assert "**wrong 1/2**; [defect 1](#defect-1)" in text
-    assert "**infinite 1/1**; not yet examined" in text
+    assert "**wrong 1/2** [D1](#defect-1)" in text
+    assert "**infinite 1/1** not yet examined" in text
     assert "(defect-1)=" in text
     assert "| `fake/attend` | gradients |" in text.partition("## Not yet examined")[2]
 
@@ -215,7 +215,7 @@ def test_a_documented_limit_of_an_adapter_judges_its_red_cell():
     red = table(WRONG)
     red.rows[0] = replace(red.rows[0], limits={"outputs": "Needs one head.", "future": "None."})
     text = page(red, [])
-    assert "**wrong 1/1**; [limit 1](#limit-1)" in text
+    assert "**wrong 1/1** [L1](#limit-1)" in text
     assert "Needs one head." in text
     assert "None." not in text
 

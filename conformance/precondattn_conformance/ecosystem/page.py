@@ -44,8 +44,8 @@ HEAD = """\
 # The ecosystem under test
 
 This page shows what the [conformance suite](conformance.md) finds in public implementations of the
-mechanisms, and in our own backends. `docs/make_ecosystem.py` generates it from a saved run. To
-repeat the run:
+mechanisms, and in our own backends. `docs/make_ecosystem.py` writes it from a saved run, which
+these commands repeat:
 
 ```console
 $ precondattn ecosystem --install    # prints what to install and to check out
@@ -53,11 +53,9 @@ $ precondattn ecosystem --record ecosystem.json --page ecosystem.md
 $ precondattn ecosystem --peer 'fla/*' --level full
 ```
 
-A project that is on a package index is tested as installed, without its dependencies (the extra
-`ecosystem` has the versions). Other projects are tested in a checkout of their repository, in the
-folder named by `PRECONDATTN_CHECKOUTS`. No code of a project is copied: a short adapter gives a
-function our names of inputs ([Check a function](check_a_function.md)). Each row runs in a separate
-process.
+A project on a package index is tested as installed, without its dependencies; others in a checkout
+of their repository, in the folder named by `PRECONDATTN_CHECKOUTS`. No code of a project is copied:
+a short adapter gives a function our names of inputs ([Check a function](check_a_function.md)).
 """
 
 HOW_TO_READ = """\
@@ -65,16 +63,18 @@ HOW_TO_READ = """\
 
 | cell | meaning |
 |---|---|
-| right | every compared case agrees with the definition; in "5/9", 4 cases were declined |
-| wrong | some compared cases disagree; in "2/5", 3 agree |
+| ✓ | every compared case agrees with the definition |
+| 5/9 | 5 cases agree, and 4 were declined |
+| wrong 2/5 | 2 of 5 compared cases disagree |
 | infinite | every wrong result is NaN or infinite where the definition is finite |
 | convention | all failed cases need a convention, listed below, that is not kept |
 | declined | the function has no parameter for it, or raises an error |
 | – | the mechanism has no such case, or the project can not run here; reasons are at the end |
 
-A cell in bold was examined and judged to be a *limit* (which the project documents), a
-*convention* (one of two in use), or a *defect* (a contradiction to the project's own description).
-Cells that are not yet examined say so: the fault may be the function's, the adapter's or ours.
+A cell in bold was examined and judged to be a *limit* (L, which the project documents), a
+*convention* (C, one of two in use), or a *defect* (D, a contradiction to the project's own
+description). Cells that are not yet examined say so: the fault may be the function's, the adapter's
+or ours. The code of all judgements is in `precondattn_conformance/ecosystem/judgements`.
 
 """
 
@@ -135,12 +135,11 @@ def _summary(table: Table) -> str:
 
 def _project(rows: list[TableRow], numbers: Mapping[Judgement, str]) -> str:
     row = rows[0]
-    title = f"[{row.project}]({row.url})" if row.url else row.project
     dates = {" of ".join(filter(None, (row.version, row.date))) for row in rows} - {""}
     heading = ", ".join(sorted(dates)) or "not installed"
     lines = [
         f"## {row.project}\n",
-        f"{title}: {heading}\n",
+        f"[{heading}]({row.url})\n" if row.url else f"{heading}\n",
         table_of(
             ("function", "mechanism", "arrays", *COLUMNS, OTHER),
             [_cells(row, numbers) for row in rows],
@@ -172,13 +171,13 @@ def _text(row: TableRow, checks: Sequence[str], numbers: Mapping[Judgement, str]
     if cell is None:
         return "–"
     notes = [
-        f"[{name}](#{_anchor(name)})"
+        f"[{name[0].upper()}{name.partition(' ')[2]}](#{_anchor(name)})"
         for judgement, name in numbers.items()
         if any(judgement.is_of(row, check) for check in checks)
     ]
     if any(row.checks[c].word in RED and not _is_judged(row, c, numbers) for c in checks):
         notes.append("not yet examined")
-    return _word(cell) + "".join(f"; {note}" for note in notes)
+    return " ".join([_word(cell), *notes])
 
 
 def _word(cell: TableCell) -> str:
@@ -186,8 +185,8 @@ def _word(cell: TableCell) -> str:
     if cell.word in (*RED, CONVENTION):
         text = f"{word} {cell.failed}/{cell.compared}"
         return f"**{text}**" if cell.word in RED else text
-    if cell.word == RIGHT and cell.compared < cell.cases:
-        return f"{word} {cell.compared}/{cell.cases}"
+    if cell.word == RIGHT:
+        return f"{cell.compared}/{cell.cases}" if cell.compared < cell.cases else "✓"
     return word
 
 
@@ -211,14 +210,15 @@ def _notes(table: Table, numbers: Mapping[Judgement, str]) -> Iterator[str]:
 
 def _note(table: Table, judgement: Judgement, name: str, reports: Mapping[Judgement, int]) -> str:
     where = ", ".join(f"`{row.name}`" for row in judgement.rows(table))
-    checks = ", ".join(judgement.checks)
-    text = f"**{name.capitalize()}**, {where} ({checks}). {judgement.sentence}"
+    text = f"**{name.capitalize()}**, {where}. {judgement.sentence}"
     if judgement in reports:
         number = reports[judgement]
-        text += f" [Report {number}](ecosystem/reports/{number}.md) has the code."
+        text += f" ([Report {number}](ecosystem/reports/{number}.md))"
+    elif judgement.code:
+        text += " Its code prints:"
     parts = [f"({_anchor(name)})=", "", wrapped(text), ""]
     if judgement.code and judgement not in reports:
-        parts += [code_of(judgement, table)]
+        parts += [f"```text\n{_printed(judgement, table)}\n```\n"]
     return "\n".join(parts)
 
 
@@ -229,8 +229,12 @@ def wrapped(text: str) -> str:
 
 def code_of(judgement: Judgement, table: Table) -> str:
     """The code of a judgement, and its printed output."""
-    found = table.printed.get(judgement.code, "(not run)")
-    return f"```python\n{judgement.code.strip()}\n```\n\nprints\n\n```text\n{found}\n```\n"
+    printed = _printed(judgement, table)
+    return f"```python\n{judgement.code.strip()}\n```\n\nprints\n\n```text\n{printed}\n```\n"
+
+
+def _printed(judgement: Judgement, table: Table) -> str:
+    return table.printed.get(judgement.code, "(not run)")
 
 
 def report_numbers(judgements: Iterable[Judgement]) -> dict[Judgement, int]:
