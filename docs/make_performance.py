@@ -8,7 +8,6 @@ Every number on the page comes from a file that `precondattn bench --save` wrote
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from recorded import DOCS, table, with_measured
 
@@ -29,7 +28,9 @@ def load_records() -> dict[str, BenchRecord]:
 
 def page(records: dict[str, BenchRecord]) -> str:
     """The page, with its curves and all runs."""
-    sections = "\n".join(section(name, record) for name, record in records.items())
+    used = {n: v for r in records.values() for n, v in r.machine.get("versions", {}).items()}
+    versions = "Versions: " + ", ".join(f"{name} {v}" for name, v in used.items()) + ".\n\n"
+    sections = versions + "\n".join(section(name, record) for name, record in records.items())
     return with_measured(PAGE, "\n".join(curves()).strip(), sections.strip())
 
 
@@ -109,30 +110,24 @@ def section(name: str, record: BenchRecord) -> str:
 
 
 def machine(record: BenchRecord) -> str:
-    """The machine, the date and the versions of a run."""
-    computer = record.machine
-    versions = ", ".join(f"{n} {v}" for n, v in computer.get("versions", {}).items())
-    lines = [
-        f"Measured {record.date[:10]} on {computer.get('processor')}, {computer.get('cores')} "
-        f"cores, {computer.get('threads')} threads{_neighbours(computer)}, with {versions}.",
-    ]
+    """The machine and the date of a run, and what it reached itself."""
+    of = record.machine
+    busy = f" beside {of['neighbours']} busy process" if of.get("neighbours") else ""
+    text = f"{record.date[:10]}, {of.get('processor')}, {of.get('threads')} threads{busy}"
     for rate in record.rates:
-        lines.append(
-            f"{rate['library']} on {rate['device']} in {rate['dtype']} itself: "
-            f"{rate['flops_per_second'] / 1e9:.3g} GFLOP/s in a matrix product, "
-            f"{rate['bytes_per_second'] / 1e9:.3g} GB/s in a copy."
+        text += (
+            f"; {rate['library']} {rate['dtype']}: {rate['flops_per_second'] / 1e9:.3g} GFLOP/s, "
+            f"{rate['bytes_per_second'] / 1e9:.3g} GB/s"
         )
-    return "\n".join(lines) + "\n"
-
-
-def _neighbours(computer: dict[str, Any]) -> str:
-    count = computer.get("neighbours", 0)
-    return f", beside {count} other busy process{'es' if count > 1 else ''}" if count else ""
+    return text + ".\n"
 
 
 def sizes(row: Row) -> str:
-    """The sizes, each letter beside its number."""
-    return " ".join(f"{letter}{number}" for letter, number in row.sizes.items())
+    """The sizes, each letter beside its number, but those that follow from others."""
+    usual = {"s": "t", "u": "h", "e": "d"}
+    of = row.sizes
+    shown = {x: n for x, n in of.items() if n != of.get(usual.get(x, ""), 1 if x == "b" else None)}
+    return " ".join(f"{letter}{number}" for letter, number in shown.items())
 
 
 def times(rows: list[Row]) -> str:
