@@ -194,10 +194,13 @@ def _compiled(report: dict) -> str:
         by_kernel.setdefault([x for x in words if x.isidentifier()][-1], []).append(variant)
     lines = [f"## {_versions(report)}\n", f"| kernel | variants | {' | '.join(targets)} |"]
     lines.append("|---" * (len(targets) + 2) + "|")
-    for kernel, variants in sorted(by_kernel.items()):
+    spilling = {k: of for k, of in by_kernel.items() if any(v["spilt_bytes"] for v in of)}
+    others = [v for kernel, of in by_kernel.items() if kernel not in spilling for v in of]
+    rows = [(f"`{kernel}`", of) for kernel, of in sorted(spilling.items())]
+    for kernel, variants in [*rows, (f"{len(by_kernel) - len(spilling)} others", others)]:
         names = {variant["name"] for variant in variants}
         cells = [_largest([v for v in variants if v["target"] == target]) for target in targets]
-        lines.append(f"| `{kernel}` | {len(names)} | {' | '.join(cells)} |")
+        lines.append(f"| {kernel} | {len(names)} | {' | '.join(cells)} |")
     failed = [v for v in report["variants"] if v["failures"]]
     lines += [f"\n`{v['name']}` for {v['target']}: {v['failures'][0]}" for v in failed]
     return "\n".join(lines)

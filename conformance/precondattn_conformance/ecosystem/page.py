@@ -34,7 +34,6 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "states": ("caching", "splits", "alternation", "cache_operations", "states"),
     "masks": ("packing", "padding", "future"),
     "stability": ("stability",),
-    "dtypes": ("dtypes", "autocast"),
 }
 """The checks in each column; the last column has all others."""
 SHORT = {NOT_FINITE: "infinite", CONVENTION: "convention", NOT_COMPARED: "–"}
@@ -80,7 +79,7 @@ or ours. The code of all judgements is in `precondattn_conformance/ecosystem/jud
 
 COLUMNS_HEAD = """\
 "states" are caches and recurrent states; "masks" are packed and padded sequences, and causality;
-"other" includes determinism, order in memory, threads and refusals.
+"other" includes dtypes, determinism, order in memory, threads and refusals.
 
 """
 
@@ -141,17 +140,18 @@ def _project(rows: list[TableRow], numbers: Mapping[Judgement, str]) -> str:
         f"## {row.project}\n",
         f"[{heading}]({row.url})\n" if row.url else f"{heading}\n",
         table_of(
-            ("function", "mechanism", "arrays", *COLUMNS, OTHER),
-            [_cells(row, numbers) for row in rows],
+            ("function", "mechanism", *COLUMNS, OTHER),
+            [_cells(row, numbers, len({each.library for each in rows}) > 1) for row in rows],
         ),
     ]
     return "\n".join(lines)
 
 
-def _cells(row: TableRow, numbers: Mapping[Judgement, str]) -> tuple[str, ...]:
-    name = row.name.partition("/")[2]
+def _cells(row: TableRow, numbers: Mapping[Judgement, str], named: bool) -> tuple[str, ...]:
+    """The cells of a row; its library is `named` where a project has several."""
+    name = f"`{row.name.partition('/')[2]}`" + (f", {row.library}" if named else "")
     texts = [_text(row, checks, numbers) for checks in columns(row.checks).values()]
-    return f"`{name}`", f"`{row.mechanism}`", row.library, *texts
+    return name, f"`{row.mechanism}`", *texts
 
 
 def columns(checks: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -200,46 +200,28 @@ def _anchor(name: str) -> str:
 
 def _notes(table: Table, numbers: Mapping[Judgement, str]) -> Iterator[str]:
     """The judgements by kind, and the conventions that the suite found by itself."""
-    reports = report_numbers(numbers)
     for kind, heading in ((DEFECT, "Defects"), (LIMIT, "Limits"), (CONVENTIONAL, "Conventions")):
-        notes = [_note(table, j, name, reports) for j, name in numbers.items() if j.kind == kind]
+        notes = [_note(table, j, name) for j, name in numbers.items() if j.kind == kind]
         notes += _conventions(table) if kind == CONVENTIONAL else []
         if notes:
             yield "\n".join([f"## {heading}\n", *notes])
 
 
-def _note(table: Table, judgement: Judgement, name: str, reports: Mapping[Judgement, int]) -> str:
+def _note(table: Table, judgement: Judgement, name: str) -> str:
     where = ", ".join(f"`{row.name}`" for row in judgement.rows(table))
     text = f"**{name.capitalize()}**, {where}. {judgement.sentence}"
-    if judgement in reports:
-        number = reports[judgement]
-        text += f" ([Report {number}](ecosystem/reports/{number}.md))"
-    elif judgement.code:
-        text += " Its code prints:"
-    parts = [f"({_anchor(name)})=", "", wrapped(text), ""]
-    if judgement.code and judgement not in reports:
-        parts += [f"```text\n{_printed(judgement, table)}\n```\n"]
-    return "\n".join(parts)
+    parts = [f"({_anchor(name)})=", ""]
+    if judgement.code:
+        printed = table.printed.get(judgement.code, "(not run)")
+        return "\n".join(
+            [*parts, wrapped(f"{text} Its code prints:"), f"\n```text\n{printed}\n```\n"]
+        )
+    return "\n".join([*parts, wrapped(text), ""])
 
 
 def wrapped(text: str) -> str:
     """A paragraph wrapped into lines."""
     return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
-
-
-def code_of(judgement: Judgement, table: Table) -> str:
-    """The code of a judgement, and its printed output."""
-    printed = _printed(judgement, table)
-    return f"```python\n{judgement.code.strip()}\n```\n\nprints\n\n```text\n{printed}\n```\n"
-
-
-def _printed(judgement: Judgement, table: Table) -> str:
-    return table.printed.get(judgement.code, "(not run)")
-
-
-def report_numbers(judgements: Iterable[Judgement]) -> dict[Judgement, int]:
-    """The numbers of the reports, from 1."""
-    return {each: i for i, each in enumerate((j for j in judgements if j.title), start=1)}
 
 
 def _conventions(table: Table) -> list[str]:
