@@ -137,7 +137,8 @@ def recipes() -> tuple[str, str]:
         inputs.append(f"| `{leaf}` | {'; '.join(texts)} |")
     equations = ["| recipe | equation | source |", "|---|---|---|"]
     for text, recipe in sorted(known.items()):
-        cells = (re.sub(r"([|_^*])", r"\\\1", x) for x in (recipe.equation, recipe.source or "–"))
+        both = (recipe.equation, recipe.source.split("; ")[0] or "–")
+        cells = (re.sub(r"([|_^*])", r"\\\1", x) for x in both)
         equations.append(f"| `{text}` | {' | '.join(cells)} |")
     return "\n".join(inputs), "\n".join(equations)
 

@@ -110,16 +110,9 @@ def section(name: str, record: BenchRecord) -> str:
 
 
 def machine(record: BenchRecord) -> str:
-    """The machine and the date of a run, and what it reached itself."""
+    """The machine and the date of a run."""
     of = record.machine
-    busy = f" beside {of['neighbours']} busy process" if of.get("neighbours") else ""
-    text = f"{record.date[:10]}, {of.get('processor')}, {of.get('threads')} threads{busy}"
-    for rate in record.rates:
-        text += (
-            f"; {rate['library']} {rate['dtype']}: {rate['flops_per_second'] / 1e9:.3g} GFLOP/s, "
-            f"{rate['bytes_per_second'] / 1e9:.3g} GB/s"
-        )
-    return text + ".\n"
+    return f"{record.date[:10]}, {of['processor']}, {of['threads']} threads.\n"
 
 
 def sizes(row: Row) -> str:
@@ -132,7 +125,7 @@ def sizes(row: Row) -> str:
 
 def times(rows: list[Row]) -> str:
     """The time of each case, and its ratios to peers."""
-    head = ("case", "what", "backend", "time", "our time / peer's time", "of GEMM", "of copy")
+    head = ("case", "what", "backend", "time", "our time / peer's time")
     cells = []
     for row in rows:
         ratios = "<br>".join(
@@ -146,16 +139,10 @@ def times(rows: list[Row]) -> str:
                 ", ".join(dict.fromkeys(row.backends)),
                 duration(row.seconds["median"]),
                 ratios or "–",
-                share(row.gemm_share),
-                share(row.copy_share),
                 "–" if row.error is None else f"{row.error:.0e}",
             )
         )
     return table((*head, "error"), cells) + "\n"
-
-
-def share(of: float | None) -> str:
-    return "–" if of is None else f"{100 * of:.0f} %"
 
 
 def memory(rows: list[Row]) -> str:
