@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from docutils import nodes
 from docutils.parsers.rst import directives
+from sphinx.transforms import SphinxTransform
 from sphinx.util.docutils import SphinxDirective
 
 import precondattn
@@ -76,15 +77,19 @@ class Mechanisms(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(lines))
 
 
-def _with_captions(app, doctree):
+class Captions(SphinxTransform):
     """A figure without a caption shows its alternative text."""
-    for figure in doctree.findall(nodes.figure):
-        if not any(isinstance(child, nodes.caption) for child in figure):
-            figure += nodes.caption("", figure.next_node(nodes.image)["alt"])
+
+    default_priority = 200  # Before figures get their ids.
+
+    def apply(self):
+        for figure in self.document.findall(nodes.figure):
+            if not any(isinstance(child, nodes.caption) for child in figure):
+                figure += nodes.caption("", figure.next_node(nodes.image)["alt"])
 
 
 def setup(app):
-    app.connect("doctree-read", _with_captions)
+    app.add_transform(Captions)
     app.add_directive("mechanisms", Mechanisms)
     app.connect("autodoc-process-signature", _without_forward_references)
     app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)

@@ -20,7 +20,6 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
-from textwrap import fill
 
 import drawing
 import numpy as np
@@ -65,10 +64,7 @@ def run(name: str) -> dict:
 
 def measured(name: str, saved: dict) -> str:
     """The tables of a page."""
-    library = f"PyTorch {saved['torch']}" if "torch" in saved else f"NumPy {saved['numpy']}"
-    command, seconds = f"`python docs/make_claims.py {name}`", saved["seconds_of_one_core"]
-    about = f"{command}: {seconds:.0f} seconds of one core, with {library}."
-    return f"{experiment(name).rows(saved['results'])}\n\n{fill(about, 110)}"
+    return experiment(name).rows(saved["results"])
 
 
 def main(names: list[str], only_draw: bool) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,12 +54,3 @@ def with_range(values, form: str, *, unit: str = "", middle: float | None = None
     """ "middle (least to largest)" of numbers, each in the format `form`; the mean by default."""
     of = values.mean() if middle is None else middle
     return f"{of:{form}}{unit} ({values.min():{form}} to {values.max():{form}})"
-
-
-def shown(path: Path, record, draw, page: Path, text) -> None:
-    """Record and save a run, unless `--draw` asks for the saved one; draw it, update the page."""
-    if "--draw" not in sys.argv:
-        save(path, record())
-    saved = load(path)
-    draw(saved)
-    page.write_text(text(saved), encoding="utf-8")

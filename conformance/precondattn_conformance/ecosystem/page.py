@@ -230,8 +230,8 @@ def _conventions(table: Table) -> list[str]:
         names = [name for cell in row.checks.values() for name in cell.conventions]
         for name in dict.fromkeys(names):
             by_name.setdefault(name, []).append(f"`{row.name}`")
-    rows = [(f"`{name}`: {MEANING[name]}", ", ".join(of)) for name, of in by_name.items()]
-    return [table_of(("convention", "not kept by"), rows)] if rows else []
+    rows = [(f"`{name}`: {MEANING[name]}", str(len(of))) for name, of in by_name.items()]
+    return [table_of(("convention", "functions that do not keep it"), rows)] if rows else []
 
 
 def _not_looked_at(table: Table, numbers: Mapping[Judgement, str]) -> Iterator[str]:
