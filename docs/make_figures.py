@@ -402,11 +402,8 @@ def cross_covariance():
 def nystrom():
     k = np.repeat(np.random.default_rng(0).normal(size=(1, 6, 1, 16)), 4, axis=1)
     k = k + 0.3 * np.random.default_rng(1).normal(size=k.shape)
-    attns = {
-        "softmax": pa.Softmax(causal=False),
-        "landmarks=6": pa.Nystrom(6),
-        "landmarks=3": pa.Nystrom(3),
-    }
+    attns = {"softmax": pa.Softmax(causal=False)}
+    attns |= {f"landmarks={n}": pa.Nystrom(n) for n in (6, 3)}
     return maps({title: weights(attn, k, k) for title, attn in attns.items()}, signed=True)
 
 

@@ -33,7 +33,6 @@ FIRST = {DOCS.parent / "README.md": "docs/", DOCS / "index.md": ""}
 """The pages with the numbers, and how their links to other pages begin."""
 MEASUREMENTS = DOCS / "measurements"
 KERNELS, VERSIONS = MEASUREMENTS / "kernels", MEASUREMENTS / "versions"
-UNITS = {"M": 10**6, "B": 10**9}
 
 STUB_HEAD = '''\
 """The parameters of the shorthands, which `docs/make_pages.py` writes from the declarations.
@@ -284,7 +283,7 @@ def count(arguments: str) -> int:
 
 def fits(counted: int, stated: str) -> bool:
     """Whether a number of parameters is the stated one, `301M`, when it is rounded like that."""
-    number, unit = stated[:-1], UNITS[stated[-1]]
+    number, unit = stated[:-1], {"M": 10**6, "B": 10**9}[stated[-1]]
     decimals = len(number.partition(".")[2]) or len(number.rstrip("0")) - len(number)
     return round(counted / unit, decimals) == float(number)
 

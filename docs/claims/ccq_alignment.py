@@ -15,12 +15,8 @@ from claims import needles, pairs
 from claims.trainings import over_seeds, trained
 
 SMALL = {"updates": 2, "seeds": (0,), "size": 2, "names": ("GLA",), "kept": False}
-MECHANISMS = {
-    "softmax": ("softmax",),
-    "GLA": ("gla",),
-    "GLA with CCQ": ("ccq(gla)",),
-    "gated delta": ("gated_delta",),
-}
+MECHANISMS = {"softmax": ("softmax",), "GLA": ("gla",), "GLA with CCQ": ("ccq(gla)",)}
+MECHANISMS["gated delta"] = ("gated_delta",)
 RANK, LENGTH = 16, 256
 
 

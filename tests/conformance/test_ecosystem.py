@@ -204,7 +204,6 @@ def test_the_page_shows_a_judged_cell_with_its_code_and_others_as_not_yet_looked
     assert "(defect-1)=" in text
     assert "| `fake/attend` | gradients |" in text.partition("## Not yet examined")[2]
     assert DEFECT.sentence in text
-    assert "```text\noff by 2\n```" in text
 
 
 def test_a_documented_limit_of_an_adapter_judges_its_red_cell():

@@ -73,7 +73,8 @@ HOW_TO_READ = """\
 A cell in bold was examined and judged to be a *limit* (L, which the project documents), a
 *convention* (C, one of two in use), or a *defect* (D, a contradiction to the project's own
 description). Cells that are not yet examined say so: the fault may be the function's, the adapter's
-or ours. The code of all judgements is in `precondattn_conformance/ecosystem/judgements`.
+or ours. The code of all judgements is in `precondattn_conformance/ecosystem/judgements`, and what
+it prints in `docs/measurements/ecosystem/smoke.json`.
 
 """
 
@@ -210,13 +211,7 @@ def _notes(table: Table, numbers: Mapping[Judgement, str]) -> Iterator[str]:
 def _note(table: Table, judgement: Judgement, name: str) -> str:
     where = ", ".join(f"`{row.name}`" for row in judgement.rows(table))
     text = f"**{name.capitalize()}**, {where}. {judgement.sentence}"
-    parts = [f"({_anchor(name)})=", ""]
-    if judgement.code:
-        printed = table.printed.get(judgement.code, "(not run)")
-        return "\n".join(
-            [*parts, wrapped(f"{text} Its code prints:"), f"\n```text\n{printed}\n```\n"]
-        )
-    return "\n".join([*parts, wrapped(text), ""])
+    return "\n".join([f"({_anchor(name)})=", "", wrapped(text), ""])
 
 
 def wrapped(text: str) -> str:
