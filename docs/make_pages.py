@@ -163,15 +163,19 @@ def compositions() -> tuple[str, str]:
             if accepted not in patterns:
                 patterns.append(accepted)
                 variants += [inner] if inner != name else []
-    columns = [*bases, *variants, *rows]
     refused: dict[str, dict[str, None]] = {}
-    lines = [f"| | {' | '.join(f'`{c}`' for c in columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for name, outer in rows.items():
-        cells = []
-        for reason in (refusal(outer, inner) for inner in columns):
-            if reason is not None:
-                refused.setdefault(reason, {})[f"`{name}`"] = None
-            cells.append("✓" if reason is None else str([*refused].index(reason) + 1))
+    columns: dict[tuple[str | None, ...], list[str]] = {}
+    for inner in (*bases, *variants, *rows):
+        found = tuple(refusal(outer, inner) for outer in rows.values())
+        columns.setdefault(found, []).append(f"`{inner}`")
+    lines = [
+        f"| | {' | '.join(map(', '.join, columns.values()))} |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for i, name in enumerate(rows):
+        for reason in filter(None, (found[i] for found in columns)):
+            refused.setdefault(reason, {})[f"`{name}`"] = None
+        cells = (str([*refused].index(of[i]) + 1) if of[i] else "✓" for of in columns)
         lines.append(f"| **`{name}`** | {' | '.join(cells)} |")
     reasons = enumerate(refused.items(), 1)
     return "\n".join(lines), "\n".join(f"{i}. {', '.join(of)}: {x}." for i, (x, of) in reasons)

@@ -115,6 +115,11 @@ def machine(record: BenchRecord) -> str:
     return f"{record.date[:10]}, {of['processor']}, {of['threads']} threads.\n"
 
 
+def where(row: Row) -> str:
+    others = [name for name in dict.fromkeys(row.backends) if name != row.library]
+    return f"{row.library} {row.dtype}" + (f" by {', '.join(others)}" if others else "")
+
+
 def sizes(row: Row) -> str:
     """The sizes, each letter beside its number, but those that follow from others."""
     usual = {"s": "t", "u": "h", "e": "d"}
@@ -125,7 +130,7 @@ def sizes(row: Row) -> str:
 
 def times(rows: list[Row]) -> str:
     """The time of each case, and its ratios to peers."""
-    head = ("case", "what", "backend", "time", "our time / peer's time")
+    head = ("case", "what", "time", "our time / peer's time")
     cells = []
     for row in rows:
         ratios = "<br>".join(
@@ -135,8 +140,7 @@ def times(rows: list[Row]) -> str:
         cells.append(
             (
                 f"`{row.case}`",
-                f"`{row.mechanism}` {row.work}, {sizes(row)}, {row.library} {row.dtype}",
-                ", ".join(dict.fromkeys(row.backends)),
+                f"`{row.mechanism}` {row.work}, {sizes(row)}, {where(row)}",
                 duration(row.seconds["median"]),
                 ratios or "–",
                 "–" if row.error is None else f"{row.error:.0e}",
@@ -147,14 +151,13 @@ def times(rows: list[Row]) -> str:
 
 def memory(rows: list[Row]) -> str:
     """Peaks, inputs included, and how they grow with the number of tokens."""
-    headings = ("case", "what", "backend", "tokens", "peak memory", "growth")
+    headings = ("case", "what", "tokens", "peak memory", "growth")
     cells = []
     for row in rows:
         cells.append(
             (
                 f"`{row.case}`",
-                f"`{row.mechanism}` {row.work}, {row.library} {row.dtype}",
-                ", ".join(dict.fromkeys(row.backends)),
+                f"`{row.mechanism}` {row.work}, {where(row)}",
                 ", ".join(map(str, row.peak_tokens)),
                 ", ".join(map(size, row.peak_bytes)),
                 ", ".join(f"{factor:.2f} ×" for factor in row.growth) or "–",

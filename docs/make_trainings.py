@@ -336,7 +336,6 @@ class Training(NamedTuple):
         return load(DOCS / "measurements" / self.file)
 
     def text(self) -> str:
-        """The page, with the saved run."""
         return with_measured(DOCS / self.page, *self.parts(self.saved()))
 
     def drawn(self):

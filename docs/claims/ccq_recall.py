@@ -51,7 +51,6 @@ def rows(found):
 
 
 def draw(found):
-    """Recall by the number of pairs."""
     names = titles(found, BACKBONES)
     figure, axes = panels(len(names), height=2.4)
     counts = [count for _, count in TESTS]

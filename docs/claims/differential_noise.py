@@ -53,7 +53,6 @@ def rows(found):
 
 
 def draw(found):
-    """Shares by length."""
     figure, axes = panels(2, height=2.9)
     for ax, title in zip(axes, MECHANISMS, strict=True):
         for place, colour in PLACES.items():

@@ -90,7 +90,6 @@ def rows(found):
 
 
 def draw(found):
-    """Accuracy by position."""
     figure, axes = panels(2, height=3.1)
     position = np.arange(1.5, TESTED + 1, 2)  # Two at a time: swaps alternate between two halves.
     for ax, task in zip(axes, TASKS, strict=True):

@@ -235,4 +235,4 @@ def test_the_command_writes_the_table_before_it_says_that_a_judgement_is_stale(
     with pytest.raises(StaleError, match="precondattn/torch/kda, outputs: the cell is right"):
         command.ecosystem(Console(), patterns=("precondattn/torch/kda",), **files)
     assert load(files["record"]).rows[0].checks["outputs"].word == "right"
-    assert re.search(r"`torch/kda` .* right", files["page"].read_text())
+    assert re.search(r"`torch/kda` .* ✓", files["page"].read_text())
