@@ -1,13 +1,13 @@
 """Sphinx: `sphinx-build -W -b html docs docs/_build/html`."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path
 from typing import ClassVar
 
+from docutils import nodes
 from docutils.parsers.rst import directives
+from sphinx.transforms import SphinxTransform
 from sphinx.util.docutils import SphinxDirective
 
 import precondattn
@@ -77,7 +77,19 @@ class Mechanisms(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(lines))
 
 
+class Captions(SphinxTransform):
+    """A figure without a caption shows its alternative text."""
+
+    default_priority = 200  # Before figures get their ids.
+
+    def apply(self):
+        for figure in self.document.findall(nodes.figure):
+            if not any(isinstance(child, nodes.caption) for child in figure):
+                figure += nodes.caption("", figure.next_node(nodes.image)["alt"])
+
+
 def setup(app):
+    app.add_transform(Captions)
     app.add_directive("mechanisms", Mechanisms)
     app.connect("autodoc-process-signature", _without_forward_references)
     app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)

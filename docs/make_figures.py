@@ -1,97 +1,76 @@
-"""Draw the figures of the mechanisms' pages, from the library itself.
+"""Draw the figures of the pages on mechanisms and on diagnostics, and that of the first pages.
 
 python docs/make_figures.py
 
-Every curve and map is an output of `precondattn` in float64 on seeded inputs. Text and lines have
-mid-tones on a transparent ground, which can be read on light and on dark pages.
+Every curve and map is an output of `precondattn` in float64 on seeded inputs; times are saved ones.
+A function without an underscore draws the figure of its name. Most diagnostics are of the queries,
+keys and values of a small trained encoder on 252 tokens of English, nine heads of three layers.
 """
 
-from __future__ import annotations
+from inspect import isfunction
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-
-import matplotlib as mpl
+import drawing
 import numpy as np
-from matplotlib.axes import Axes
+from drawing import (
+    BLUE,
+    GREEN,
+    INK,
+    ORANGE,
+    by_row,
+    clustered,
+    identity,
+    iterates,
+    legend_below,
+    maps,
+    panels,
+    ticks,
+    weights,
+)
+from make_performance import load_curves
 from matplotlib.figure import Figure
 
 import precondattn as pa
-
-FOLDER = Path(__file__).with_name("figures")
-INK = "#808080"
-BLUE, ORANGE, GREEN = "#4c8fd6", "#e0802f", "#3fa06a"
-STYLE = {
-    "svg.hashsalt": "precondattn",
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "axes.titlesize": 10,
-    "legend.fontsize": 9,
-    "lines.linewidth": 1.8,
-    "legend.frameon": False,
-    **dict.fromkeys(
-        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
-    ),
-}
+from precondattn.diagnostics.probabilities import DECADES
+from precondattn_conformance.bench.plot import ratios_to_plain
+from precondattn_conformance.inputs import REAL, make_inputs
 
 
-def panels(count: int, height: float = 2.1) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` axes side by side."""
-    figure = Figure(figsize=(5.4, height), layout="constrained")
+def front():
+    """Two maps of weights on clustered keys, and times beside plain attention."""
+    curves = ratios_to_plain(load_curves()["cpu_2_cores_torch"].rows)["forward"]
+    figure = Figure(figsize=(7.2, 2.5), layout="constrained")
     figure.patch.set_alpha(0)
-    axes = [figure.add_subplot(1, count, i + 1) for i in range(count)]
-    for ax in axes:
-        ax.patch.set_alpha(0)
-        ax.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def maps(
-    titled: dict[str, np.ndarray], signed: bool = False, row: str = "query", column: str = "key"
-) -> Figure:
-    """Matrices of weights, rows are queries and columns are keys, on one colour scale."""
-    figure, axes = panels(len(titled))
-    top = max(np.abs(weights).max() for weights in titled.values())
-    for ax, (title, weights) in zip(axes, titled.items(), strict=True):
-        image = ax.imshow(
-            weights,
-            cmap="RdBu_r" if signed else "viridis",
-            vmin=-top if signed else 0,
-            vmax=top,
-            interpolation="nearest",
-        )
-        ax.set(title=title, xlabel=column, xticks=[], yticks=[])
-    axes[0].set_ylabel(row)
-    bar = figure.colorbar(image, ax=axes, shrink=0.8)
-    bar.outline.set_visible(False)
+    softmax, lucid, times = figure.subplots(1, 3, width_ratios=(1, 1, 1.6))
+    k = clustered(24, 16, clusters=3, noise=0.4)
+    attentions = {"softmax attention": pa.Softmax(), "LUCID": pa.Lucid()}
+    for ax, (title, attn) in zip((softmax, lucid), attentions.items(), strict=True):
+        ax.imshow(by_row(weights(attn, k, k)), cmap="RdBu_r", vmin=-1, vmax=1)
+        ax.set(title=title, xlabel="token that is read", xticks=[], yticks=[])
+    softmax.set_ylabel("query")
+    times.axhline(1, color=INK, linewidth=1)
+    colours = {"lucid": (ORANGE, 4), "path": (BLUE, -4), "gated_delta": (GREEN, 0)}
+    for mechanism, (colour, shift) in colours.items():  # A label is so far above its curve's end.
+        points = dict(curves[mechanism])
+        times.plot([*points], [*points.values()], color=colour, marker="o", markersize=3)
+        last = max(points)
+        times.annotate(
+            mechanism, (last, points[last]), (8, shift),
+            textcoords="offset points", va="center", color=colour,
+        )  # fmt: skip
+    times.text(1_150_000, 0.9, "plain attention", color=INK, fontsize=8, ha="right", va="top")
+    times.set(
+        title="time, plain attention = 1 (CPU)", xlabel="tokens", xscale="log", yscale="log",
+        xlim=(400, 1_200_000), xticks=[512, 2048, 8192, 32768],
+        xticklabels=["512", "2k", "8k", "32k"],
+        yticks=[0.03, 0.1, 0.3, 1, 3, 10], yticklabels=["0.03", "0.1", "0.3", "1", "3", "10"],
+    )  # fmt: skip
+    times.minorticks_off()
+    times.spines[["top", "right"]].set_visible(False)
+    times.patch.set_alpha(0)
     return figure
 
 
-def identity(tokens: int) -> np.ndarray:
-    """One-hot values (1, s, 1, s): the output is then the matrix of weights."""
-    return np.eye(tokens).reshape(1, tokens, 1, tokens)
-
-
-def weights(attn: pa.Mechanism, q: np.ndarray, k: np.ndarray, **inputs: np.ndarray) -> np.ndarray:
-    """The weight of each token's value in each output (t, s)."""
-    return pa.diagnostics.weights(attn, q, k, k, **inputs)[0, 0]
-
-
-def by_row(weights: np.ndarray) -> np.ndarray:
-    """Every row divided by its largest entry, to compare late queries with early ones."""
-    return weights / np.abs(weights).max(axis=1, keepdims=True)
-
-
-def clustered(tokens: int, width: int, clusters: int, noise: float, seed: int = 0) -> np.ndarray:
-    """Keys (1, s, 1, d) in a few tight clusters."""
-    rng = np.random.default_rng(seed)
-    centres = rng.normal(size=(clusters, width))
-    keys = centres[np.arange(tokens) % clusters] + noise * rng.normal(size=(tokens, width))
-    return keys.reshape(1, tokens, 1, width)
-
-
-def softmax() -> Figure:
+def softmax():
     q, k = np.random.default_rng(0).normal(size=(2, 1, 24, 1, 16))
     bases = {
         "softmax": pa.Softmax(),
@@ -101,13 +80,13 @@ def softmax() -> Figure:
     return maps({title: weights(base, 2 * q, k) for title, base in bases.items()})
 
 
-def lucid() -> Figure:
+def lucid():
     k = clustered(24, 16, clusters=3, noise=0.4)
     attns = {"softmax": pa.Softmax(), "lucid": pa.Lucid()}
     return maps({title: by_row(weights(attn, k, k)) for title, attn in attns.items()}, signed=True)
 
 
-def laser() -> Figure:
+def laser():
     figure, axes = panels(2)
     v = np.linspace(-6, 12, 73)
     values = np.stack([v, np.zeros_like(v)]).reshape(1, 2, 1, -1)
@@ -122,7 +101,7 @@ def laser() -> Figure:
     return figure
 
 
-def differential() -> Figure:
+def differential():
     tokens = 24
     axes = np.eye(tokens)
     k = 2.2 * axes.reshape(1, tokens, 1, tokens)
@@ -142,7 +121,7 @@ def differential() -> Figure:
     )
 
 
-def ccq() -> Figure:
+def ccq():
     figure, (ax,) = panels(1, height=2.5)
     tokens = 240
     rng = np.random.default_rng(0)
@@ -164,7 +143,7 @@ def ccq() -> Figure:
     return figure
 
 
-def row_normalized() -> Figure:
+def row_normalized():
     figure, axes = panels(2, height=2.5)
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 64, 1, 2))
     attns = {"softmax": pa.Softmax(), "row_normalized": pa.RowNormalized()}
@@ -174,7 +153,7 @@ def row_normalized() -> Figure:
     return figure
 
 
-def bidirectional() -> Figure:
+def bidirectional():
     rng = np.random.default_rng(0)
     q = np.ones((1, 16, 1, 4))
     k = q / 2 + rng.normal(size=q.shape) / 8
@@ -184,7 +163,7 @@ def bidirectional() -> Figure:
     return maps({each: weights(pa.parse(each), q, k, **gates) for each in shown}, signed=True)
 
 
-def query_side() -> Figure:
+def query_side():
     figure, axes = panels(2)
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(2, 1, 24, 1, 16))
@@ -206,7 +185,7 @@ def query_side() -> Figure:
     return figure
 
 
-def feature_maps() -> Figure:
+def feature_maps():
     figure, axes = panels(2)
     x = np.linspace(-4, 3, 141)
     rows = x.reshape(1, -1, 1, 1)
@@ -221,7 +200,7 @@ def feature_maps() -> Figure:
     return figure
 
 
-def path() -> Figure:
+def path():
     tokens = 24
     along = np.zeros((1, tokens, 1, 4))
     along[..., 0] = 1.0
@@ -234,7 +213,7 @@ def path() -> Figure:
     return maps(drawn)
 
 
-def linear() -> Figure:
+def linear():
     tokens = 24
     rng = np.random.default_rng(0)
     one = np.ones((1, tokens, 1, 1))
@@ -248,7 +227,7 @@ def linear() -> Figure:
     )
 
 
-def delta() -> Figure:
+def delta():
     figure, (ax,) = panels(1, height=2.0)
     written = np.asarray([1.0, 1.0, 3.0, 3.0, 3.0, 2.0, 2.0, -1.0, -1.0, 1.0])
     tokens = len(written)
@@ -267,7 +246,7 @@ def delta() -> Figure:
     return figure
 
 
-def general_delta() -> Figure:
+def general_delta():
     """The value 1, stored under the key k, after a token that erases with p."""
     figure, (ax,) = panels(1, height=1.9)
     angles = np.linspace(0, np.pi, 91)
@@ -287,7 +266,7 @@ def general_delta() -> Figure:
     return figure
 
 
-def atk() -> Figure:
+def atk():
     figure, (ax,) = panels(1, height=1.9)
     squares = np.logspace(-6, 1, 200)
     k, none = np.ones((200, 1, 1, 1)), np.zeros((200, 1, 1))
@@ -302,7 +281,7 @@ def atk() -> Figure:
     return figure
 
 
-def stable_step() -> Figure:
+def stable_step():
     figure, (ax,) = panels(1, height=1.9)
     c = np.linspace(0, 5, 201)
     ones = np.ones((1, 201, 1, 1))
@@ -316,7 +295,7 @@ def stable_step() -> Figure:
     return figure
 
 
-def mesa() -> Figure:
+def mesa():
     figure, (left, right) = panels(2)
     tokens, d = 48, 32
     rng = np.random.default_rng(0)
@@ -348,21 +327,7 @@ def mesa() -> Figure:
     return figure
 
 
-def iterates(
-    times: Callable[[np.ndarray], np.ndarray], right: np.ndarray, steps: int
-) -> Iterator[np.ndarray]:
-    """The iterates of conjugate gradients for A x = b, for rows b with a matrix each."""
-    x, r = np.zeros_like(right), right
-    p = r
-    for _ in range(steps):
-        image, size = times(p), np.sum(r * r, axis=-1, keepdims=True)
-        along = size / np.maximum(np.sum(p * image, axis=-1, keepdims=True), 1e-300)
-        x, r = x + along * p, r - along * image
-        p = r + np.sum(r * r, axis=-1, keepdims=True) / np.maximum(size, 1e-300) * p
-        yield x
-
-
-def gsa() -> Figure:
+def gsa():
     figure, (ax,) = panels(1, height=1.9)
     tokens, slots = 32, 6
     rng = np.random.default_rng(0)
@@ -379,7 +344,7 @@ def gsa() -> Figure:
     return figure
 
 
-def mlstm() -> Figure:
+def mlstm():
     figure, (ax,) = panels(1, height=2.1)
     tokens = 48
     rng = np.random.default_rng(3)
@@ -403,7 +368,7 @@ def mlstm() -> Figure:
     return figure
 
 
-def deltaformer() -> Figure:
+def deltaformer():
     figure, axes = panels(2, height=2.5)
     tokens, d = 24, 8
     rng = np.random.default_rng(0)
@@ -422,7 +387,7 @@ def deltaformer() -> Figure:
     return figure
 
 
-def cross_covariance() -> Figure:
+def cross_covariance():
     rng = np.random.default_rng(0)
     k = rng.normal(size=(1, 200, 1, 12))
     q = k[..., rng.permutation(12)] + rng.normal(size=k.shape)
@@ -434,18 +399,15 @@ def cross_covariance() -> Figure:
     return maps(shown, row="channel of q", column="channel of k")
 
 
-def nystrom() -> Figure:
+def nystrom():
     k = np.repeat(np.random.default_rng(0).normal(size=(1, 6, 1, 16)), 4, axis=1)
     k = k + 0.3 * np.random.default_rng(1).normal(size=k.shape)
-    attns = {
-        "softmax": pa.Softmax(causal=False),
-        "landmarks=6": pa.Nystrom(6),
-        "landmarks=3": pa.Nystrom(3),
-    }
+    attns = {"softmax": pa.Softmax(causal=False)}
+    attns |= {f"landmarks={n}": pa.Nystrom(n) for n in (6, 3)}
     return maps({title: weights(attn, k, k) for title, attn in attns.items()}, signed=True)
 
 
-def windowed() -> Figure:
+def windowed():
     figure, axes = panels(2, height=2.3)
     for ax, shift in zip(axes, (0, 2), strict=True):
         attn = pa.Windowed(size=4, shift=shift, grid=(8, 8))
@@ -458,7 +420,7 @@ def windowed() -> Figure:
     return figure
 
 
-def outlook() -> Figure:
+def outlook():
     figure, axes = panels(2, height=2.3)
     attn, noise = pa.Outlook(size=3, grid=(7, 7)), np.random.default_rng(0)
     titled = {"equal logits": 0.0, "random logits": 3.0}
@@ -471,7 +433,7 @@ def outlook() -> Figure:
     return figure
 
 
-def channel() -> Figure:
+def channel():
     figure, (ax,) = panels(1)
     tokens, d = np.asarray([16, 64, 256, 1024, 4096]), 16
     for scale_by, color in (("width", ORANGE), ("tokens", BLUE)):
@@ -488,42 +450,163 @@ def channel() -> Figure:
     return figure
 
 
-FIGURES: Sequence[Callable[[], Figure]] = (
-    softmax,
-    lucid,
-    laser,
-    differential,
-    ccq,
-    row_normalized,
-    bidirectional,
-    query_side,
-    feature_maps,
-    path,
-    linear,
-    delta,
-    general_delta,
-    atk,
-    stable_step,
-    mesa,
-    gsa,
-    mlstm,
-    deltaformer,
-    cross_covariance,
-    nystrom,
-    windowed,
-    outlook,
-    channel,
-)
+LAYERS = {"first layer": BLUE, "third layer": GREEN, "sixth layer": ORANGE}
 
 
-def main() -> None:
-    FOLDER.mkdir(exist_ok=True)
-    with mpl.rc_context(STYLE):
-        for draw in FIGURES:
-            draw().savefig(
-                FOLDER / f"{draw.__name__}.svg", transparent=True, metadata={"Date": None}
+def _real(tokens: int = 252) -> dict[str, np.ndarray]:
+    """q, k and v (1, tokens, 9, 32) of the trained model, in float64."""
+    inputs = make_inputs(pa.Softmax(causal=False), REAL, "real")
+    return {name: np.asarray(x, np.float64)[:, :tokens] for name, x in inputs.items()}
+
+
+def diagnostics_conditioning():
+    """κ of each head for three mechanisms, and μ beside κ."""
+    figure, (left, right) = panels(2, height=2.5)
+    names = {"softmax": BLUE, "row_normalized": ORANGE, "lucid": GREEN}
+    for name, colour in names.items():
+        base = pa.Softmax(causal=False)
+        attn = base if name == "softmax" else pa.mechanisms()[name](base)
+        out = np.moveaxis(attn(**_real()), 2, 1)[0]
+        kappa, log_mu = pa.diagnostics.condition_number(out), pa.diagnostics.log_mu(out)
+        left.plot(range(1, 10), kappa, "o-", color=colour, label=name, markersize=3, linewidth=1)
+        right.plot(kappa, log_mu / np.log(10), "o", color=colour, markersize=3)
+    left.set(yscale="log", xlabel="head", ylabel="κ", xticks=range(1, 10))
+    right.set(xscale="log", xlabel="κ", ylabel="log₁₀ μ")
+    line = np.array(right.get_xlim())
+    right.plot(line, np.log10(line), color=INK, linewidth=0.8, linestyle="--", label="μ = κ")
+    right.legend()
+    legend_below(figure, left, 3)
+    return figure
+
+
+def diagnostics_weights():
+    """Weights of four compositions, for keys in three clusters."""
+    tokens = 24
+    k = clustered(tokens, 16, clusters=3, noise=0.4)
+    shared = {"q": k, "k": k, "v": k}
+    half = np.full((1, tokens, 1), 0.5)
+    given = {
+        "softmax": shared,
+        "lucid": shared,
+        "differential": {**shared, "q2": np.roll(k, 1, axis=1), "k2": k, "lam": np.asarray(0.5)},
+        "ccq(linear)": {**shared, "contraction": 2 * half},
+    }
+    return maps(
+        {
+            text: by_row(pa.diagnostics.weights(pa.parse(text), **x)[0, 0])
+            for text, x in given.items()
+        },
+        signed=True,
+    )
+
+
+def diagnostics_jacobian():
+    """Norms of the Jacobian as attention gets sharper: means over tokens."""
+    figure, axes = panels(2, height=2.5)
+    k = clustered(12, 8, clusters=4, noise=0.3)
+    v = np.random.default_rng(1).normal(size=(1, 12, 1, 4))
+    factors = np.geomspace(0.25, 32, 15)
+    attns = {"softmax": BLUE, "lucid": GREEN, "laser": ORANGE}
+    for text, colour in attns.items():
+        found = [pa.diagnostics.jacobian_norms(pa.parse(text), x * k, k, v) for x in factors]
+        for ax, name in zip(axes, ("q", "k"), strict=True):
+            means = [norms[name].mean() for norms in found]
+            ax.plot(factors, means, color=colour, label=text)
+    for ax, name in zip(axes, ("queries", "keys"), strict=True):
+        ax.set(title=f"with respect to {name}", xscale="log", yscale="log")
+        ax.set_xlabel("factor of the queries")
+        ticks(ax.yaxis, (0.03, 0.1, 0.3, 1, 3))
+    axes[0].set_ylabel("norm of the Jacobian")
+    legend_below(figure, axes[0], 3)
+    return figure
+
+
+def diagnostics_spectrum():
+    """Eigenvalues of the running covariance by token, of a trained head and of random keys."""
+    figure, axes = panels(2, height=2.4)
+    random = np.random.default_rng(0).normal(size=(1, 252, 1, 32))
+    for ax, title, k in zip(
+        axes, ("a trained head", "random keys"), (_real()["k"], random), strict=True
+    ):
+        of = pa.diagnostics.covariance_spectrum(k[:, :, :1])[0, :, 0]
+        for i in range(8):
+            ax.plot(range(1, 253), of[:, i], color=BLUE, linewidth=1.2, alpha=1 - 0.1 * i)
+        ax.plot(range(1, 253), of.sum(-1), color=ORANGE, label="trace")
+        ax.set(title=title, xlabel="token", ylim=(0, 1.02))
+    axes[0].set_ylabel("eight largest eigenvalues")
+    axes[1].legend()
+    return figure
+
+
+def diagnostics_margin():
+    """Gains over all keys of queries that equal their target's key, in one head of each layer."""
+    figure, (left, right) = panels(2, height=2.5)
+    k = _real()["k"]
+    targets = np.arange(3, 251, 12)
+    for head, (title, colour) in zip((0, 3, 6), LAYERS.items(), strict=True):
+        keys, found = k[:, :, head : head + 1], []
+        for target in targets:
+            given = keys[:, target : target + 1], keys, np.asarray([[target]]), np.ones((1, 1, 1))
+            exact, formula = (
+                pa.diagnostics.margin_gain(*given, rank_one=x)[0, 0, 0] for x in (False, True)
             )
+            found.append(exact)
+            left.plot(exact[::36], formula[::36], ".", color=colour, markersize=2)
+        right.hist(np.concatenate(found), 60, histtype="step", color=colour, density=True)
+        left.plot([], [], ".", color=colour, label=title)
+    left.axline((0, 0), slope=1, color=INK, linewidth=0.8)
+    left.set(xlabel="gain", ylabel="by Eq. 26")
+    right.axvline(0, color=INK, linewidth=0.8)
+    right.set(xlabel="gain of the margin", ylabel="density")
+    legend_below(figure, left, 3)
+    return figure
+
+
+def diagnostics_probabilities():
+    """The share of probabilities below each power of ten, by layer, and the paper's."""
+    figure, (ax,) = panels(1, height=2.9)
+    a = pa.diagnostics.weights(pa.Softmax(causal=False), **_real())
+    shares = pa.diagnostics.probability_histogram(a, visible=np.ones((252, 252), dtype=bool))
+    below = np.cumsum(shares, axis=-1)[0, :, :-1]
+    for i, (title, colour) in enumerate(LAYERS.items()):
+        for head in below[3 * i : 3 * i + 3]:
+            ax.plot(DECADES, head, color=colour, linewidth=1.2)
+        ax.plot([], [], color=colour, label=title)
+    ax.plot((1e-7, 1e-3), (0.2, 0.8), "x", color=INK, label="LASER's paper, 2.2 billion parameters")
+    ax.set(xscale="log", xlabel="probability", ylabel="share below it", ylim=(0, 1.02))
+    figure.legend(ncols=2, loc="outside lower center")
+    return figure
+
+
+def diagnostics_alignment():
+    """Alignments of a planted needle and of other keys, and the hits of each head."""
+    figure, (left, right) = panels(2, height=2.4)
+    k, needle = _planted()
+    share = pa.diagnostics.alignment(k)[0]
+    bins = np.linspace(0, 1, 41)
+    for chosen, colour, label in ((~needle[0], BLUE, "text"), (needle[0], ORANGE, "needle")):
+        left.hist(share[chosen].ravel(), bins, color=colour, alpha=0.7, density=True, label=label)
+    left.set(xlabel="alignment", ylabel="density")
+    left.legend(loc="upper left")
+    hits = pa.diagnostics.alignment_hits(k, needle)[0]
+    right.bar(range(1, 10), hits, color=ORANGE)
+    right.axhline(needle.mean(), color=INK, linewidth=0.8, linestyle="--")
+    right.set(xlabel="head", ylabel="hits", ylim=(0, 1.02), xticks=range(1, 10))
+    return figure
+
+
+def _planted() -> tuple[np.ndarray, np.ndarray]:
+    """The trained keys, with twelve that are half another and half a random direction."""
+    k, needle = _real()["k"].copy(), np.zeros((1, 252), dtype=bool)
+    needle[:, 100:112] = True
+    random = np.random.default_rng(0).normal(size=(1, 12, 9, 32))
+    lengths = (np.linalg.norm(x, axis=-1, keepdims=True) for x in (k[:, 100:112], random))
+    random *= np.divide(*lengths)
+    k[:, 100:112] += random
+    return k, needle
 
 
 if __name__ == "__main__":
-    main()
+    for name, draw in dict(vars()).items():
+        if isfunction(draw) and draw.__module__ == __name__ and name[0] != "_":
+            drawing.save(name, draw, transparent=True)

@@ -7,13 +7,12 @@ present, and `reference` computes what it declines. A cell whose kernels are in 
 backend (`ledger.json` in its package) is marked with the GPUs on which they ran.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
+
+from recorded import DOCS, with_measured
 
 import precondattn as pa
 from precondattn.algebra.piece import Piece
@@ -26,7 +25,7 @@ from precondattn.kernel_backend.code_hash import code_of
 from precondattn.kernel_backend.kernel_table import entry_in
 from precondattn.kernel_backend.ledger import LedgerEntry, entries, family_of
 
-PAGE = Path(__file__).with_name("kernel_table.md")
+PAGE = DOCS / "kernel_table.md"
 
 
 class Column(NamedTuple):
@@ -99,29 +98,7 @@ ROWS = {
 }
 """Mechanisms and compositions, by the heading of their table; `rows` adds newer mechanisms."""
 
-HEAD = """\
-# Kernels
-
-These tables show which calls the kernels of [`triton`, `pallas` and `cupy`](backends.md) compute:
-forward, backward, and a step of one new token with a cache (decode). Everything else is computed by
-the blocked algorithms of `torch`, `jax` and `portable`; `triton` leaves softmax attention to
-PyTorch's own kernels. `docs/make_kernels.py` generates this page from what the backends report.
-[What each kernel does](kernel_algorithms.md) describes the algorithms.
-
-| cell | meaning |
-|---|---|
-| ✓ | kernels compute the whole call |
-| (1) | kernels compute a part, and decline the rest for reason 1 [below](#reasons) |
-| 1 | kernels compute nothing, for reason 1 |
-| **✓** 9.0 | as ✓; they ran on compute capability 9.0, in some dtype, and agreed with the oracle |
-
-"""
-NEVER = "Nothing is marked **✓**: no kernel has run on its device yet.\n\n"
-ASKED = """\
-The calls are in float32, with 4 heads of width 64, one sequence of 128 tokens (a step: one token,
-and a cache for 4,096), and no masks. `explain` and [`precondattn
-explain`](backends.md#how-one-is-chosen) answer for any other call.
-"""
+NEVER = "Nothing is marked **✓**: no kernel has run on its device yet."
 
 
 def rows() -> dict[str, list[str]]:
@@ -247,9 +224,9 @@ def page(ledgers: Callable[[str], Iterable[LedgerEntry]] = entries) -> str:
                     for work in VERBS
                 )
                 tables.append(f"| `{text}` | {' | '.join(cells)} |")
-    notes = [f"{number}. {reason}." for reason, number in numbers.items()]
-    about = HEAD + ("" if any("**" in line for line in tables) else NEVER) + ASKED
-    return about + "\n".join([*tables, "\n## Reasons\n", *notes]) + "\n"
+    notes = "\n".join(f"{number}. {reason}." for reason, number in numbers.items())
+    never = "" if any("**" in line for line in tables) else NEVER
+    return with_measured(PAGE, "\n".join([never, *tables]).strip(), notes)
 
 
 def _shown(

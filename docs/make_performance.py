@@ -5,45 +5,17 @@ python docs/make_performance.py
 Every number on the page comes from a file that `precondattn bench --save` wrote.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+from recorded import DOCS, table, with_measured
 
 from precondattn_conformance.bench.plot import draw_curves, ratios_to_plain
 from precondattn_conformance.bench.record import TIMED, BenchRecord, Row, load
 from precondattn_conformance.bench.table import duration, size
 
-PAGE = Path(__file__).with_name("performance.md")
-MEASUREMENTS = Path(__file__).with_name("measurements")
-
-HEAD = """\
-# Performance
-
-`docs/make_performance.py` generates this page from saved runs of `precondattn bench`. The page
-[Benchmarks](benchmarks.md) explains how the times are measured.
-
-"""
-
-NOTHING = "Nothing has been measured yet: there is no file in `docs/measurements`.\n"
-
-ABOUT = """\
-Times are medians of several rounds. A *ratio* is our time divided by the time of a peer, such as
-PyTorch's attention; below 1, we are faster. The two ran alternately, and the page gives the median
-and the quartiles of the ratios of neighbouring runs. The *error* of the output, and of the
-gradients if there is a backward pass, is relative to the oracle in float64. The columns *of GEMM*
-and *of copy* compare the rate of computing and of moving data with the rate that the same machine
-reached in one large matrix product and in one large copy.
-"""
-
-ABOUT_CURVES = """\
-The tables give the time of each mechanism divided by the time of plain attention, for several
-numbers of tokens. Plain attention is PyTorch's `scaled_dot_product_attention`, with the same
-queries, keys and values in the same run. At 1, a mechanism costs as much as plain attention. The
-cost per token of a recurrence does not grow, so its ratio falls below 1 for long sequences.
-"""
+PAGE, MEASUREMENTS = DOCS / "performance.md", DOCS / "measurements"
 
 CURVES = MEASUREMENTS / "curves"
 """Runs of several mechanisms at many lengths, beside plain attention: a folder for each library."""
@@ -55,11 +27,11 @@ def load_records() -> dict[str, BenchRecord]:
 
 
 def page(records: dict[str, BenchRecord]) -> str:
-    """The page, as Markdown."""
-    if not records:
-        return HEAD + NOTHING
-    sections = [section(name, record) for name, record in records.items()]
-    return HEAD + ABOUT + "\n" + "\n".join([*curves(), *sections])
+    """The page, with its curves and all runs."""
+    used = {n: v for r in records.values() for n, v in r.machine.get("versions", {}).items()}
+    versions = "Versions: " + ", ".join(f"{name} {v}" for name, v in used.items()) + ".\n\n"
+    sections = versions + "\n".join(section(name, record) for name, record in records.items())
+    return with_measured(PAGE, "\n".join(curves()).strip(), sections.strip())
 
 
 def load_curves() -> dict[str, BenchRecord]:
@@ -75,11 +47,11 @@ def _together(folder: Path) -> BenchRecord:
 
 def curves() -> list[str]:
     """The time of each mechanism relative to plain attention, at each length."""
-    parts = ["## How much slower than plain attention\n", ABOUT_CURVES] if load_curves() else []
+    parts = []
     for name, record in load_curves().items():
         parts += [f"### {name}\n", machine(record)]
-        shape = "Lines of time over plain attention's against tokens, both logarithmic."
-        parts.append(plot(f"measurements/curves/{name}.svg", shape, curves_finding(record)))
+        figure = f":::{{figure}} measurements/curves/{name}.svg\n:alt: {curves_finding(record)}"
+        parts.append(f"{figure}\n:figclass: wide plot\n:::\n")
         for work, of_work in ratios_to_plain(record.rows).items():
             title = work.replace("_", " and ").capitalize()
             parts += [f"{title} pass, time / time of plain attention:\n"]
@@ -97,16 +69,6 @@ def curves() -> list[str]:
     return parts
 
 
-def plot(path: str, shape: str, finding: str) -> str:
-    """A figure with its finding as the caption; the alternative text also says what is drawn."""
-    alternative = f"{shape} {finding}".replace("`", "")
-    return f":::{{figure}} {path}\n:alt: {alternative}\n:figclass: wide plot\n\n{finding}\n:::\n"
-
-
-FASTER = 0.95
-"""The ratio of times below which a caption says that a mechanism takes less time."""
-
-
 def curves_finding(record: BenchRecord) -> str:
     """Which mechanisms are faster than plain attention at the most tokens, and the slowest."""
     sentences = []
@@ -114,34 +76,14 @@ def curves_finding(record: BenchRecord) -> str:
         most = max(tokens for points in of_work.values() for tokens, _ in points)
         ratios = {n: r for n, points in of_work.items() for tokens, r in points if tokens == most}
         ordered = sorted(ratios, key=lambda name: ratios[name])
-        faster = [f"`{name}`" for name in ordered if ratios[name] < FASTER]
-        listed = ""
-        if faster:
-            names = " and ".join(filter(None, (", ".join(faster[:-1]), faster[-1])))
-            verb = "takes" if len(faster) == 1 else "take"
-            listed = f"{names} {verb} less time than plain attention"
-        slowest = ordered[-1]
-        dearest = f"`{slowest}` takes the most, {ratios[slowest]:.2f} times its time"
-        title = work.replace("_", " and ").capitalize()
+        faster = ", ".join(name for name in ordered if ratios[name] < 0.95) or "no mechanism"
+        slowest = f"{ordered[-1]}, {ratios[ordered[-1]]:.2f} times its time"
+        title = work.replace("_", " and ")
         sentences.append(
-            f"{title} of {most:,} tokens: {'; '.join(filter(None, (listed, dearest)))}."
+            f"Faster than plain attention in the {title} pass of {most:,} tokens: {faster}. "
+            f"Slowest: {slowest}."
         )
     return " ".join(sentences)
-
-
-def ratios_finding(rows: list[Row]) -> str:
-    """How many ratios are below 1, and the smallest and the largest."""
-    found = sorted(
-        (ratio["median"], row.case, peer) for row in rows for peer, ratio in row.ratios.items()
-    )
-    texts = [f"`{case}` over {peer}, {ratio:.2f}" for ratio, case, peer in found]
-    if len(texts) == 1:
-        return f"One ratio: {texts[0]}."
-    below = sum(ratio < 1 for ratio, _, _ in found)
-    return (
-        f"Below 1, where we are faster: {below} of {len(found)} ratios. "
-        f"Smallest: {texts[0]}. Largest: {texts[-1]}."
-    )
 
 
 def lengths(of: Mapping[str, list[tuple[int, float]]], text: str | Callable[[float], str]) -> str:
@@ -152,7 +94,7 @@ def lengths(of: Mapping[str, list[tuple[int, float]]], text: str | Callable[[flo
         (f"`{mechanism}`", *(show(found[c]) if c in found else "–" for c in columns))
         for mechanism, found in ((name, dict(points)) for name, points in of.items())
     ]
-    return table(("mechanism", *(f"{c:,}" for c in columns)), rows)
+    return table(("mechanism", *(f"{c:,}" for c in columns)), rows) + "\n"
 
 
 def section(name: str, record: BenchRecord) -> str:
@@ -163,61 +105,32 @@ def section(name: str, record: BenchRecord) -> str:
     refused = [row for row in record.rows if row.status != TIMED]
     if timed:
         parts.append(times(timed))
-    if any(row.ratios for row in timed):
-        parts.append(ratios_finding(timed) + "\n")
-    if peaks:
-        parts.append(memory(peaks))
-    if refused:
-        parts.append(without_time(refused))
-    return "\n".join(parts)
+    parts += [memory(peaks)] if peaks else []
+    return "\n".join([*parts, *([without_time(refused)] if refused else [])])
 
 
 def machine(record: BenchRecord) -> str:
-    """The machine, the date and the versions of a run."""
-    computer = record.machine
-    versions = ", ".join(f"{n} {v}" for n, v in computer.get("versions", {}).items())
-    lines = [
-        f"Measured {record.date[:10]} on {computer.get('processor')}, {computer.get('cores')} "
-        f"cores, {computer.get('threads')} threads{_neighbours(computer)}, with {versions}.",
-    ]
-    for rate in record.rates:
-        lines.append(
-            f"{rate['library']} on {rate['device']} in {rate['dtype']} itself: "
-            f"{rate['flops_per_second'] / 1e9:.3g} GFLOP/s in a matrix product, "
-            f"{rate['bytes_per_second'] / 1e9:.3g} GB/s in a copy."
-        )
-    return "\n".join(lines) + "\n"
+    """The machine and the date of a run."""
+    of = record.machine
+    return f"{record.date[:10]}, {of['processor']}, {of['threads']} threads.\n"
 
 
-def _neighbours(computer: dict[str, Any]) -> str:
-    count = computer.get("neighbours", 0)
-    return f", beside {count} other busy process{'es' if count > 1 else ''}" if count else ""
+def where(row: Row) -> str:
+    others = [name for name in dict.fromkeys(row.backends) if name != row.library]
+    return f"{row.library} {row.dtype}" + (f" by {', '.join(others)}" if others else "")
 
 
 def sizes(row: Row) -> str:
-    """The sizes, each letter beside its number."""
-    return " ".join(f"{letter}{number}" for letter, number in row.sizes.items())
-
-
-def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table, as Markdown."""
-    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
-    lines += [f"| {' | '.join(cells)} |" for cells in rows]
-    return "\n".join(lines) + "\n"
+    """The sizes, each letter beside its number, but those that follow from others."""
+    usual = {"s": "t", "u": "h", "e": "d"}
+    of = row.sizes
+    shown = {x: n for x, n in of.items() if n != of.get(usual.get(x, ""), 1 if x == "b" else None)}
+    return " ".join(f"{letter}{number}" for letter, number in shown.items())
 
 
 def times(rows: list[Row]) -> str:
     """The time of each case, and its ratios to peers."""
-    headings = (
-        "case",
-        "what",
-        "backend",
-        "time",
-        "our time / peer's time",
-        "of GEMM",
-        "of copy",
-        "error",
-    )
+    head = ("case", "what", "time", "our time / peer's time")
     cells = []
     for row in rows:
         ratios = "<br>".join(
@@ -227,38 +140,30 @@ def times(rows: list[Row]) -> str:
         cells.append(
             (
                 f"`{row.case}`",
-                f"`{row.mechanism}` {row.work}, {sizes(row)}, {row.library} {row.dtype}",
-                ", ".join(dict.fromkeys(row.backends)),
+                f"`{row.mechanism}` {row.work}, {sizes(row)}, {where(row)}",
                 duration(row.seconds["median"]),
                 ratios or "–",
-                share(row.gemm_share),
-                share(row.copy_share),
                 "–" if row.error is None else f"{row.error:.0e}",
             )
         )
-    return table(headings, cells)
-
-
-def share(of: float | None) -> str:
-    return "–" if of is None else f"{100 * of:.0f} %"
+    return table((*head, "error"), cells) + "\n"
 
 
 def memory(rows: list[Row]) -> str:
     """Peaks, inputs included, and how they grow with the number of tokens."""
-    headings = ("case", "what", "backend", "tokens", "peak memory", "growth")
+    headings = ("case", "what", "tokens", "peak memory", "growth")
     cells = []
     for row in rows:
         cells.append(
             (
                 f"`{row.case}`",
-                f"`{row.mechanism}` {row.work}, {row.library} {row.dtype}",
-                ", ".join(dict.fromkeys(row.backends)),
+                f"`{row.mechanism}` {row.work}, {where(row)}",
                 ", ".join(map(str, row.peak_tokens)),
                 ", ".join(map(size, row.peak_bytes)),
                 ", ".join(f"{factor:.2f} ×" for factor in row.growth) or "–",
             )
         )
-    return table(headings, cells)
+    return table(headings, cells) + "\n"
 
 
 def without_time(rows: list[Row]) -> str:

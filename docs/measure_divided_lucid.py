@@ -11,21 +11,21 @@ Processes share the cores, so the time of the slowest process does not predict t
 machines. The CPU seconds of each process do, since they do not include waiting.
 """
 
-from __future__ import annotations
-
-import math
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import drawing
+import numpy as np
+import recorded
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from recorded import captioned, load, save, shown, with_measured
+from drawing import panels
+from recorded import DOCS, table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -35,7 +35,6 @@ from precondattn.parallel.torch import context_parallel
 from precondattn_conformance.libraries import TorchLibrary
 from precondattn_conformance.memory import MALLOC_SETTINGS, peak_of
 
-DOCS = Path(__file__).parent
 PAGE = DOCS / "many_devices_lucid.md"
 FILE = DOCS / "measurements" / "many_devices" / "lucid.json"
 DEVICES, HEADS, WIDTH = 8, 1, 16
@@ -82,9 +81,9 @@ def gathered(q: Tensor, k: Tensor, v: Tensor, tokens: int) -> Tensor:
     return torch.cat(outs, 1)
 
 
-def measured(run: Callable[[], Tensor]) -> tuple[dict[str, Any], Tensor]:
+def measured(run: Callable[[], Tensor]) -> tuple[dict, Tensor]:
     """Times and peaks of all processes, and this one's output."""
-    found: dict[str, Any] = {}
+    found: dict = {}
 
     def timed() -> None:
         dist.barrier()
@@ -93,7 +92,7 @@ def measured(run: Callable[[], Tensor]) -> tuple[dict[str, Any], Tensor]:
         found["cpu"], found["seconds"] = time.process_time() - cpu, time.perf_counter() - start
 
     found["peak"] = peak_of(timed, TorchLibrary())
-    everyone: list[Any] = [None] * DEVICES
+    everyone: list = [None] * DEVICES
     out = found.pop("out")
     dist.all_gather_object(everyone, found)
     return {
@@ -103,7 +102,7 @@ def measured(run: Callable[[], Tensor]) -> tuple[dict[str, Any], Tensor]:
     }, out
 
 
-def rows_of(tokens: int, mesh: DeviceMesh, *, compares: bool) -> list[dict[str, Any]]:
+def rows_of(tokens: int, mesh: DeviceMesh, *, compares: bool) -> list[dict]:
     """The measurements of one length."""
     q, k, v = parts_of(tokens, dist.get_rank())
     attn = context_parallel("lucid", mesh["cp"], layout=layout_of(tokens))
@@ -122,7 +121,7 @@ def rows_of(tokens: int, mesh: DeviceMesh, *, compares: bool) -> list[dict[str, 
     return rows
 
 
-def work(rank: int, folder: str, lengths: tuple[int, ...]) -> None:
+def work(rank: int, folder: str, lengths: list[int]) -> None:
     """One process."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", DEVICES)
@@ -134,115 +133,66 @@ def work(rank: int, folder: str, lengths: tuple[int, ...]) -> None:
         for tokens in lengths:
             rows += rows_of(tokens, mesh, compares=tokens in COMPARED)
             if rank == 0:
-                save(Path(folder) / "rows.json", {"rows": rows})
+                recorded.save(Path(folder) / "rows.json", {"rows": rows})
                 print(rows[-1], file=sys.stderr, flush=True)
     dist.destroy_process_group()
 
 
-def record(lengths: tuple[int, ...]) -> dict[str, Any]:
+def record(lengths: list[int]) -> dict:
     """All lengths."""
     os.environ.update(MALLOC_SETTINGS)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (folder, lengths), DEVICES)
-        rows = load(Path(folder) / "rows.json")["rows"]
+        rows = recorded.load(Path(folder) / "rows.json")["rows"]
     cores = len(os.sched_getaffinity(0))
     return {"torch": torch.__version__, "cores": cores, "devices": DEVICES, "heads": HEADS,
             "width": WIDTH, "rows": rows}  # fmt: skip
 
 
-def mean(numbers: list[float]) -> float:
-    return math.fsum(numbers) / len(numbers)
-
-
-def of_plan(saved: dict[str, Any], plan: str) -> dict[int, dict[str, Any]]:
+def of_plan(saved, plan):
     """The rows of a plan, by the number of tokens."""
     return {row["tokens"]: row for row in saved["rows"] if row["plan"] == plan}
 
 
-def estimated(saved: dict[str, Any], tokens: int) -> tuple[float, float]:
-    """CPU seconds and peak bytes of a process: pairs grow as N², its memory as N."""
-    rows = of_plan(saved, "cyclic")
-    before, longest = (rows[n] for n in sorted(rows)[-2:])
-    more = tokens - longest["tokens"]
-    each = (max(longest["peak"]) - max(before["peak"])) / (longest["tokens"] - before["tokens"])
-    times = mean(longest["cpu"]) * (tokens / longest["tokens"]) ** 2
-    return times, max(longest["peak"]) + each * more
+SHOWN = {
+    "CPU seconds of a process": lambda row: f"{np.mean(row['cpu']):.2f}",
+    "peak, MiB": lambda row: f"{max(row['peak']) / 2**20:.1f}",
+    "sent by a process, MiB": lambda row: f"{row['sent'] / 2**20:.1f}",
+    "largest difference": lambda row: f"{row['difference']:.1g}" if "difference" in row else "",
+}
 
 
-def measurements(saved: dict[str, Any]) -> str:
-    """The table, and the conclusions."""
-    cyclic, whole = of_plan(saved, "cyclic"), of_plan(saved, "gathered")
-    lines = [
-        f"{saved['devices']} processes of one thread on {saved['cores']} cores that other work used too, "  # noqa: E501
-        f"PyTorch {saved['torch']} with gloo, float32, {saved['heads']} head of {saved['width']} channels, "  # noqa: E501
-        "forward. CPU seconds are the mean over processes. The peak is the largest of all "
-        "processes, without the memory before the call (libraries and inputs).",
-        "",
-        "| tokens | layout | CPU seconds of a process | gathered | peak, MiB | gathered "
-        "| sent by a process, MiB | gathered | largest difference |",
-        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for tokens, row in cyclic.items():
-        other = whole.get(tokens)
-        cells = [f"{tokens:,}", f"`{row['layout']}`"]
-        for value in (
-            lambda r: f"{mean(r['cpu']):.2f}",
-            lambda r: f"{max(r['peak']) / 2**20:.1f}",
-            lambda r: f"{r['sent'] / 2**20:.1f}",
-        ):
-            cells += [value(row), "–" if other is None else value(other)]
-        cells.append("–" if other is None else f"{other['difference']:.1g}")
-        lines.append(f"| {' | '.join(cells)} |")
-    longest = max(cyclic)
-    row = cyclic[longest]
-    both = max(whole)
-    peaks = [max(run["peak"]) / 2**20 for run in (cyclic[both], whole[both])]
-    took = [mean(run["cpu"]) for run in (cyclic[both], whole[both])]
-    finding = (
-        f"The pipelined solve takes less time and memory than gathered keys. At {both:,} tokens a "
-        f"process takes {took[0]:.2f} s and {peaks[0]:.1f} MiB, not {took[1]:.2f} s and "
-        f"{peaks[1]:.1f} MiB."
-    )
-    lines += ["", captioned("figures/many_devices_lucid.svg", finding), "",
-              f"The call of {longest:,} tokens took {row['seconds']:,.0f} s on these cores, in "
-              f"which the processes used {math.fsum(row['cpu']):,.0f} s of CPU time."]  # fmt: skip
-    for tokens in saved.get("alone", []):
-        lines += ["", f"{tokens:,} tokens were measured in a separate run on the same machine."]
-    if longest < LONGER[-1]:
-        times, peak = estimated(saved, LONGER[-1])
-        lines += ["", f"**A million tokens were not run here.** From the two longest calls, "
-                  f"{LONGER[-1]:,} tokens are estimated to take {times:,.0f} CPU seconds and "
-                  f"{peak / 2**20:,.0f} MiB of each process."]  # fmt: skip
-    return "\n".join(lines)
+def measurements(saved):
+    """Each column of a row, and that of gathered keys after a stroke."""
+    whole, rows = of_plan(saved, "gathered"), []
+    for tokens, row in of_plan(saved, "cyclic").items():
+        both = [row, *([whole[tokens]] if tokens in whole else [])]
+        cells = (" / ".join(filter(None, map(show, both))) or "–" for show in SHOWN.values())
+        rows.append((f"{tokens:,}", f"`{row['layout']}`", *cells))
+    return table(("tokens", "layout", *SHOWN), rows)
 
 
-def draw(saved: dict[str, Any]) -> None:
-    """One figure: time and memory."""
-    import matplotlib as mpl
-    from make_figures import STYLE, panels
-
-    with mpl.rc_context(STYLE):
-        figure, (times, memory) = panels(2, height=2.6)
-        for plan, label in (("cyclic", "pipelined solve"), ("gathered", "all-gathered keys")):
-            rows = of_plan(saved, plan)
-            tokens, found = list(rows), rows.values()
-            times.plot(tokens, [mean(r["cpu"]) for r in found], marker=".", label=label)
-            memory.plot(tokens, [max(r["peak"]) / 2**20 for r in found], marker=".")
-        for ax, what in ((times, "CPU seconds of a process"), (memory, "peak of a process (MiB)")):
-            ax.set(xlabel="tokens", ylabel=what, xscale="log", yscale="log")
-            ticks = sorted(of_plan(saved, "cyclic"))
-            ax.set_xticks(ticks, [f"{n // 2**10}K" if n < 2**20 else "1M" for n in ticks])
-            ax.minorticks_off()
-        times.legend()
-        figure.savefig(DOCS / "figures" / "many_devices_lucid.svg", metadata={"Date": None})
-
-
-def page(saved: dict[str, Any]) -> str:
-    """The page, with the saved run."""
-    return with_measured(PAGE, measurements(saved))
+def draw(saved):
+    """Time and memory."""
+    figure, (times, memory) = panels(2, height=2.6)
+    for plan, label in (("cyclic", "pipelined solve"), ("gathered", "all-gathered keys")):
+        rows = of_plan(saved, plan)
+        tokens, found = list(rows), rows.values()
+        times.plot(tokens, [np.mean(r["cpu"]) for r in found], marker=".", label=label)
+        memory.plot(tokens, [max(r["peak"]) / 2**20 for r in found], marker=".")
+    for ax, what in ((times, "CPU seconds of a process"), (memory, "peak of a process (MiB)")):
+        ax.set(xlabel="tokens", ylabel=what, xscale="log", yscale="log")
+        at = sorted(of_plan(saved, "cyclic"))
+        ax.set_xticks(at, [f"{n // 2**10}K" if n < 2**20 else "1M" for n in at])
+        ax.minorticks_off()
+    times.legend()
+    return figure
 
 
 if __name__ == "__main__":
-    most = max([int(word) for word in sys.argv[1:] if word.isdigit()], default=max(LONGER))
-    lengths = tuple(tokens for tokens in (*COMPARED, *LONGER) if tokens <= most)
-    shown(FILE, lambda: record(lengths), draw, PAGE, page)
+    if "--draw" not in sys.argv:
+        most = max([int(word) for word in sys.argv[1:] if word.isdigit()], default=max(LONGER))
+        recorded.save(FILE, record([n for n in (*COMPARED, *LONGER) if n <= most]))
+    saved = recorded.load(FILE)
+    drawing.save("many_devices_lucid", draw, saved)
+    PAGE.write_text(recorded.with_measured(PAGE, measurements(saved)), encoding="utf-8")

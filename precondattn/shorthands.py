@@ -1,6 +1,6 @@
 """The shorthands, such as `pa.softmax(q, k, v)`: a function for every mechanism of the library.
 
-Type checkers read `shorthands.pyi`, which `docs/make_shorthands.py` writes.
+Type checkers read `shorthands.pyi`, which `docs/make_pages.py` writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parameters of the shorthands, which `docs/make_shorthands.py` writes from the declarations.
+"""The parameters of the shorthands, which `docs/make_pages.py` writes from the declarations.
 
 The text of an array's annotation is its shape (`precondattn/algebra/declaration.py`).
 """

@@ -13,7 +13,7 @@
 # CUDA kernels are compiled with the machine's NVRTC everywhere: constraints.txt has it.
 #
 # Reports are saved in docs/measurements/kernels/other_versions, and kernels that are in them are not
-# compiled again; docs/make_ledger.py summarises them.
+# compiled again; docs/make_pages.py summarises them.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 cd "$here/../.."

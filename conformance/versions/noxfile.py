@@ -168,6 +168,6 @@ class Tried:
             path = RECORDS / f"{record['session']}_{self.versions}_{minor}.json"
             path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             # The next session tests the page.
-            self.session.run("python", str(ROOT / "docs" / "make_versions.py"))
+            self.session.run("python", str(ROOT / "docs" / "make_pages.py"))
         if any(run["failed"] for run in self.runs) or not all(run["passed"] for run in self.runs):
             self.session.error("not everything passed")

@@ -5,58 +5,36 @@ else, the alignment of each key is the share of its centred energy in the top 16
 eigenvectors of all keys, and the gap is that of the pairs' keys less that of noise.
 """
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
-import numpy as np
-from make_figures import BLUE, ORANGE, panels
-from matplotlib.figure import Figure
+from drawing import BLUE, ORANGE, legend_below, panels
+from recorded import table, with_range
 
 import precondattn as pa
 from claims import needles, pairs
-from claims.claim import Claim, table, with_range
-from claims.trainings import SEEDS, trained
+from claims.trainings import over_seeds, trained
 
-CLAIM = Claim(
-    says="Keys of needles lie off the directions in which keys vary most",
-    source="CCQ §3.3, Figures 1 and 2; CCQ Appendix H, text",
-    verdict="does not hold",
-    because=(
-        "Before training the keys of needles are off the top 16 directions, by 0.13. After it they "
-        "lie on them more than noise does, by 0.06 to 0.13 on average and in every seed, with and "
-        "without CCQ: a model that has to tell needles apart makes their keys vary."
-    ),
-)
-SMALL = {"updates": 2, "seeds": (0,), "batch": 2, "names": ("GLA",), "kept": False}
-"""Arguments of `run` for a test."""
-ALT = (
-    "In each of four trained models and in every seed, the needles' keys have a larger share of "
-    "their energy in the top 16 directions than the noise's keys."
-)
-MECHANISMS = {
-    "softmax": "softmax",
-    "GLA": "gla",
-    "GLA with CCQ": "ccq(gla)",
-    "gated delta": "gated_delta",
-}
+SMALL = {"updates": 2, "seeds": (0,), "size": 2, "names": ("GLA",), "kept": False}
+MECHANISMS = {"softmax": ("softmax",), "GLA": ("gla",), "GLA with CCQ": ("ccq(gla)",)}
+MECHANISMS["gated delta"] = ("gated_delta",)
 RANK, LENGTH = 16, 256
 
 
-def train(name: str, seed: int, updates: int, size: int, shown: bool) -> dict[str, Any]:
+def train(seed, name, updates, size):
     """The mean alignment of keys of pairs and of noise, before and after training; the recall."""
-    found = {}
-    model = pairs.decoder(name, seed)
-    found["before"] = alignments(model)
-    model, _ = pairs.model_of(name, seed, updates, size, shown)
-    found["after"] = alignments(model)
-    return {**found, "recall": pairs.recall(model, LENGTH, pairs.PAIRS)}
+    import torch
+
+    model = pairs.decoder(name)
+    before = alignments(model)
+    torch.manual_seed(seed)
+    model = pairs.decoder(name)  # The same weights; what follows is drawn as from the seed.
+    pairs.learn(model, updates, size)
+    recall = pairs.recall(model, LENGTH, pairs.PAIRS)
+    return {"before": before, "after": alignments(model), "recall": recall}
 
 
-def alignments(model: Any) -> list[float]:
-    """The mean alignments of the keys at the pairs' values, which hold key and value, and of
-    noise."""
+def alignments(model):
+    """The means for keys at the pairs' values, which hold key and value, and for keys of noise."""
     import torch
 
     torch.manual_seed(0)
@@ -67,53 +45,33 @@ def alignments(model: Any) -> list[float]:
     return [round(float(mean), 4) for mean in means]
 
 
-def run(
-    updates: int = 1000,
-    seeds: tuple[int, ...] = SEEDS,
-    batch: int = 32,
-    names: tuple[str, ...] = tuple(MECHANISMS),
-    kept: bool = True,
-) -> dict[str, Any]:
-    """For each mechanism and seed, the alignments."""
-    jobs = {
-        f"{title}, seed {seed}": partial(train, MECHANISMS[title], seed, updates, batch, kept)
-        for seed in seeds
-        for title in names
-    }
-    runs = trained("ccq_alignment", jobs, kept)
-    return {"seeds": list(seeds), "names": list(names), "runs": runs}
+run = partial(trained, "ccq_alignment", train, MECHANISMS, updates=1000, size=32)
 
 
-def of(found: dict[str, Any], title: str, when: str) -> np.ndarray:
-    """Alignments (seeds, needles and noise)."""
-    runs = found["runs"]
-    return np.array([runs[f"{title}, seed {seed}"][when] for seed in found["seeds"]])
-
-
-def rows(found: dict[str, Any]) -> str:
+def rows(found):
     """Mean alignments, and the gap with its range over seeds."""
     cells = []
     for title in found["names"]:
         for when in ("before", "after"):
-            needle, noise = of(found, title, when).T
-            gap = needle - noise
-            spread = with_range(gap, "+.2f")
+            needle, noise = over_seeds(found, title, when).T
             means = (f"{needle.mean():.2f}", f"{noise.mean():.2f}")
-            cells.append((title if when == "before" else "", f"{when} training", *means, spread))
+            first = title if when == "before" else ""
+            gap = with_range(needle - noise, "+.2f")
+            cells.append((first, f"{when} training", *means, gap))
     head = ("model", "", "alignment of needles", "of noise", "gap (range of seeds)")
     return table(head, cells)
 
 
-def draw(found: dict[str, Any]) -> Figure:
+def draw(found):
     """Alignments after training, one point a seed."""
     figure, (ax,) = panels(1, height=2.4)
     for i, title in enumerate(found["names"]):
-        needle, noise = of(found, title, "after").T
-        for values, colour, label in ((needle, ORANGE, "needles"), (noise, BLUE, "noise")):
+        both = over_seeds(found, title, "after").T
+        for values, colour, label in zip(both, (ORANGE, BLUE), ("needles", "noise"), strict=True):
             label = label if i == 0 else None
             ax.plot(values, [i] * len(values), "o", color=colour, alpha=0.7, label=label)
     ax.set(yticks=range(len(found["names"])), yticklabels=found["names"], xlim=(0, 1.02))
     ax.set_xlabel("share of the energy in the top 16 of 64 directions")
     ax.invert_yaxis()
-    figure.legend(*ax.get_legend_handles_labels(), ncols=2, loc="outside lower center")
+    legend_below(figure, ax, 2)
     return figure

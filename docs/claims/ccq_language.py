@@ -9,43 +9,22 @@ remember 4 tokens at most. There CCQ is tried also with `covariance=decayed`, wh
 the state does. All models of a backbone start from the same weights and see the same batches.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
 
 import numpy as np
-from make_figures import GREEN, INK, ORANGE, panels
-from matplotlib.figure import Figure
+from drawing import GREEN, INK, ORANGE, panels, ticks
+from make_trainings import tutorial
+from recorded import table, with_range
 
-from claims.claim import Claim, table, with_range
 from claims.needles import inputs_of
-from claims.trainings import SEEDS, fit, trained
-from claims.tutorial import tutorial
+from claims.trainings import fit, over_seeds, titles, trained
 from precondattn.layers.recipes.gates import DecayWithBias
 
-CLAIM = Claim(
-    says="CCQ lowers the loss of linear backbones, the more the longer the context",
-    source="CCQ §4.2, Table 2; CCQ §4.4, Figures 3 and 4; CCQ Appendix I, text",
-    verdict="does not hold",
-    because=(
-        "With CCQ the mean loss changes by −0.011 to +0.007 nats, less than what seeds differ by "
-        "and in both directions, and by as much at sixteen times the trained length as within it. "
-        "Around gated DeltaNet the covariance that decays with the backbone has mean losses 0.007 "
-        "to 0.017 lower than the paper's, no more so where the backbone is made to forget, and in "
-        "some seeds they are higher."
-    ),
-)
-SMALL = {"updates": 1, "seeds": (0,), "names": ("GLA",), "windows": 1, "kept": False}
-"""Arguments of `run` for a test."""
-ALT = (
-    "Change of the loss by CCQ at five positions, for five pairs of a backbone and a covariance. "
-    "The means stay near 0 at every position, and seeds lie on both sides of it."
-)
-LENGTH, COUNT, RATE = 64, 16, 3e-3
-"""Characters of a window, windows of a batch, and the learning rate of the training."""
+SMALL = {"updates": 1, "seeds": (0,), "names": ("GLA, none", "GLA, running"), "windows": 1}
+SMALL["kept"] = False
+LENGTH, COUNT = 64, 16
+"""Characters of a window, and windows of a batch, in the training."""
 EDGES = (0, 64, 128, 256, 512, 1024)
 """Bounds of the windows of positions whose losses are averaged; the first window is trained."""
 MEMORY = 4
@@ -56,149 +35,109 @@ MEMORY = 4
 class Forgetful(DecayWithBias):
     """The published log decay, less 1/4."""
 
-    def make(self, tokens: Any, p: Any) -> Any:
+    def make(self, tokens, p):
         return super().make(tokens, p) - 1 / MEMORY
 
 
-class Backbone(NamedTuple):
-    """A backbone and the covariances that are tried around it."""
-
-    mechanism: str
-    recipes: dict[str, Any]
-    covariances: tuple[str, ...]
-
-
-DELTA = "gated_delta"
 BACKBONES = {
-    "GLA": Backbone("gla", {}, ("running",)),
-    "gated delta": Backbone(DELTA, {}, ("running", "decayed")),
-    "gated delta that forgets": Backbone(DELTA, {"g": Forgetful()}, ("running", "decayed")),
+    "GLA": ("gla", {}, ("running",)),
+    "gated delta": ("gated_delta", {}, ("running", "decayed")),
+    "gated delta that forgets": ("gated_delta", {"g": Forgetful()}, ("running", "decayed")),
 }
+"""Mechanisms, recipes, and the covariances that are tried around them."""
 COLOURS = {"running": ORANGE, "decayed": GREEN}
+SETTINGS = {
+    f"{title}, {x}": (title, x) for title, of in BACKBONES.items() for x in ("none", *of[2])
+}
 
 
-def train(
-    title: str, covariance: str, seed: int, updates: int, windows: int, shown: bool
-) -> dict[str, Any]:
+def train(seed, title, covariance, updates, windows):
     """The losses by position, and means of λ and of the decay in the first block."""
     import torch
 
     from precondattn.layers.torch import Decoder
 
-    torch.set_num_threads(1)
-    page, backbone = tutorial(), BACKBONES[title]
+    page, (backbone, recipes, _) = tutorial(), BACKBONES[title]
     generator = torch.Generator().manual_seed(1 + seed)
 
-    def decoder(mechanism: str) -> Any:
-        layer = {"mechanism": mechanism, "recipes": backbone.recipes}
+    def decoder(mechanism):
+        layer = {"mechanism": mechanism, "recipes": recipes}
         return Decoder(len(page["alphabet"]), 64, heads=2, layers=[layer] * 2)
 
-    torch.manual_seed(seed)
-    model = decoder(backbone.mechanism)
-    if covariance != "none":
-        plain = model.state_dict()
-        model = decoder(f"ccq[covariance={covariance}]({backbone.mechanism})")
-        # The order in which weights are drawn depends on the mechanism.
-        model.load_state_dict({**model.state_dict(), **plain})
-
-    def loss_of() -> Any:
+    def loss_of():
         return page["loss"](model, *page["batch"](page["training"], generator, COUNT, LENGTH))
 
-    fit(model, RATE, updates, loss_of, shown=shown)
+    model = decoder(backbone)
+    if covariance != "none":
+        plain = model.state_dict()
+        model = decoder(f"ccq[covariance={covariance}]({backbone})")
+        # The order in which weights are drawn depends on the mechanism.
+        model.load_state_dict({**model.state_dict(), **plain})
+    fit(model, 3e-3, updates, loss_of)
     text = page["held_out"][: windows * EDGES[-1] + 1]
     inputs, targets = text[:-1].reshape(windows, -1), text[1:].reshape(windows, -1)
     with torch.no_grad():
         logits = torch.cat([model(some) for some in inputs.split(COUNT)])
-        cross_entropy = torch.nn.functional.cross_entropy
-        by_position = cross_entropy(logits.mT, targets, reduction="none").mean(0)
+        of = torch.nn.functional.cross_entropy(logits.mT, targets, reduction="none").mean(0)
     seen = inputs_of(model, inputs[:1])
-    found = {"losses": [round(by_position[a:b].mean().item(), 4) for a, b in pairwise(EDGES)]}
+    found = {"losses": [round(of[a:b].mean().item(), 4) for a, b in pairwise(EDGES)]}
     found["decay"] = round(seen["g"].exp().mean().item(), 4)
     if covariance != "none":
         found["contraction"] = round(seen["contraction"].mean().item(), 4)
     return found
 
 
-def run(
-    updates: int = 256,
-    seeds: tuple[int, ...] = SEEDS,
-    names: tuple[str, ...] = tuple(BACKBONES),
-    windows: int = 64,
-    kept: bool = True,
-) -> dict[str, Any]:
-    """For each backbone, covariance and seed, what `train` finds."""
-    jobs = {
-        f"{title}, {covariance}, seed {seed}": partial(
-            train, title, covariance, seed, updates, windows, kept
-        )
-        for seed in seeds
-        for title in names
-        for covariance in ("none", *BACKBONES[title].covariances)
-    }
-    found = {"seeds": list(seeds), "names": list(names), "characters": len(tutorial()["text"])}
-    return {**found, "runs": trained("ccq_language", jobs, kept)}
+def run(updates=256, windows=64, **options):
+    arguments = {"updates": updates, "windows": windows, **options}
+    found = trained("ccq_language", train, SETTINGS, **arguments)
+    return {"characters": len(tutorial()["text"]), **found}
 
 
-def of_seeds(found: dict[str, Any], title: str, covariance: str, name: str) -> np.ndarray:
-    """A result of each seed (seeds, …)."""
-    runs = (found["runs"][f"{title}, {covariance}, seed {seed}"] for seed in found["seeds"])
-    return np.array([run[name] for run in runs if name in run])
-
-
-def losses(found: dict[str, Any], title: str, covariance: str) -> np.ndarray:
-    """Losses (seeds, windows of positions)."""
-    return of_seeds(found, title, covariance, "losses")
-
-
-def tried(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """The backbones that were trained, and the covariances around them."""
-    return [(title, x) for title in found["names"] for x in BACKBONES[title].covariances]
-
-
-def change(found: dict[str, Any], title: str, covariance: str) -> np.ndarray:
+def change(found, key):
     """The loss with CCQ less that without (seeds, windows of positions)."""
-    return losses(found, title, covariance) - losses(found, title, "none")
+    plain = f"{SETTINGS[key][0]}, none"
+    return over_seeds(found, key, "losses") - over_seeds(found, plain, "losses")
 
 
-def rows(found: dict[str, Any]) -> str:
+def rows(found):
     """The mean loss without CCQ, and its change with CCQ, by position."""
-    cells = []
-    for title in found["names"]:
-        means = losses(found, title, "none").mean(0)
-        cells.append((title, "none", *(f"{x:.3f}" for x in means)))
-        changes = {x: change(found, title, x) for x in BACKBONES[title].covariances}
-        if "decayed" in changes:
-            changes["decayed less running"] = changes["decayed"] - changes["running"]
-        for name, apart in changes.items():
-            cells.append(("", name, *(with_range(x, "+.3f") for x in apart.T)))
+    cells, of_blocks = [], []
+    for key in titles(found, SETTINGS):
+        title, covariance = SETTINGS[key]
+        if covariance == "none":
+            means = over_seeds(found, key, "losses").mean(0)
+            cells.append((title, "none", *(f"{x:.3f}" for x in means)))
+            changes = {}
+        else:
+            changes[covariance] = change(found, key)
+            cells.append(("", covariance, *(with_range(x, "+.3f") for x in changes[covariance].T)))
+        if covariance == "decayed":
+            apart = (changes["decayed"] - changes["running"]).T
+            cells.append(("", "decayed less running", *(with_range(x, "+.3f") for x in apart)))
+        decay = f"{over_seeds(found, key, 'decay').mean():.2f}"
+        has_factor = covariance != "none"
+        factor = f"{over_seeds(found, key, 'contraction').mean():.2f}" if has_factor else ""
+        of_blocks.append((title, covariance, decay, factor))
     head = ("backbone", "covariance", *(f"{a:,} to {b:,}" for a, b in pairwise(EDGES)))
-    by_position = table(head, cells)
-
-    cells = []
-    for title in found["names"]:
-        for covariance in ("none", *BACKBONES[title].covariances):
-            means = [of_seeds(found, title, covariance, name) for name in ("decay", "contraction")]
-            cells.append((title, covariance, *(f"{x.mean():.2f}" if x.size else "" for x in means)))
-    of_blocks = table(("backbone", "covariance", "decay", "λ"), cells)
-    return f"{by_position}\n\nMeans of the first block after training:\n\n{of_blocks}"
+    second = table(("backbone", "covariance", "decay", "λ"), of_blocks)
+    return f"{table(head, cells)}\n\nMeans of the first block after training:\n\n{second}"
 
 
-def draw(found: dict[str, Any]) -> Figure:
+def draw(found):
     """Change of the loss by position: one line a seed, and the mean."""
-    pairs = tried(found)
-    figure, axes = panels(len(pairs), height=2.6)
-    limit = 1.1 * max(np.abs(change(found, *pair)).max() for pair in pairs)
+    keys = [key for key in titles(found, SETTINGS) if SETTINGS[key][1] != "none"]
+    figure, axes = panels(len(keys), height=2.6)
+    limit = 1.1 * max(np.abs(change(found, key)).max() for key in keys)
     middle = [(a + b) / 2 for a, b in pairwise(EDGES)]
-    for ax, (title, covariance) in zip(axes, pairs, strict=True):
-        apart = change(found, title, covariance)
+    for ax, key in zip(axes, keys, strict=True):
+        (title, covariance), apart = SETTINGS[key], change(found, key)
         colour = COLOURS[covariance]
         ax.plot(middle, apart.T, color=colour, alpha=0.4, linewidth=0.8)
         ax.plot(middle, apart.mean(0), "o-", color=colour, markersize=4)
         ax.axhline(0, color=INK, linewidth=0.8)
         ax.axvline(LENGTH, color=INK, linewidth=0.8, linestyle=":")
         ax.set(xscale="log", title=f"{title.replace(' that', chr(10) + 'that')}\n{covariance}")
-        ax.set_xticks((100, 1000), ("100", "1,000"))
-        ax.set_xticks([], minor=True)
+        ticks(ax.xaxis, (100, 1000))
         ax.set_ylim(-limit, limit)
         if ax is not axes[0]:
             ax.tick_params(labelleft=False)

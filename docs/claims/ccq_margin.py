@@ -5,36 +5,14 @@ that is λ ρ (β − α) (u·q), with α = k★·u and β = k_d·u. Here the qu
 formula is given the largest eigenvalue of Σ and its vector.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
-from make_figures import BLUE, GREEN, INK, ORANGE, clustered, panels
-from matplotlib.figure import Figure
+from drawing import BLUE, GREEN, INK, ORANGE, panels
+from recorded import table
 
 import precondattn as pa
-from claims.claim import Claim, table
-from precondattn_conformance.inputs import REAL, make_inputs
+from claims.inputs import keys
 
-CLAIM = Claim(
-    says="CCQ widens the margin of a target key over distractors, by λ ρ (β − α)(u·q)",
-    source="CCQ Appendix G, Eq. 26",
-    verdict="holds in part",
-    because=(
-        "The formula is exact where the covariance has rank one. The margin over the strongest "
-        "distractor widens where the target lies off the direction of variance, which is the case "
-        "that the paper derives. Where any token may be the target, most margins shrink: a target "
-        "on the directions of variance is contracted more than its distractors."
-    ),
-)
 SMALL = {"tokens": 16}
-"""Arguments of `run` for a test."""
-ALT = (
-    "Change of the margin by the formula against that by the library. Keys of one direction are "
-    "on the line where both agree; clustered, trained and random keys are above it, and most of "
-    "their margins shrink."
-)
 COLOURS = {
     "a needle off one direction": "#b05fc0",
     "one direction": ORANGE,
@@ -42,48 +20,37 @@ COLOURS = {
     "of a trained model": BLUE,
     "random": INK,
 }
-CONTRACTION = 0.5
 ROUNDING = 1e-12
 
 
-def keys(kind: str, tokens: int) -> np.ndarray:
+def constructed(kind, tokens):
     """Keys (tokens, 32) of length 1."""
-    rng = np.random.default_rng(0)
-    if kind == "of a trained model":
-        k = make_inputs(pa.Softmax(), REAL, "real")["k"][0, -tokens:, 0]
-    elif kind == "clustered":
-        k = clustered(tokens, 32, 8, 0.1)[0, :, 0]
-    elif kind == "random":
-        k = rng.normal(size=(tokens, 32))
-    else:  # cos θ c ± sin θ u: the covariance is that of the signs.
-        k = np.zeros((tokens, 32))
-        k[:, 0] = np.cos(0.6)
-        k[:, 1] = np.sin(0.6) * rng.choice([-1, 1], size=tokens)
+    if kind in ("of a trained model", "clustered", "random"):
+        return keys(kind, tokens)
+    k = np.zeros((tokens, 32))  # cos θ c ± sin θ u: the covariance is that of the signs.
+    k[:, 0] = np.cos(0.6)
+    k[:, 1] = np.sin(0.6) * np.random.default_rng(0).choice([-1, 1], size=tokens)
     if kind == "a needle off one direction":
         k[0] = 0
         k[0, 1:3] = 0.1, 1
     return k / np.linalg.norm(k, axis=-1, keepdims=True)
 
 
-def changed(k: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def changed(k, targets):
     """The changes of margins over all keys (targets, tokens), by the library and by the formula.
 
     Queries equal the keys of the targets, and Σ is the covariance of all keys.
     """
     keys = np.repeat(k[None, :, None], len(targets), axis=0)
-    factor = np.full((len(targets), 1, 1), CONTRACTION)
-    given = k[targets, None, None], keys, targets[:, None], factor
-    library, formula = (
-        pa.diagnostics.margin_gain(*given, rank_one=rank_one)[:, 0, 0] for rank_one in (False, True)
-    )
-    return library, formula
+    given = k[targets, None, None], keys, targets[:, None], np.full((len(targets), 1, 1), 0.5)
+    return [pa.diagnostics.margin_gain(*given, rank_one=x)[:, 0, 0] for x in (False, True)]
 
 
-def run(tokens: int = 128) -> dict[str, Any]:
+def run(tokens=128):
     """The formula's error, the shares of margins that widen, and some pairs, for each kind."""
-    found: dict[str, Any] = {}
+    found = {}
     for kind in COLOURS:
-        k, targets = keys(kind, tokens), np.arange(1 if "needle" in kind else tokens)
+        k, targets = constructed(kind, tokens), np.arange(1 if "needle" in kind else tokens)
         library, formula = changed(k, targets)
         others = targets[:, None] != np.arange(tokens)
         strongest = np.where(others, k[targets] @ k.T, -np.inf).argmax(axis=1)
@@ -100,26 +67,18 @@ def run(tokens: int = 128) -> dict[str, Any]:
     return found
 
 
-def rows(found: dict[str, Any]) -> str:
+def rows(found):
     """The formula's error and the shares of margins that widen."""
-    head = (
-        "keys",
-        "error of the formula, of the largest change",
-        "margins that widen: over the strongest distractor",
-        "over all",
-    )
-    cells = [
-        (
-            kind,
-            x["error"],
-            *(f"{100 * x[y]:.0f} %" for y in ("widened over the strongest", "widened")),
-        )
-        for kind, x in found.items()
-    ]
+    head = ("keys", "error of the formula, of the largest change")
+    head += ("margins that widen: over the strongest distractor", "over all")
+    cells = []
+    for kind, x in found.items():
+        shares = (f"{100 * x[y]:.0f} %" for y in ("widened over the strongest", "widened"))
+        cells.append((kind, x["error"], *shares))
     return table(head, cells)
 
 
-def draw(found: dict[str, Any]) -> Figure:
+def draw(found):
     """The formula against the library; equal on the line."""
     figure, (ax,) = panels(1, height=2.8)
     for kind, colour in COLOURS.items():

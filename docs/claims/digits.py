@@ -3,10 +3,7 @@
 1,297 images are learned in batches of 64 with AdamW and one cycle of rates, 500 are held out.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
+from functools import cache
 
 import numpy as np
 
@@ -17,7 +14,7 @@ TRAINING, ALL, BATCH, WEIGHT_DECAY = 1297, 1797, 64, 0.05
 class Data:
     """Images (n, 1, 8, 8) and classes (n) as tensors, for training and held out."""
 
-    def __init__(self, images: np.ndarray, classes: np.ndarray) -> None:
+    def __init__(self, images, classes):
         import torch
 
         count = len(images) * TRAINING // ALL
@@ -25,7 +22,7 @@ class Data:
         self.images, self.classes = x[:count], y[:count]
         self.held_out, self.held_out_classes = x[count:], y[count:]
 
-    def accuracy(self, model: Any) -> float:
+    def accuracy(self, model):
         """The share of held-out images that are classified correctly, in the model's dtype."""
         import torch
 
@@ -34,35 +31,31 @@ class Data:
         return round((found == self.held_out_classes).double().mean().item(), 4)
 
 
-def load(made_up: int | None = None) -> Data:
+@cache
+def load(made_up=None):
     """The digits, images between −1 and 1 in random order, or as many `made_up` ones."""
     if made_up is not None:
         rng = np.random.default_rng(0)
         return Data(rng.normal(size=(made_up, 1, 8, 8)), rng.integers(0, 10, made_up))
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError("this experiment needs scikit-learn: pip install scikit-learn") from error
+    from sklearn.datasets import load_digits  # Of the extra `claims`.
+
     found = load_digits()
     order = np.random.default_rng(0).permutation(len(found.target))
     return Data(found.images[order, None] / 8 - 1, found.target[order])
 
 
-def reader(mechanism: str, seed: int) -> Any:
+def reader(mechanism, seed, **options):
     """An untrained model."""
     import torch
 
     from precondattn.layers.torch import VisionTransformer
 
     torch.manual_seed(seed)
-    return VisionTransformer(
-        8, 2, 64, heads=HEADS, blocks=4, classes=10, channels=1, mechanism=mechanism
-    )
+    options |= {"heads": HEADS, "blocks": 4, "classes": 10, "channels": 1, "mechanism": mechanism}
+    return VisionTransformer(8, 2, 64, **options)
 
 
-def learn(
-    model: Any, data: Data, epochs: int, rate: float, check: Callable[[int], None]
-) -> list[float]:
+def learn(model, data, epochs, rate, check):
     """The mean loss of each epoch; `check` is called before the first one and after each."""
     import torch
 
@@ -88,19 +81,30 @@ def learn(
     return losses
 
 
-def rows_of(model: Any, images: Any) -> list[tuple[Any, Any, Any]]:
-    """q, k and v (b, t, h, ·) of each block."""
+def inputs_of_blocks(model, images):
+    """The input of each block's attention."""
     import torch
 
     found = []
-
-    def keep(attn: Any, arguments: Any) -> None:
-        maps = (attn.q_proj, attn.k_proj, attn.v_proj)
-        found.append(tuple(each(arguments[0]).unflatten(-1, (HEADS, -1)) for each in maps))
-
-    hooks = [block.attn.register_forward_pre_hook(keep) for block in model.blocks]
+    hooks = [
+        block.attn.register_forward_pre_hook(lambda _, given: found.append(given[0]))
+        for block in model.blocks
+    ]
     with torch.no_grad():
         model(images)
     for hook in hooks:
         hook.remove()
     return found
+
+
+def rows_of(model, images):
+    """q, k and v (b, t, h, ·) of each block."""
+    import torch
+
+    with torch.no_grad():
+        return [
+            tuple(f(x).unflatten(-1, (HEADS, -1)) for f in (attn.q_proj, attn.k_proj, attn.v_proj))
+            for attn, x in zip(
+                (block.attn for block in model.blocks), inputs_of_blocks(model, images), strict=True
+            )
+        ]

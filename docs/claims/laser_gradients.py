@@ -5,43 +5,19 @@ w_jc = a_j exp(v_jc − o_c). Both are exact, and are read here from the library
 one-hot keys the logits are the queries' entries.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
-from make_figures import BLUE, ORANGE, panels
-from matplotlib.figure import Figure
+from drawing import BLUE, ORANGE, legend_below, panels
+from recorded import table
 
 import precondattn as pa
-from claims.claim import Claim, table
 
-CLAIM = Claim(
-    says="LASER passes larger gradients through attention than softmax, also where it saturates",
-    source="LASER §3.2, Eqs. 5 and 7",
-    verdict="holds in part",
-    because=(
-        "Where attention has settled on one key and the other key's value is larger, LASER's "
-        "gradient is larger, the more so the further the values are apart: 366 times at 8. Where "
-        "it has settled on the larger value, softmax's is larger, 8 times at 8."
-    ),
-)
 SMALL = {"values": (1.0, 8.0)}
-"""Arguments of `run` for a test."""
-ALT = (
-    "Norms of gradients fall with the gap of the logits. With values 8 apart, LASER's is far "
-    "above softmax's where attention is on the smaller value, and below it where attention is on "
-    "the larger."
-)
 GAPS = tuple(range(0, 17, 2))
-MECHANISMS = {
-    "softmax": pa.Softmax(scale=1.0),
-    "laser": pa.Laser(pa.Softmax(scale=1.0)),
-}
+MECHANISMS = {"softmax": pa.Softmax(scale=1.0), "laser": pa.Laser(pa.Softmax(scale=1.0))}
 CASES = {"attention on the smaller value": -1.0, "attention on the larger value": 1.0}
 
 
-def norms(attn: pa.Mechanism, gap: float, apart: float) -> float:
+def norms(attn, gap, apart):
     """‖∂o/∂s‖ of a query of two keys, whose logits differ by `gap` and values by `apart`."""
     q = np.zeros((1, 2, 1, 2))
     q[0, 1, 0] = (gap, 0.0)
@@ -50,9 +26,9 @@ def norms(attn: pa.Mechanism, gap: float, apart: float) -> float:
     return pa.diagnostics.jacobian_norms(attn, q, k, v, of=("q",), tokens=(1,))["q"].item()
 
 
-def run(values: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0)) -> dict[str, Any]:
+def run(values=(0.5, 1.0, 2.0, 4.0, 8.0)):
     """Norms for each case, mechanism, distance of the values and gap of the logits."""
-    found: dict[str, Any] = {"gaps": list(GAPS), "values": list(values)}
+    found = {"gaps": list(GAPS), "values": list(values)}
     for case, sign in CASES.items():
         for name, attn in MECHANISMS.items():
             found[f"{case}, {name}"] = [
@@ -61,7 +37,7 @@ def run(values: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0)) -> dict[str, Any]
     return found
 
 
-def rows(found: dict[str, Any]) -> str:
+def rows(found):
     """LASER's norm over softmax's, at three gaps."""
     cells = []
     for case in CASES:
@@ -72,7 +48,7 @@ def rows(found: dict[str, Any]) -> str:
     return table(head, cells)
 
 
-def draw(found: dict[str, Any]) -> Figure:
+def draw(found):
     """Norms for the distances 1 and 8."""
     figure, axes = panels(2, height=3.0)
     for ax, case in zip(axes, CASES, strict=True):
@@ -83,5 +59,5 @@ def draw(found: dict[str, Any]) -> Figure:
                 ax.plot(GAPS, y, color=colour, linestyle=style, label=label)
         ax.set(title=case, yscale="log", xlabel="gap of the logits", ylim=(1e-7, 10))
     axes[0].set_ylabel("norm of the gradient")
-    figure.legend(*axes[0].get_legend_handles_labels(), ncols=2, loc="outside lower center")
+    legend_below(figure, axes[0], 2)
     return figure

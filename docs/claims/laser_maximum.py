@@ -8,45 +8,25 @@ it, so that their outputs may not depend on R.
     the library:                            a maximum of what each row sees
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
-from make_figures import BLUE, GREEN, ORANGE, panels
-from matplotlib.figure import Figure
+from drawing import BLUE, GREEN, ORANGE, legend_below, panels
+from recorded import table
 
 import precondattn as pa
-from claims.claim import Claim, table
 
-CLAIM = Claim(
-    says="Subtracting the largest value of the sequence makes LASER safe",
-    source="LASER §3.3, Algorithm 1",
-    verdict="does not hold",
-    because=(
-        "A later value 104 above the earlier ones makes their outputs −∞ in float32, and one 18 "
-        "above in float16. Clamped values compute something else, and overflow in float16 from 16 "
-        "on. The library's errors on the earlier tokens stay at rounding."
-    ),
-)
 SMALL = {"tokens": 8, "ranges": (8.0, 104.0)}
-"""Arguments of `run` for a test."""
-ALT = (
-    "With the maximum of all tokens, the earlier tokens' error is infinite from a last value of "
-    "104 on in float32, and of 18 in float16. The library's error stays at rounding."
-)
 RANGES = (1.0, 4.0, 8.0, 12.0, 16.0, 18.0, 24.0, 48.0, 80.0, 96.0, 104.0, 160.0)
 WAYS = {"maximum of all tokens": ORANGE, "clamped values": GREEN, "the library": BLUE}
 DTYPES = ("float32", "float16")
 
 
-def values(tokens: int, last: float) -> np.ndarray:
+def values(tokens, last):
     v = np.random.default_rng(1).random((1, tokens, 1, 8))
     v[0, -1] = last
     return v
 
 
-def by_way(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> dict[str, np.ndarray]:
+def by_way(q, k, v):
     """The outputs in the dtype of the inputs."""
     read = pa.Softmax()
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
@@ -58,11 +38,11 @@ def by_way(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> dict[str, np.ndarray]
         }
 
 
-def run(tokens: int = 64, ranges: tuple[float, ...] = RANGES) -> dict[str, Any]:
+def run(tokens=64, ranges=RANGES):
     """The largest error, against float64, of the tokens that do not see the last, and of all."""
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(2, 1, tokens, 1, 16))
-    found: dict[str, Any] = {"ranges": list(ranges)}
+    found = {"ranges": list(ranges)}
     for dtype in DTYPES:
         for last in ranges:
             given = [x.astype(dtype) for x in (q, k, values(tokens, last))]
@@ -75,22 +55,20 @@ def run(tokens: int = 64, ranges: tuple[float, ...] = RANGES) -> dict[str, Any]:
     return found
 
 
-def rows(found: dict[str, Any]) -> str:
+def rows(found):
     """Errors of the earlier tokens and of the last, at three values of R."""
     shown = [found["ranges"].index(r) for r in (8.0, 18.0, 104.0) if r in found["ranges"]]
-    head = ["way", "dtype"]
-    head += [f"earlier tokens, R = {found['ranges'][i]:.0f}" for i in shown]
-    head += [f"last token, R = {found['ranges'][i]:.0f}" for i in shown]
+    both = {"earlier tokens": "earlier", "last token": "last"}
+    head = [f"{title}, R = {found['ranges'][i]:.0f}" for title in both for i in shown]
     cells = []
     for way in WAYS:
         for dtype in DTYPES:
             of = found[f"{way}, {dtype}"]
-            errors = [of["earlier"][i] for i in shown] + [of["last"][i] for i in shown]
-            cells.append((way, dtype, *errors))
-    return table(head, cells)
+            cells.append((way, dtype, *(of[x][i] for x in both.values() for i in shown)))
+    return table(("way", "dtype", *head), cells)
 
 
-def draw(found: dict[str, Any]) -> Figure:
+def draw(found):
     """Errors of the earlier tokens; those of −∞ are at the top."""
     figure, axes = panels(2, height=2.9)
     for ax, dtype in zip(axes, DTYPES, strict=True):
@@ -101,5 +79,5 @@ def draw(found: dict[str, Any]) -> Figure:
         ax.set(title=dtype, yscale="log", xlabel="value of the last token", ylim=(1e-8, 3e3))
         ax.set_yticks([1e-8, 1e-6, 1e-4, 1e-2, 1, 1e3], ["1e-8", "1e-6", "1e-4", "0.01", "1", "∞"])
     axes[0].set_ylabel("error of the earlier tokens")
-    figure.legend(*axes[0].get_legend_handles_labels(), ncols=3, loc="outside lower center")
+    legend_below(figure, axes[0], 3)
     return figure

@@ -5,38 +5,15 @@ this library, in batches of 16 windows of 64 characters. Softmax and LASER are t
 weights on the same batches, plain and with each change of the paper's §4.
 """
 
-from __future__ import annotations
-
-from functools import partial
-from typing import Any
-
 import numpy as np
-from make_figures import BLUE, ORANGE, panels
-from matplotlib.figure import Figure
+from drawing import BLUE, ORANGE, dots, panels, ticks
+from make_trainings import tutorial
+from recorded import table, with_range
 
-from claims.claim import Claim, table, with_range
-from claims.trainings import SEEDS, steps, trained
-from claims.tutorial import tutorial
+from claims.trainings import gaining, over_seeds, trained
 
-CLAIM = Claim(
-    says="LASER's gradients are larger in training, and its language models better",
-    source="LASER §4.1, Figure 3, Table 1; LASER §4.3, Table 4",
-    verdict="holds in part",
-    because=(
-        "LASER's mean held-out loss is lower in all five variants, by 0.003 to 0.025 nats, which "
-        "is less than what seeds differ by: it gains in 3 or 4 of 5. The gradients of W_q and W_k "
-        "are not larger but for the first 50 steps: around step 20 LASER's are up to four times "
-        "softmax's, and over all steps 0.82 to 1.06 of them by block."
-    ),
-)
-SMALL = {"updates": 2, "seeds": (0,), "names": ("plain",), "kept": False}
-"""Arguments of `run` for a test."""
-ALT = (
-    "Left, LASER's gradient is up to four times softmax's around step 20, and about as large "
-    "later. Right, the differences of held-out losses lie on both sides of 0, with means slightly "
-    "below it, in all five variants."
-)
-VARIANTS: dict[str, tuple[str, int]] = {
+SMALL = {"updates": 2, "seeds": (0,), "names": ("plain, softmax", "plain, laser"), "kept": False}
+VARIANTS = {
     "plain": ("{}", 4),
     "narrow heads": ("{}", 16),
     "temperature": ("temperature({})", 4),
@@ -45,30 +22,28 @@ VARIANTS: dict[str, tuple[str, int]] = {
 }
 """Expressions around softmax or LASER, and the number of heads."""
 MECHANISMS = ("softmax", "laser")
+SETTINGS = {
+    f"{v}, {m}": (VARIANTS[v][0].format(m), VARIANTS[v][1]) for v in VARIANTS for m in MECHANISMS
+}
 EVERY = 8  # Steps that gradients are kept as means over.
 
 
-def train(variant: str, mechanism: str, seed: int, updates: int, shown: bool) -> dict[str, Any]:
+def train(seed, mechanism, heads, updates):
     """The held-out loss, and the norms of the gradients of W_q and W_k of each block."""
     import torch
 
     from precondattn.layers.torch import Decoder
 
-    torch.set_num_threads(1)
-    page, (around, heads) = tutorial(), VARIANTS[variant]
-    torch.manual_seed(seed)
-    layers = [around.format(mechanism)] * 4
-    model = Decoder(len(page["alphabet"]), 64, heads=heads, layers=layers)
+    page = tutorial()
+    model = Decoder(len(page["alphabet"]), 64, heads=heads, layers=[mechanism] * 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator, norms = torch.Generator().manual_seed(1 + seed), []
-    weights = [
-        [block.attention.q_proj.weight, block.attention.k_proj.weight] for block in model.blocks
-    ]
-    for _ in steps(updates, shown):
+    attentions = [block.attention for block in model.blocks]
+    for _ in range(updates):
         loss = page["loss"](model, *page["batch"](page["training"], generator))
         optimizer.zero_grad()
         loss.backward()
-        squares = [[w.grad.square().sum() for w in block] for block in weights]
+        squares = [[w.weight.grad.square().sum() for w in (a.q_proj, a.k_proj)] for a in attentions]
         norms.append([float(torch.stack(block).sum().sqrt()) for block in squares])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -77,73 +52,50 @@ def train(variant: str, mechanism: str, seed: int, updates: int, shown: bool) ->
     return {"held out": round(page["test"](model), 4), "gradients": gradients}
 
 
-def run(
-    updates: int = 448,
-    seeds: tuple[int, ...] = SEEDS,
-    names: tuple[str, ...] = tuple(VARIANTS),
-    kept: bool = True,
-) -> dict[str, Any]:
-    """For each variant, mechanism and seed, the held-out loss and the gradients."""
-    jobs = {
-        f"{variant}, {mechanism}, seed {seed}": partial(
-            train, variant, mechanism, seed, updates, kept
-        )
-        for seed in seeds
-        for variant in names
-        for mechanism in MECHANISMS
-    }
-    found = {"seeds": list(seeds), "names": list(names), "characters": len(tutorial()["text"])}
-    return {**found, "runs": trained("laser_training", jobs, kept)}
+def run(updates=448, **options):
+    found = trained("laser_training", train, SETTINGS, updates=updates, **options)
+    return {"characters": len(tutorial()["text"]), **found}
 
 
-def held_out(found: dict[str, Any], variant: str, mechanism: str) -> np.ndarray:
-    """The held-out losses (seeds)."""
-    runs = (found["runs"][f"{variant}, {mechanism}, seed {seed}"] for seed in found["seeds"])
-    return np.array([run["held out"] for run in runs])
+def held_out(found, variant):
+    """The held-out losses of softmax and LASER (seeds)."""
+    return [over_seeds(found, f"{variant}, {name}", "held out") for name in MECHANISMS]
 
 
-def ratios(found: dict[str, Any]) -> np.ndarray:
-    """LASER's gradient over softmax's, plain: (seeds, means of steps, blocks)."""
-    runs, plain = found["runs"], found["names"][0]
-    softmax, laser = (
-        np.array([runs[f"{plain}, {name}, seed {seed}"]["gradients"] for seed in found["seeds"]])
-        for name in MECHANISMS
-    )
-    return laser / softmax
+def variants(found):
+    return [v for v in VARIANTS if f"{v}, softmax, seed {found['seeds'][0]}" in found["runs"]]
 
 
-def rows(found: dict[str, Any]) -> str:
+def rows(found):
     """Held-out losses, and the difference of LASER and softmax of the same seed."""
     cells = []
-    for variant in found["names"]:
-        softmax, laser = (held_out(found, variant, name) for name in MECHANISMS)
+    for variant in variants(found):
+        softmax, laser = held_out(found, variant)
         apart = laser - softmax
-        spread = with_range(apart, "+.3f")
         means = (f"{softmax.mean():.3f}", f"{laser.mean():.3f}")
-        cells.append((variant, *means, spread, f"{(apart < 0).sum()} of {len(apart)}"))
+        cells.append((variant, *means, with_range(apart, "+.3f"), gaining(apart)))
     head = ("variant", "softmax", "LASER", "LASER − softmax (range of seeds)", "seeds that gain")
     return table(head, cells)
 
 
-def draw(found: dict[str, Any]) -> Figure:
+def draw(found):
     """Ratios of gradients by step, one line a block; losses of each variant."""
     figure, (left, right) = panels(2, height=3.1)
-    of = ratios(found)
+    softmax, laser = (over_seeds(found, f"plain, {x}", "gradients") for x in MECHANISMS)
+    of = laser / softmax  # (seeds, means of steps, blocks)
     step = EVERY * (np.arange(of.shape[1]) + 0.5)
     for block, shade in enumerate(np.linspace(0.35, 1.0, of.shape[2])):
         y = np.exp(np.log(of[:, :, block]).mean(0))
         left.plot(step, y, color=BLUE, alpha=shade, label=f"block {block + 1}", linewidth=1.3)
     left.axhline(1, color=ORANGE, linewidth=0.8)
     left.set(xlabel="step", ylabel="gradient of LASER / softmax", yscale="log")
-    left.set_yticks((0.5, 1, 2, 4), ("0.5", "1", "2", "4"))
-    left.set_yticks([], minor=True)
+    ticks(left.yaxis, (0.5, 1, 2, 4))
     left.legend(loc="upper right")
-    for i, variant in enumerate(found["names"]):
-        apart = held_out(found, variant, "laser") - held_out(found, variant, "softmax")
-        right.plot(apart, [i] * len(apart), "o", color=BLUE, markersize=4, alpha=0.7)
-        right.plot(apart.mean(), i, "|", color=ORANGE, markersize=16)
+    for i, variant in enumerate(variants(found)):
+        softmax, laser = held_out(found, variant)
+        dots(right, laser - softmax, i, 16)
     right.axvline(0, color=ORANGE, linewidth=0.8)
-    right.set(yticks=range(len(found["names"])), yticklabels=found["names"])
+    right.set(yticks=range(len(variants(found))), yticklabels=variants(found))
     right.set_xlabel("loss of LASER − softmax", loc="right")
     right.invert_yaxis()
     return figure

@@ -5,38 +5,14 @@ multiplied by a factor, which makes it one-hot; Φ stays. All norms are of one t
 ‖∂o_t/∂q_t‖ and ‖∂o_t/∂k‖ for all keys together, times the size of the entries of q and of k.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
-from make_figures import BLUE, GREEN, INK, ORANGE, clustered, panels
-from matplotlib.figure import Figure
+from drawing import BLUE, GREEN, INK, ORANGE, clustered, legend_below, panels
+from recorded import table
 
 import precondattn as pa
-from claims.claim import Claim, table
-from precondattn_conformance.inputs import REAL, make_inputs
+from claims.inputs import real
 
-CLAIM = Claim(
-    says="LUCID's gradients do not vanish where softmax is sharp, for queries and so for keys",
-    source="LUCID §3.2, text; LUCID Appendix A.1, proof",
-    verdict="holds in part",
-    because=(
-        "For keys it holds where they overlap. At one-hot softmax their Jacobian is all through Φ: "
-        "2.8 for keys in clusters, 1.1 for random keys of width 16, 0.05 to 3.4 in nine heads of "
-        "a trained model, in 7 of which that part is larger than before. Random keys of width 64 "
-        "have 0.02. For queries it does not hold: their Jacobian vanishes as that of softmax does, "
-        "below 1e-9 at logits 128 times as large."
-    ),
-)
 SMALL = {"factors": (1, 64), "noises": (0.1, 1.0), "tokens": 12, "queries": 2, "heads": 1}
-"""Arguments of `run` for a test."""
-ALT = (
-    "Left, with sharper logits the Jacobians of queries and of keys through softmax vanish, and "
-    "that of keys through Φ stays at 2.8. Right, at one-hot softmax the part through Φ is largest "
-    "for clusters of medium noise."
-)
 LINES = {
     "queries": BLUE,
     "keys, through softmax": ORANGE,
@@ -46,12 +22,7 @@ LINES = {
 WIDTH, CLUSTERS, NOISE, ONE_HOT = 16, 8, 0.3, 1e8
 
 
-def unit(x: np.ndarray) -> np.ndarray:
-    """Rows of RMS norm 1."""
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True))
-
-
-def norms(q: np.ndarray, k: np.ndarray, v: np.ndarray, factor: float) -> list[float]:
+def norms(q, k, v, factor):
     """Medians over the queries of one head, in the order of `LINES`."""
     scale = k.shape[-1] ** -0.5
     base = pa.Softmax(scale=factor * scale)
@@ -66,40 +37,30 @@ def norms(q: np.ndarray, k: np.ndarray, v: np.ndarray, factor: float) -> list[fl
     return [float(np.median(x)) for x in (of_queries, *of_keys, of_softmax)]
 
 
-def artificial(k: np.ndarray, queries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def artificial(k, queries):
     """Keys of RMS norm 1, which the last queries equal, so that softmax weights tend to one-hot."""
     v = np.random.default_rng(1).normal(size=(*k.shape[:3], 8))
-    return unit(k)[:, -queries:], unit(k), v
-
-
-def heads_of_a_model(heads: int, queries: int) -> Iterator[tuple[np.ndarray, ...]]:
-    """q, k and v of heads of a small trained language model, for its last tokens."""
-    inputs = make_inputs(pa.Softmax(), REAL, "real")
-    for i in range(heads):
-        q, k, v = (np.asarray(inputs[x], np.float64)[:, :, i : i + 1] for x in "qkv")
-        yield q[:, -queries:], k, v
+    unit = k / np.sqrt(np.mean(k * k, axis=-1, keepdims=True))
+    return unit[:, -queries:], unit, v
 
 
 def run(
-    factors: tuple[float, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256),
-    noises: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 4.0),
-    tokens: int = 64,
-    queries: int = 16,
-    heads: int = 9,
-) -> dict[str, Any]:
+    factors=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+    noises=(0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 4.0),
+    tokens=64,
+    queries=16,
+    heads=9,
+):
     """Norms by factor and by noise; and of other keys at factor 1 and where softmax is one-hot."""
     rng = np.random.default_rng(0)
     near = artificial(clustered(tokens, WIDTH, CLUSTERS, NOISE), queries)
     by_noise = [artificial(clustered(tokens, WIDTH, CLUSTERS, x), queries) for x in noises]
-    random = {
-        f"random, width {d}": [artificial(rng.normal(size=(1, tokens, 1, d)), queries)]
-        for d in (16, 64)
-    }
-    kinds = {
-        "clusters, width 16": [near],
-        **random,
-        "of a trained model": list(heads_of_a_model(heads, queries)),
-    }
+    kinds = {"clusters, width 16": [near]}
+    for d in (16, 64):
+        kinds[f"random, width {d}"] = [artificial(rng.normal(size=(1, tokens, 1, d)), queries)]
+    q, k, v = real("q", "k", "v")
+    of_heads = [[x[:, :, i : i + 1] for x in (q[:, -queries:], k, v)] for i in range(heads)]
+    kinds["of a trained model"] = of_heads
     return {
         "factors": list(factors),
         "noises": list(noises),
@@ -113,25 +74,23 @@ def run(
     }
 
 
-def rows(found: dict[str, Any]) -> str:
+def rows(found):
     """Medians over tokens, and over the heads of the model with their range."""
-    sharp = ("as it is", "one-hot")
-    head = ("keys", "softmax", *LINES)
     cells = [
         (kind, state, *map(over_heads, np.transpose(heads)))
         for kind, both in found["kinds"].items()
-        for state, heads in zip(sharp, both, strict=True)
+        for state, heads in zip(("as it is", "one-hot"), both, strict=True)
     ]
-    return table(head, cells)
+    return table(("keys", "softmax", *LINES), cells)
 
 
-def over_heads(norms: np.ndarray) -> str:
+def over_heads(norms):
     """The median, and the range if there are several heads."""
     least, middle, most = (f"{x:.2g}" if x > 1e-8 else "0" for x in np.quantile(norms, (0, 0.5, 1)))
     return middle if len(norms) == 1 or most == "0" else f"{middle} ({least} to {most})"
 
 
-def draw(found: dict[str, Any]) -> Figure:
+def draw(found):
     """Against the factor of the logits, and against noise: solid as it is, dashed one-hot."""
     figure, axes = panels(2, height=3.1)
     by_factor, by_noise, one_hot = (
@@ -146,5 +105,5 @@ def draw(found: dict[str, Any]) -> Figure:
     axes[1].set(xscale="log", xlabel="noise of the clusters", ylim=(0, 3.6))
     axes[0].set_ylabel("norm of the Jacobian")
     axes[1].legend(loc="upper left")
-    figure.legend(*axes[0].get_legend_handles_labels(), ncols=2, loc="outside lower center")
+    legend_below(figure, axes[0], 2)
     return figure

@@ -7,50 +7,21 @@ Heads of 16 with RoPE are trained for three times as many steps as well, and wit
 the differences of values from one token to the next, a test of what LUCID's gain comes from.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
-from typing import Any
 
 import numpy as np
-from make_figures import BLUE, GREEN, INK, ORANGE, panels
-from matplotlib.figure import Figure
+from drawing import BLUE, GREEN, INK, band, dots, panels
+from make_trainings import tutorial
+from recorded import table, with_range
 
-from claims.claim import Claim, table, with_range
-from claims.trainings import SEEDS, fit, trained
-from claims.tutorial import tutorial
-from precondattn.arrays import Array
-from precondattn.layers.recipe import RecipeTokens
+from claims.trainings import fit, gaining, means, over_seeds, trained
 from precondattn.layers.recipes.projections import Projection, Rotary
 
-CLAIM = Claim(
-    says="LUCID gains more in longer contexts, in narrower heads, and without rotation",
-    source="LUCID §4.3, Figure 2; LUCID §4.4, text",
-    verdict="holds in part",
-    because=(
-        "LUCID's loss is lower in 39 of 40 short trainings, by 0.06 to 0.17 nats in the mean of a "
-        "setting. The gain grows with the length, by 0.04, and by 0.15 after three times as many "
-        "steps. Narrow heads and missing rotation raise it in the paper's settings, by 0.09 and "
-        "0.06, but by 0.02 and −0.01 in the mean of all. It is as large at the first characters "
-        "of a window as at the last, and softmax attention to the differences of neighbouring "
-        "values has it too."
-    ),
-)
 SMALL = {"updates": 2, "longer": 3, "seeds": (0,), "lengths": (16, 32), "kept": False}
-"""Arguments of `run` for a test."""
-ALT = (
-    "Left, LUCID's held-out loss is lower than softmax's in nearly every seed of eight settings. "
-    "Right, its gain in training grows to 0.3 nats with contexts of 512 characters and stays near "
-    "0.1 with 64."
-)
-WIDTH = 64
-CHARACTERS = 512
-"""Characters of a training step."""
-HEADS = (16, 64)
-POSITIONS = ("RoPE", "none")
+WIDTH, CHARACTERS = 64, 512
+"""The width of the model, and the characters of a training step."""
+HEADS, POSITIONS = (16, 64), ("RoPE", "none")
 MECHANISMS = ("softmax", "lucid")
 DIFFERENCES = {"softmax of differences": "softmax", "LUCID of differences": "lucid"}
 """Titles and mechanisms of the models whose values are differences."""
@@ -65,10 +36,10 @@ PAPER = {"length": 0.048 - 0.012, "head": 0.1 - 0.012, "position": 0.12 - 0.048}
 class DifferenceOfTokens(Projection):
     """W x of a token minus W x of the token before it."""
 
-    def history(self) -> int:
+    def history(self):
         return 1
 
-    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens, p):
         import torch
 
         rows = super().make(tokens, p)
@@ -76,184 +47,128 @@ class DifferenceOfTokens(Projection):
         return tokens.convolved(rows, torch.stack([-one, one]), None)
 
 
-def train(
-    mechanism: str, length: int, head: int, positions: str, updates: int, seed: int, shown: bool
-) -> dict[str, Any]:
+def train(seed, name, length, head, positions, updates):
     """Held-out losses of each eighth of the context, and the mean losses of every 20 steps."""
     import torch
 
     from precondattn.layers.torch import Decoder
 
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
     page, row = tutorial(), Rotary() if positions == "RoPE" else Projection()
-    layer = {"mechanism": mechanism, "recipes": {"q": row, "k": row}}
-    if mechanism in DIFFERENCES:
-        recipes = {"q": row, "k": row, "v": DifferenceOfTokens()}
-        layer = {"mechanism": DIFFERENCES[mechanism], "recipes": recipes}
+    recipes = {"q": row, "k": row, **({"v": DifferenceOfTokens()} if name in DIFFERENCES else {})}
+    layer = {"mechanism": DIFFERENCES.get(name, name), "recipes": recipes}
     model = Decoder(len(page["alphabet"]), WIDTH, heads=WIDTH // head, layers=[layer] * 2)
     generator = torch.Generator().manual_seed(1 + seed)
 
-    def loss_of() -> Any:
+    def loss_of():
         count = CHARACTERS // length
         return page["loss"](model, *page["batch"](page["training"], generator, count, length))
 
-    losses = fit(model, 6e-3, updates, loss_of, shown=shown)
-    means = [np.mean(losses[i : i + EVERY]) for i in range(0, updates, EVERY)]
-    inputs, targets = page["batch"](
-        page["held_out"], torch.Generator().manual_seed(2), 32_768 // length, length
-    )
+    losses = fit(model, 6e-3, updates, loss_of)
+    held_out = page["held_out"], torch.Generator().manual_seed(2)
+    pairs = [x.split(16) for x in page["batch"](*held_out, 32_768 // length, length)]
     with torch.no_grad():
         found = [
             torch.nn.functional.cross_entropy(model(x).mT, y, reduction="none")
-            for x, y in zip(inputs.split(16), targets.split(16), strict=True)
+            for x, y in zip(*pairs, strict=True)
         ]
     parts = torch.cat(found).mean(0).reshape(PARTS, -1).mean(1)
-    return {
-        "held out": [round(x, 4) for x in parts.tolist()],
-        "losses": [round(float(x), 4) for x in means],
-    }
+    return {"held out": [round(x, 4) for x in parts.tolist()], "losses": means(losses, EVERY)}
 
 
-def run(
-    updates: int = 240,
-    longer: int = 720,
-    seeds: tuple[int, ...] = SEEDS,
-    lengths: tuple[int, int] = (64, 512),
-    kept: bool = True,
-) -> dict[str, Any]:
-    """For each length, width of heads, kind of positions, mechanism and seed, its losses."""
-    jobs = {}
-    for seed in seeds:
-        settings = [(*setting, updates) for setting in product(lengths, HEADS, POSITIONS)]
-        settings += [(length, HEADS[0], POSITIONS[0], longer) for length in lengths]
-        for setting in settings:
-            for mechanism in MECHANISMS:
-                arguments = (mechanism, *setting, seed)
-                jobs[title(*arguments)] = partial(train, *arguments, kept)
-        for length, name in product(lengths, DIFFERENCES):
-            arguments = (name, length, HEADS[0], POSITIONS[0], updates, seed)
-            jobs[title(*arguments)] = partial(train, *arguments, kept)
-    found = {"seeds": list(seeds), "lengths": list(lengths), "steps": [updates, longer]}
+def run(updates=240, longer=720, lengths=(64, 512), **options):
+    usual = [(*setting, updates) for setting in product(lengths, HEADS, POSITIONS)]
+    narrow = [(length, HEADS[0], POSITIONS[0]) for length in lengths]
+    settings = [*product(MECHANISMS, [*usual, *((*of, longer) for of in narrow)])]
+    settings += product(DIFFERENCES, [(*of, updates) for of in narrow])
+    named = {title(name, *setting): (name, *setting) for name, setting in settings}
+    found = {"lengths": list(lengths), "steps": [updates, longer]}
     found["characters"] = len(tutorial()["text"])
-    return {**found, "runs": trained("lucid_length", jobs, kept)}
+    return {**found, **trained("lucid_length", train, named, **options)}
 
 
-def title(mechanism: str, length: int, head: int, positions: str, steps: int, seed: int) -> str:
-    """The name of a training."""
-    setting = f"{length} characters, heads of {head}, positions {positions}, {steps} steps"
-    return f"{mechanism}, {setting}, seed {seed}"
+def title(name, length, head, positions, steps):
+    return f"{name}, {length} characters, heads of {head}, positions {positions}, {steps} steps"
 
 
-def narrow(found: dict[str, Any], name: str, length: int, steps: int, what: str) -> np.ndarray:
+def narrow(found, name, length, steps, what):
     """Losses of heads of 16 with RoPE (seeds, parts or steps)."""
-    setting = (length, HEADS[0], POSITIONS[0], steps)
-    runs = (found["runs"][title(name, *setting, seed)] for seed in found["seeds"])
-    return np.array([run[what] for run in runs])
+    return over_seeds(found, title(name, length, HEADS[0], POSITIONS[0], steps), what)
 
 
-def losses(found: dict[str, Any], mechanism: str, what: str) -> np.ndarray:
-    """Losses (seeds, lengths, heads, positions, parts or steps)."""
-    steps = found["steps"][0]
-    return np.array(
-        [
-            [
-                [
-                    [
-                        found["runs"][title(mechanism, length, head, positions, steps, seed)][what]
-                        for positions in POSITIONS
-                    ]
-                    for head in HEADS
-                ]
-                for length in found["lengths"]
-            ]
-            for seed in found["seeds"]
-        ]
-    )
+def losses(found):
+    """Held-out losses of softmax and LUCID (2, lengths, heads, positions, seeds, parts)."""
+    settings = [*product(MECHANISMS, found["lengths"], HEADS, POSITIONS)]
+    of = [over_seeds(found, title(*setting, found["steps"][0]), "held out") for setting in settings]
+    return np.reshape(of, (2, 2, 2, 2, *np.shape(of[0])))
 
 
-def gains(found: dict[str, Any], what: str = "held out") -> np.ndarray:
-    """Softmax's loss less LUCID's, as `losses`."""
-    softmax, lucid = (losses(found, mechanism, what) for mechanism in MECHANISMS)
-    return softmax - lucid
-
-
-def rows(found: dict[str, Any]) -> str:
+def rows(found):
     """Losses and gains of each setting; and by how much the gain grows with each of the three."""
-    softmax, lucid = (losses(found, mechanism, "held out").mean(-1) for mechanism in MECHANISMS)
-    settings = [(*of, found["steps"][0]) for of in product(found["lengths"], HEADS, POSITIONS)]
-    pairs = list(
-        zip(softmax.reshape(len(softmax), -1).T, lucid.reshape(len(lucid), -1).T, strict=True)
-    )
-    for of in found["lengths"]:
-        settings.append((of, HEADS[0], POSITIONS[0], found["steps"][1]))
-        one, other = (
-            narrow(found, name, of, found["steps"][1], "held out").mean(-1) for name in MECHANISMS
-        )
-        pairs.append((one, other))
+    (short, long), (few, many) = found["lengths"], found["steps"]
+    of_parts = losses(found)
+    softmax, lucid = of_parts.mean(-1)
+    settings = [(*of, few) for of in product(found["lengths"], HEADS, POSITIONS)]
+    pairs = [*zip(*(x.reshape(8, -1) for x in (softmax, lucid)), strict=True)]
+    for length in found["lengths"]:
+        settings.append((length, HEADS[0], POSITIONS[0], many))
+        pairs.append([narrow(found, x, length, many, "held out").mean(-1) for x in MECHANISMS])
     cells = []
     for setting, (one, other) in zip(settings, pairs, strict=True):
-        apart = one - other
-        means = (f"{one.mean():.3f}", f"{other.mean():.3f}", with_range(apart, "+.3f"))
-        cells.append((*setting, *means, f"{(apart > 0).sum()} of {len(apart)}"))
+        spread = with_range(one - other, "+.3f")
+        cells.append(
+            (*setting, f"{one.mean():.3f}", f"{other.mean():.3f}", spread, gaining(other - one))
+        )
     what = ("characters", "heads of", "positions", "steps")
     head = (*what, "softmax", "LUCID", "gain", "seeds that gain")
-    gain = softmax - lucid  # (seeds, lengths, heads, positions)
-    short, long = found["lengths"]
-    length, head_width, position = (
-        gain[:, 1] - gain[:, 0],
-        gain[:, :, 0] - gain[:, :, 1],
-        gain[..., 1] - gain[..., 0],
+    gain = softmax - lucid  # (lengths, heads, positions, seeds)
+    length, width, position = (
+        gain[1] - gain[0],
+        gain[:, 0] - gain[:, 1],
+        gain[:, :, 1] - gain[:, :, 0],
     )
     # The paper changes the length and the heads with RoPE, and positions in the longer context.
     grown = (
-        (f"{long} characters for {short}", PAPER["length"], length[:, 1, 0], length),
-        ("heads of 16 for 64", PAPER["head"], head_width[:, 0, 0], head_width),
-        ("no positions for RoPE", PAPER["position"], position[:, 1, 1], position),
+        (f"{long} characters for {short}", PAPER["length"], length[1, 0], length),
+        ("heads of 16 for 64", PAPER["head"], width[0, 0], width),
+        ("no positions for RoPE", PAPER["position"], position[1, 1], position),
     )
     changes = [
-        (name, f"{paper:+.3f}", *(with_range(x, "+.3f") for x in (same, of.mean((1, 2)))))
+        (name, f"{paper:+.3f}", *(with_range(x, "+.3f") for x in (same, of.mean((0, 1)))))
         for name, paper, same, of in grown
     ]
     columns = ("the gain grows by", "in the paper", "here, in its setting", "here, in all four")
-    ends = [long * (i + 1) // PARTS for i in range(PARTS)]
-    one, other = (narrow(found, name, long, found["steps"][1], "held out") for name in MECHANISMS)
-    by_place = ((f"{found['steps'][0]}, mean of four", gains(found)[:, 1].mean((0, 1, 2))),)
-    by_place += ((f"{found['steps'][1]}, heads of 16, RoPE", (one - other).mean(0)),)
-    places = [(name, *(f"{x:+.3f}" for x in of)) for name, of in by_place]
-    names = (f"steps; gain in {long} characters", *(f"to {end}" for end in ends))
+    one, other = (narrow(found, name, long, many, "held out") for name in MECHANISMS)
+    by_place = {
+        f"{few}, mean of four": (of_parts[0] - of_parts[1])[1].mean((0, 1, 2)),
+        f"{many}, heads of 16, RoPE": (one - other).mean(0),
+    }
+    places = [(name, *(f"{x:+.3f}" for x in of)) for name, of in by_place.items()]
+    ends = (f"to {long * (i + 1) // PARTS}" for i in range(PARTS))
+    names = (f"steps; gain in {long} characters", *ends)
     compared = []
-    for length in found["lengths"]:
-        plain, *others = (
-            narrow(found, name, length, found["steps"][0], "held out").mean(-1)
-            for name in ("softmax", "lucid", *DIFFERENCES)
-        )
-        compared.append((length, *(with_range(plain - other, "+.3f") for other in others)))
+    for of in found["lengths"]:
+        names_of_all = (*MECHANISMS, *DIFFERENCES)
+        plain, *others = (narrow(found, x, of, few, "held out").mean(-1) for x in names_of_all)
+        compared.append((of, *(with_range(plain - other, "+.3f") for other in others)))
     whose = ("gain in characters", "LUCID", *DIFFERENCES)
     tables = ((head, cells), (columns, changes), (names, places), (whose, compared))
     return "\n\n".join(table(*of) for of in tables)
 
 
-def draw(found: dict[str, Any]) -> Figure:
-    """Gains by setting, one dot a seed; and by step of the longer trainings, medians and ranges."""
+def draw(found):
+    """Gains by setting, one dot a seed; and by step of the longer trainings."""
     figure, (left, right) = panels(2, height=3.1)
-    gain = gains(found).mean(-1)
-    settings = list(product(found["lengths"], HEADS, POSITIONS))
-    for i, of in enumerate(gain.reshape(len(gain), -1).T):
-        left.plot(of, [i] * len(of), "o", color=BLUE, markersize=4, alpha=0.7)
-        left.plot(of.mean(), i, "|", color=ORANGE, markersize=14)
+    softmax, lucid = losses(found).mean(-1).reshape(2, 8, -1)
+    for i, of in enumerate(softmax - lucid):
+        dots(left, of, i, 14)
     left.axvline(0, color=INK, linewidth=0.8)
-    names = [f"{length}, {head}, {positions}" for length, head, positions in settings]
+    names = [f"{of}, {head}, {x}" for of, head, x in product(found["lengths"], HEADS, POSITIONS)]
     left.set(yticks=range(len(names)), yticklabels=names, xlabel="gain of LUCID, held out (nats)")
     left.invert_yaxis()
     for length, colour in zip(found["lengths"], (GREEN, BLUE), strict=True):
-        one, other = (
-            narrow(found, name, length, found["steps"][1], "losses") for name in MECHANISMS
-        )
-        low, middle, high = np.quantile(one - other, (0, 0.5, 1), axis=0)
-        step = EVERY * (np.arange(len(middle)) + 0.5)
-        right.plot(step, middle, color=colour, label=f"{length} characters", linewidth=1.4)
-        right.fill_between(step, low, high, color=colour, alpha=0.15, linewidth=0)
+        one, other = (narrow(found, x, length, found["steps"][1], "losses") for x in MECHANISMS)
+        step = EVERY * (np.arange(one.shape[1]) + 0.5)
+        band(right, step, one - other, colour, f"{length} characters", linewidth=1.4)
     right.axhline(0, color=INK, linewidth=0.8)
     right.set(xlabel="step", ylabel="gain in training, heads of 16, RoPE")
     right.legend()

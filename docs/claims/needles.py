@@ -10,14 +10,10 @@ A decoder has one block. Queries and keys have short convolutions in every model
 knows those before it; values have none, so that a needle's value is read at one token.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import precondattn as pa
-from claims.trainings import fit
+from claims.trainings import cross_entropy, fit
 
 PARTS, VALUES, NOISE = 16, 64, 16
 """Tokens of each kind: parts of keys, values, and noise."""
@@ -28,7 +24,7 @@ TESTS = ((128, 16), (256, 32), (512, 64), (1024, 128), (1024, 16))
 """The lengths and numbers of needles in tests."""
 
 
-def batch(count: int, length: int, needles: int) -> tuple[Any, Any, Any]:
+def batch(count, length, needles):
     """Tokens (count, length), and the values of all needles and where they are (count, needles)."""
     import torch
 
@@ -44,7 +40,7 @@ def batch(count: int, length: int, needles: int) -> tuple[Any, Any, Any]:
     return tokens, values, places + 2
 
 
-def layer(mechanism: str, *, plain_values: bool = True) -> dict[str, Any]:
+def layer(mechanism, *, plain_values=True):
     """The arguments of a layer: its published recipes, but for q and k, and v if `plain_values`."""
     from precondattn.layers.recipes.projections import Convolution, Projection, Rotary
     from precondattn.layers.torch import Attention
@@ -58,28 +54,23 @@ def layer(mechanism: str, *, plain_values: bool = True) -> dict[str, Any]:
     return {"mechanism": mechanism, "recipes": recipes}
 
 
-def train(
-    arguments: Mapping[str, Any], seed: int, updates: int, size: int, shown: bool, *, width: int
-) -> tuple[Any, list[float]]:
+def train(seed, arguments, updates, size, *, width):
     """A trained decoder of four heads, and the losses of its steps."""
     import torch
 
     from precondattn.layers.torch import Decoder
 
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    model = Decoder(TOKENS, width, heads=4, layers=[dict(arguments)])
+    torch.manual_seed(seed)  # The layer's arguments were found with random weights.
+    model = Decoder(TOKENS, width, heads=4, layers=[arguments])
 
-    def loss_of() -> Any:
+    def loss_of():
         tokens, values, _ = batch(size, LENGTH, NEEDLES)
-        logits = model(tokens)[:, 1 - 2 * NEEDLES :: 2]
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), values.flatten())
+        return cross_entropy(model(tokens)[:, 1 - 2 * NEEDLES :: 2], values)
 
-    losses = fit(model, 3e-3, updates, loss_of, shown=shown)
-    return model, [round(loss, 4) for loss in losses]
+    return model, [round(loss, 4) for loss in fit(model, 3e-3, updates, loss_of)]
 
 
-def accuracy(model: Any, length: int, needles: int, count: int = 32) -> float:
+def accuracy(model, length, needles, count=32):
     """The share of needles that are recalled, in `count` sequences."""
     import torch
 
@@ -90,33 +81,25 @@ def accuracy(model: Any, length: int, needles: int, count: int = 32) -> float:
     return round((found == values).float().mean().item(), 4)
 
 
-class KeepingInputs:
-    """A mechanism that keeps the inputs of its last call."""
-
-    def __init__(self, mechanism: Any) -> None:
-        self.mechanism = mechanism
-        self.inputs: dict[str, Any] = {}
-
-    def __call__(self, **inputs: Any) -> Any:
-        self.inputs = inputs
-        return self.mechanism(**inputs)
-
-
-def inputs_of(model: Any, tokens: Any) -> dict[str, Any]:
+def inputs_of(model, tokens):
     """The inputs of the mechanism of the first block."""
     import torch
 
-    attention = model.blocks[0].attention
+    attention, seen = model.blocks[0].attention, {}
     plan = attention.plan
-    seen = KeepingInputs(plan.mechanism)
-    attention.plan = replace(plan, mechanism=seen)
+
+    def keeping(**inputs):
+        seen.update(inputs)
+        return plan.mechanism(**inputs)
+
+    attention.plan = replace(plan, mechanism=keeping)
     with torch.no_grad():
         model(tokens)
     attention.plan = plan
-    return seen.inputs
+    return seen
 
 
-def shares(model: Any, length: int = LENGTH, count: int = 16) -> dict[str, float]:
+def shares(model, length=LENGTH, count=16):
     """The shares of the absolute weights of the queries, by place, for 16 needles.
 
     The weights of a mechanism that is linear in its values may be negative. Shares are those of the

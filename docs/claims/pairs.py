@@ -5,20 +5,15 @@ asks for its value. A decoder has one block of width 64 with one head. Its layer
 but for short convolutions of q and k where they are plain projections.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 from claims.needles import layer
-from claims.trainings import fit
+from claims.trainings import cross_entropy, fit
 
 KEYS, VALUES, NOISE = 64, 64, 16
 LENGTH, PAIRS = 32, 4
 """The sequence length and the number of pairs in training."""
-RATE = 3e-3
 
 
-def batch(count: int, length: int, pairs: int) -> tuple[Any, Any, Any]:
+def batch(count, length, pairs):
     """Tokens (count, length), and the values of all pairs and where they are (count, pairs)."""
     import torch
 
@@ -33,33 +28,25 @@ def batch(count: int, length: int, pairs: int) -> tuple[Any, Any, Any]:
     return tokens, values, places + 1
 
 
-def decoder(name: str, seed: int) -> Any:
+def decoder(name):
     """An untrained decoder."""
-    import torch
-
     from precondattn.layers.torch import Decoder
 
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
     layers = [layer(name, plain_values=False)]
     return Decoder(KEYS + VALUES + NOISE, 64, heads=1, layers=layers)
 
 
-def model_of(name: str, seed: int, updates: int, size: int, shown: bool) -> tuple[Any, float]:
-    """A trained decoder, and its last loss."""
-    import torch
+def learn(model, updates, size):
+    """Train a decoder; its last loss."""
 
-    model = decoder(name, seed)
-
-    def loss_of() -> Any:
+    def loss_of():
         tokens, values, _ = batch(size, LENGTH, PAIRS)
-        logits = model(tokens)[:, -PAIRS:]
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), values.flatten())
+        return cross_entropy(model(tokens)[:, -PAIRS:], values)
 
-    return model, round(fit(model, RATE, updates, loss_of, shown=shown)[-1], 4)
+    return round(fit(model, 3e-3, updates, loss_of)[-1], 4)
 
 
-def recall(model: Any, length: int, pairs: int) -> float:
+def recall(model, length, pairs):
     """The share of pairs whose value is found, in 64 sequences."""
     import torch
 

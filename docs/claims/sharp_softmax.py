@@ -8,36 +8,14 @@ Two tasks after one another, on permutations x of 0 … 9, with one head of widt
 The logits have the factor 1/√d, or none. Both mechanisms see the same batches.
 """
 
-from __future__ import annotations
-
-from functools import partial
-from typing import Any
-
 import numpy as np
-from make_figures import BLUE, INK, ORANGE, panels
-from matplotlib.figure import Figure
+from drawing import BLUE, INK, ORANGE, legend_below, panels
+from recorded import table
 
 import precondattn as pa
-from claims.claim import Claim, table
-from claims.trainings import SEEDS, steps, trained
+from claims.trainings import over_seeds, trained
 
-CLAIM = Claim(
-    says="Softmax stops learning when it is sharp, LUCID does not",
-    source="LUCID §3.1, Eq. 1; LUCID Appendix A.1, proof",
-    verdict="does not hold",
-    because=(
-        "With the factor 1/√d both learn the second task, softmax in 3 of 5 seeds and LUCID in "
-        "4 of 5 down to nothing, the others to 0.03 to 0.1; keys of width 256 hardly overlap, so "
-        "that LUCID nearly is softmax. Softmax stays at 1.2 to 1.4 if the factor is left out, and "
-        "then LUCID stays at the same loss."
-    ),
-)
 SMALL = {"first": 3, "then": 3, "short": 3, "seeds": (0, 1), "width": 8, "kept": False}
-"""Arguments of `run` for a test."""
-ALT = (
-    "Left, with 1/√d softmax and LUCID both learn the second task, in most seeds down to nothing. "
-    "Right, without the factor both stay at losses of 1.2 to 1.4."
-)
 TOKENS = 10
 EVERY = 100
 LEARNED = 1e-6
@@ -51,12 +29,10 @@ MECHANISMS = {
 }
 
 
-def train(name: str, seed: int, first: int, then: int, width: int, shown: bool) -> dict[str, Any]:
+def train(seed, name, first, then, width):
     """Losses every `EVERY` steps, and how sharp attention and how large gradients are between."""
     import torch
 
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
     embedding = torch.randn(TOKENS, width)
     w_q, w_k, w_v = (torch.randn(width, width) / width**0.5 for _ in range(3))
     out, bias = torch.randn(width, 1) / width**0.5, torch.zeros(())
@@ -64,7 +40,7 @@ def train(name: str, seed: int, first: int, then: int, width: int, shown: bool) 
     optimizer = torch.optim.Adam(weights, lr=1e-4)
     attn, lengths = pa.parse(name), torch.arange(1, TOKENS + 1.0)
     losses, found = [], {}
-    for step in steps(first + then, shown):
+    for step in range(first + then):
         x = torch.rand(64, TOKENS).argsort(1)
         y = x.float() if step < first else x.float().cumsum(1) / lengths
         q, k, v = embedding @ w_q, embedding @ w_k, embedding @ w_v @ out
@@ -81,15 +57,11 @@ def train(name: str, seed: int, first: int, then: int, width: int, shown: bool) 
         if step > first + EVERY and np.mean(losses[-EVERY:]) < LEARNED:
             break  # The task is learned.
     means = [np.mean(losses[i : i + EVERY]) for i in range(first, len(losses), EVERY)]
-    then_means = [float(f"{x:.3g}") for x in means]
-    return {
-        **found,
-        "first": float(np.mean(losses[max(0, first - EVERY) : first])),
-        "then": then_means,
-    }
+    found["first"] = float(np.mean(losses[max(0, first - EVERY) : first]))
+    return {**found, "then": [float(f"{x:.3g}") for x in means]}
 
 
-def between(scale: float, q: Any, k: Any) -> dict[str, float]:
+def between(scale, q, k):
     """Softmax's mean weight on a token itself, and the largest Φ_ij of two tokens."""
     width = k.shape[1]
     unit = k / k.square().mean(1, keepdim=True).sqrt()
@@ -99,56 +71,42 @@ def between(scale: float, q: Any, k: Any) -> dict[str, float]:
     return {"own weight": float(own.mean()), "overlap": float(phi.max())}
 
 
-def run(
-    first: int = 30_000,
-    then: int = 10_000,
-    short: int = 5_000,
-    seeds: tuple[int, ...] = SEEDS,
-    width: int = 256,
-    kept: bool = True,
-) -> dict[str, Any]:
-    """For each seed and mechanism, the losses; without the factor the first task is `short`."""
-    jobs = {}
-    for seed in seeds:
-        for title, (name, _) in MECHANISMS.items():
-            before = first if name in ("softmax", "lucid") else short
-            key = f"{title.replace('/', ':')}, seed {seed}"
-            jobs[key] = partial(train, name, seed, before, then, width, kept)
-    return {"seeds": list(seeds), "floor": FLOOR, "runs": trained("sharp_softmax", jobs, kept)}
+def run(first=30_000, then=10_000, short=5_000, width=256, **options):
+    """Without the factor the first task is `short`."""
+    settings = {
+        title: (name, short if "scale" in name else first, then, width)
+        for title, (name, _) in MECHANISMS.items()
+    }
+    return {"floor": FLOOR, **trained("sharp_softmax", train, settings, **options)}
 
 
-def of(found: dict[str, Any], title: str) -> list[dict[str, Any]]:
-    """The runs of a mechanism, one for each seed."""
-    return [x for name, x in found["runs"].items() if name.startswith(title.replace("/", ":"))]
-
-
-def rows(found: dict[str, Any]) -> str:
+def rows(found):
     """Medians over seeds, and the range of the last losses."""
     cells = []
     for title in MECHANISMS:
-        runs = of(found, title)
-        last = sorted(x["then"][-1] for x in runs)
-        others = float(np.median([1 - x["own weight"] for x in runs]))
-        middle = [float(np.median([x[y] for x in runs])) for y in ("first", "overlap", "gradient")]
-        count = f"{sum(x < LEARNED for x in last)} of {len(runs)}"
-        cells.append((title, others, *middle, count, last[0], last[-1]))
+        last = sorted(losses[-1] for losses in over_seeds(found, title, "then"))
+        others = 1 - over_seeds(found, title, "own weight")
+        more = [over_seeds(found, title, x) for x in ("first", "overlap", "gradient")]
+        middle = [float(np.median(x)) for x in (others, *more)]
+        count = f"{sum(x < LEARNED for x in last)} of {len(last)}"
+        cells.append((title, *middle, count, last[0], last[-1]))
     head = "weight on other tokens", "loss of the first task", "largest Φ_ij", "gradient of W_q"
     return table(("logits", *head, "learned the second", "least loss", "largest loss"), cells)
 
 
-def draw(found: dict[str, Any]) -> Figure:
+def draw(found):
     """Losses of the second task, one line a seed."""
     figure, axes = panels(2, height=2.9)
     for title, (_, colour) in MECHANISMS.items():
         ax = axes["no factor" in title]
         style = "-" if colour == BLUE else "--"  # LUCID's lines lie on softmax's.
-        for x in of(found, title):
-            step = EVERY * (np.arange(len(x["then"])) + 0.5)
-            ax.plot(step, x["then"], style, color=colour, linewidth=1.0)
+        for losses in over_seeds(found, title, "then"):
+            step = EVERY * (np.arange(len(losses)) + 0.5)
+            ax.plot(step, losses, style, color=colour, linewidth=1.0)
         ax.plot([], [], style, color=colour, label=title.split(",")[0])
     for ax, name in zip(axes, ("logits with 1/√d", "no factor"), strict=True):
         ax.axhline(found["floor"], color=INK, linewidth=0.8, linestyle=":")
         ax.set(title=name, xlabel="step of the second task")
     axes[0].set(ylabel="loss", yscale="log")
-    figure.legend(*axes[0].get_legend_handles_labels(), ncols=2, loc="outside lower center")
+    legend_below(figure, axes[0], 2)
     return figure

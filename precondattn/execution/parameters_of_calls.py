@@ -1,6 +1,6 @@
 """The parameters of a call, as `help`, an editor and a type checker show them.
 
-They are derived from the declared inputs and options. `docs/make_shorthands.py` writes those of the
+They are derived from the declared inputs and options. `docs/make_pages.py` writes those of the
 shorthands to the stub `shorthands.pyi`.
 """
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 import textwrap
@@ -364,14 +363,14 @@ def test_without_pytest_benchmark_the_extra_is_named(monkeypatch):
 
 
 @pytest.mark.thorough
-def test_the_figure_and_the_tables_of_the_page_are_of_the_committed_runs(monkeypatch):
-    """The page equals the output of `docs/make_pytest_benchmark.py`."""
-    pytest_benchmark = pytest.importorskip("pytest_benchmark")
-    monkeypatch.syspath_prepend(str(PAGE.parent))
-    maker = runpy.run_path(str(PAGE.parent / "make_pytest_benchmark.py"))
-    saved = [json.loads(path.read_text()) for path in maker["files"]()]
-    assert all("node" not in run["machine_info"] for run in saved)
-    assert f"![{maker['finding'](maker['curves']())}]" in PAGE.read_text()
-    if saved[0]["version"] != pytest_benchmark.__version__:
-        pytest.skip("another version of pytest-benchmark prints other tables")
-    assert maker["page"]() == PAGE.read_text(), "run python docs/make_pytest_benchmark.py"
+def test_the_file_of_the_page_runs(tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    text = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+    assert len(text.splitlines()) <= 10
+    written(tmp_path, text)
+    done = pytest_run(tmp_path, "--benchmark-only", "--benchmark-autosave")
+    assert done.returncode == 0, done.stdout
+    rows = saved(tmp_path, "*")["benchmarks"]
+    assert {row["params"]["library"] for row in rows} == {"torch", "jax"}
+    assert {"default", "sdpa"} <= {row["params"]["backend"] for row in rows}

@@ -9,6 +9,7 @@ import pytest
 import precondattn as pa
 
 DOCS = Path(__file__).parents[2] / "docs"
+MAKER = runpy.run_path(str(DOCS / "make_pages.py"))
 PAGES = sorted(page for page in (DOCS / "mechanisms").glob("*.md") if page.stem != "index")
 
 
@@ -23,45 +24,22 @@ def test_scripts_and_styles_come_from_the_build():
         assert "//" not in style.read_text(encoding="utf-8"), style
 
 
-def test_the_table_of_the_ecosystem_and_its_reports_are_up_to_date():
+def test_the_table_of_the_ecosystem_is_up_to_date():
     maker = runpy.run_path(str(DOCS / "make_ecosystem.py"))
-    files = maker["files"](maker["load"](maker["RECORD"]))
-    assert {*maker["REPORTS"].glob("*.md")} == {path for path in files if path != maker["PAGE"]}
-    for path, text in files.items():
-        assert path.read_text(encoding="utf-8") == text, "run python docs/make_ecosystem.py"
+    assert maker["PAGE"].read_text(encoding="utf-8") == maker["text"](), (
+        "run python docs/make_ecosystem.py"
+    )
 
 
-@pytest.mark.parametrize(
-    ("script", "made", "file"),
-    [
-        ("make_versions", lambda maker: maker["page"](maker["load_records"]()), "PAGE"),
-        ("make_recipes", lambda maker: maker["page"](), "PAGE"),
-        ("make_compositions", lambda maker: maker["page"](), "PAGE"),
-        ("make_shorthands", lambda maker: maker["stub"](), "STUB"),
-    ],
-)
-def test_a_generated_file_is_up_to_date(script, made, file):
-    maker = runpy.run_path(str(DOCS / f"{script}.py"))
-    assert maker[file].read_text(encoding="utf-8") == made(maker), f"run python docs/{script}.py"
+def test_what_is_written_from_declarations_and_records_is_up_to_date():
+    for path, text in MAKER["texts"]():
+        assert path.read_text(encoding="utf-8") == text, (path, "run python docs/make_pages.py")
 
 
-def test_the_lists_of_mechanisms_are_up_to_date_and_lack_none():
-    maker = runpy.run_path(str(DOCS / "make_lists.py"))
-    ours = [n for n, c in pa.mechanisms().items() if c.__module__.startswith("precondattn.")]
-    for page in maker["PAGES"]:
-        text = page.read_text(encoding="utf-8")
-        assert text == maker["written"](page), "run python docs/make_lists.py"
-        assert not [name for name in ours if f"`{name}`" not in text], page
-
-
-def test_the_numbers_of_the_first_pages_are_those_of_the_library_and_its_records(monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(DOCS)
-    maker = runpy.run_path(str(DOCS / "make_front.py"))
-    for page in maker["PAGES"]:
-        text = page.read_text(encoding="utf-8")
-        assert maker["numbers"](maker["PAGES"][page]) in text, "run python docs/make_front.py"
-        assert text == maker["written"](page), page
+@pytest.mark.parametrize("page", MAKER["LISTS"], ids=lambda page: page.stem)
+def test_the_lists_of_mechanisms_lack_none(page):
+    text = page.read_text(encoding="utf-8")
+    assert not [name for name in MAKER["ours"]() if f"`{name}`" not in text]
 
 
 def test_every_diagnostic_is_shown_and_documented():
@@ -73,14 +51,14 @@ def test_every_diagnostic_is_shown_and_documented():
     assert {*re.findall(r"figures/(\S+)", page)} == drawn
 
 
-@pytest.mark.parametrize("name", ["make_tutorial", "make_conversion", "make_encoders"])
+@pytest.mark.parametrize("name", ["tutorial", "conversion", "encoders"])
 def test_pages_show_the_saved_runs(name, monkeypatch):
+    pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(DOCS)
-    maker = runpy.run_path(str(DOCS / f"{name}.py"))
-    saved = runpy.run_path(str(DOCS / "recorded.py"))["load"](maker["RECORD"])
-    assert {*saved["runs"]} == {*maker["MECHANISMS"]}
-    assert maker["PAGE"].read_text(encoding="utf-8") == maker["page"](saved), (
-        f"run python docs/{name}.py --draw"
+    each = runpy.run_path(str(DOCS / "make_trainings.py"))["TRAININGS"][name]
+    assert {*each.saved()["runs"]} == {*each.mechanisms}
+    assert (DOCS / each.page).read_text(encoding="utf-8") == each.text(), (
+        "run python docs/make_trainings.py"
     )
 
 

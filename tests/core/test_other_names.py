@@ -152,14 +152,6 @@ EXCHANGED = "exchanged: here the layout is (b, t, h, d), and not (b, h, t, d)"
         ("softmax", 2, {}, "axes 1 and 2 of q, k, v"),
         ("delta", 8, {"beta": np.zeros((2, 16, 8))}, "axes 1 and 2 of q, k, v"),
         ("deltaformer", 2, {"beta": np.zeros((2, 8, 16))}, "axes 1 and 2 of q, k, v, beta"),
-        *(
-            ("softmax", 8, {name: mask}, f"; {name} fits with the axes 1 and 2 of q, k, v")
-            for name, mask in (
-                ("key_mask", np.ones((2, 16), bool)),
-                ("segment_ids", np.zeros((2, 16), int)),
-                ("attn_mask", np.ones((1, 1, 16, 16), bool)),
-            )
-        ),
     ],
 )
 def test_arrays_with_heads_before_tokens_are_recognised_where_shapes_show_it(

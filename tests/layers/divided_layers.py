@@ -41,7 +41,7 @@ def main(rank, count, folder):
     from tests.layers import divided_training
 
     folder = Path(folder)
-    # DTensor's caches keep groups, whose threads may abort an exit (docs/reports/gloo_at_exit.md).
+    # DTensor's caches keep groups, whose threads may abort an exit.
     atexit.register(wait_for_gloo)
     torch.set_num_threads(1)
     store = f"file://{folder}/store"

@@ -4,32 +4,33 @@ import pytest
 
 pytest.importorskip("torch")
 
-import make_paper_models
-from paper_models import PAPERS, laser, lucid
+from make_pages import DOCS, MODEL, count, fits, with_sizes
+
+PAGE = DOCS / "paper_models.md"
+MODELS = MODEL.findall(PAGE.read_text(encoding="utf-8"))
 
 
 def test_the_page_is_up_to_date():
-    written = make_paper_models.PAGE.read_text(encoding="utf-8")
-    assert written == make_paper_models.page(), "run python docs/make_paper_models.py"
+    assert len(MODELS) == 24
+    assert PAGE.read_text(encoding="utf-8") == with_sizes(PAGE), "run python docs/make_pages.py"
 
 
 @pytest.mark.parametrize(("mlp", "maps"), [("plain", 2), ("gated", 3)])
 def test_counts_are_those_of_the_maps_the_norms_and_the_embedding(mlp, maps):
     layers, width, heads, head, hidden = 32, 3440, 16, 720, 11584
     block = 4 * width * heads * head + maps * width * hidden + 2 * width
-    expected = layers * block + width + 32_000 * width
-    arguments = laser(layers, width, heads, head, hidden, mlp)
-    assert make_paper_models.count(arguments) == expected
+    layer = {"mechanism": "laser", "head_dim": head}
+    model = f"Decoder(32_000, {width}, heads={heads}, layers=[{layer}] * {layers}, hidden={hidden}"
+    assert count(f'{model}, mlp="{mlp}")') == layers * block + width + 32_000 * width
     of_heads = 2 * 2048 * 68 * (32 + 4)  # Few key heads make smaller maps.
+    layer = {"mechanism": "lucid", "kv_heads": 4, "head_dim": 68}
+    model = f"Decoder(32_000, 2048, heads=32, hidden=5632, layers=[{layer}] * 22)"
     expected = 22 * (of_heads + 3 * 2048 * 5632 + 2 * 2048) + 2048 + 32_000 * 2048
-    arguments = lucid('"mechanism": "lucid", "kv_heads": 4, "head_dim": 68')
-    assert make_paper_models.count(arguments) == expected
+    assert count(model) == expected
 
 
 def test_only_one_stated_number_does_not_fit():
-    stated = [model for paper in PAPERS for model in paper.models if model.stated]
-    counts = {model.name: make_paper_models.count(model.arguments) for model in stated}
-    misfits = [m.name for m in stated if not make_paper_models.fits(counts[m.name], m.stated)]
+    misfits = [name for name, call, stated in MODELS if stated and not fits(count(call), stated)]
     assert misfits == ["Figure 5, width 1,024"]
 
 
@@ -45,4 +46,4 @@ def test_only_one_stated_number_does_not_fit():
     ],
 )
 def test_a_number_fits_if_it_rounds_to_the_stated_one(counted, stated, is_fit):
-    assert make_paper_models.fits(counted, stated) is is_fit
+    assert fits(counted, stated) is is_fit

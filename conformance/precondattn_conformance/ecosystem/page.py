@@ -34,7 +34,6 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "states": ("caching", "splits", "alternation", "cache_operations", "states"),
     "masks": ("packing", "padding", "future"),
     "stability": ("stability",),
-    "dtypes": ("dtypes", "autocast"),
 }
 """The checks in each column; the last column has all others."""
 SHORT = {NOT_FINITE: "infinite", CONVENTION: "convention", NOT_COMPARED: "–"}
@@ -44,8 +43,8 @@ HEAD = """\
 # The ecosystem under test
 
 This page shows what the [conformance suite](conformance.md) finds in public implementations of the
-mechanisms, and in our own backends. `docs/make_ecosystem.py` generates it from a saved run. To
-repeat the run:
+mechanisms, and in our own backends. `docs/make_ecosystem.py` writes it from a saved run, which
+these commands repeat:
 
 ```console
 $ precondattn ecosystem --install    # prints what to install and to check out
@@ -53,11 +52,9 @@ $ precondattn ecosystem --record ecosystem.json --page ecosystem.md
 $ precondattn ecosystem --peer 'fla/*' --level full
 ```
 
-A project that is on a package index is tested as installed, without its dependencies (the extra
-`ecosystem` has the versions). Other projects are tested in a checkout of their repository, in the
-folder named by `PRECONDATTN_CHECKOUTS`. No code of a project is copied: a short adapter gives a
-function our names of inputs ([Check a function](check_a_function.md)). Each row runs in a separate
-process.
+A project on a package index is tested as installed, without its dependencies; others in a checkout
+of their repository, in the folder named by `PRECONDATTN_CHECKOUTS`. No code of a project is copied:
+a short adapter gives a function our names of inputs ([Check a function](check_a_function.md)).
 """
 
 HOW_TO_READ = """\
@@ -65,22 +62,25 @@ HOW_TO_READ = """\
 
 | cell | meaning |
 |---|---|
-| right | every compared case agrees with the definition; in "5/9", 4 cases were declined |
-| wrong | some compared cases disagree; in "2/5", 3 agree |
+| ✓ | every compared case agrees with the definition |
+| 5/9 | 5 cases agree, and 4 were declined |
+| wrong 2/5 | 2 of 5 compared cases disagree |
 | infinite | every wrong result is NaN or infinite where the definition is finite |
 | convention | all failed cases need a convention, listed below, that is not kept |
 | declined | the function has no parameter for it, or raises an error |
 | – | the mechanism has no such case, or the project can not run here; reasons are at the end |
 
-A cell in bold was examined and judged to be a *limit* (which the project documents), a
-*convention* (one of two in use), or a *defect* (a contradiction to the project's own description).
-Cells that are not yet examined say so: the fault may be the function's, the adapter's or ours.
+A cell in bold was examined and judged to be a *limit* (L, which the project documents), a
+*convention* (C, one of two in use), or a *defect* (D, a contradiction to the project's own
+description). Cells that are not yet examined say so: the fault may be the function's, the adapter's
+or ours. The code of all judgements is in `precondattn_conformance/ecosystem/judgements`, and what
+it prints in `docs/measurements/ecosystem/smoke.json`.
 
 """
 
 COLUMNS_HEAD = """\
 "states" are caches and recurrent states; "masks" are packed and padded sequences, and causality;
-"other" includes determinism, order in memory, threads and refusals.
+"other" includes dtypes, determinism, order in memory, threads and refusals.
 
 """
 
@@ -135,24 +135,24 @@ def _summary(table: Table) -> str:
 
 def _project(rows: list[TableRow], numbers: Mapping[Judgement, str]) -> str:
     row = rows[0]
-    title = f"[{row.project}]({row.url})" if row.url else row.project
     dates = {" of ".join(filter(None, (row.version, row.date))) for row in rows} - {""}
     heading = ", ".join(sorted(dates)) or "not installed"
     lines = [
         f"## {row.project}\n",
-        f"{title}: {heading}\n",
+        f"[{heading}]({row.url})\n" if row.url else f"{heading}\n",
         table_of(
-            ("function", "mechanism", "arrays", *COLUMNS, OTHER),
-            [_cells(row, numbers) for row in rows],
+            ("function", "mechanism", *COLUMNS, OTHER),
+            [_cells(row, numbers, len({each.library for each in rows}) > 1) for row in rows],
         ),
     ]
     return "\n".join(lines)
 
 
-def _cells(row: TableRow, numbers: Mapping[Judgement, str]) -> tuple[str, ...]:
-    name = row.name.partition("/")[2]
+def _cells(row: TableRow, numbers: Mapping[Judgement, str], named: bool) -> tuple[str, ...]:
+    """The cells of a row; its library is `named` where a project has several."""
+    name = f"`{row.name.partition('/')[2]}`" + (f", {row.library}" if named else "")
     texts = [_text(row, checks, numbers) for checks in columns(row.checks).values()]
-    return f"`{name}`", f"`{row.mechanism}`", row.library, *texts
+    return name, f"`{row.mechanism}`", *texts
 
 
 def columns(checks: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -172,13 +172,13 @@ def _text(row: TableRow, checks: Sequence[str], numbers: Mapping[Judgement, str]
     if cell is None:
         return "–"
     notes = [
-        f"[{name}](#{_anchor(name)})"
+        f"[{name[0].upper()}{name.partition(' ')[2]}](#{_anchor(name)})"
         for judgement, name in numbers.items()
         if any(judgement.is_of(row, check) for check in checks)
     ]
     if any(row.checks[c].word in RED and not _is_judged(row, c, numbers) for c in checks):
         notes.append("not yet examined")
-    return _word(cell) + "".join(f"; {note}" for note in notes)
+    return " ".join([_word(cell), *notes])
 
 
 def _word(cell: TableCell) -> str:
@@ -186,8 +186,8 @@ def _word(cell: TableCell) -> str:
     if cell.word in (*RED, CONVENTION):
         text = f"{word} {cell.failed}/{cell.compared}"
         return f"**{text}**" if cell.word in RED else text
-    if cell.word == RIGHT and cell.compared < cell.cases:
-        return f"{word} {cell.compared}/{cell.cases}"
+    if cell.word == RIGHT:
+        return f"{cell.compared}/{cell.cases}" if cell.compared < cell.cases else "✓"
     return word
 
 
@@ -201,41 +201,22 @@ def _anchor(name: str) -> str:
 
 def _notes(table: Table, numbers: Mapping[Judgement, str]) -> Iterator[str]:
     """The judgements by kind, and the conventions that the suite found by itself."""
-    reports = report_numbers(numbers)
     for kind, heading in ((DEFECT, "Defects"), (LIMIT, "Limits"), (CONVENTIONAL, "Conventions")):
-        notes = [_note(table, j, name, reports) for j, name in numbers.items() if j.kind == kind]
+        notes = [_note(table, j, name) for j, name in numbers.items() if j.kind == kind]
         notes += _conventions(table) if kind == CONVENTIONAL else []
         if notes:
             yield "\n".join([f"## {heading}\n", *notes])
 
 
-def _note(table: Table, judgement: Judgement, name: str, reports: Mapping[Judgement, int]) -> str:
+def _note(table: Table, judgement: Judgement, name: str) -> str:
     where = ", ".join(f"`{row.name}`" for row in judgement.rows(table))
-    checks = ", ".join(judgement.checks)
-    text = f"**{name.capitalize()}**, {where} ({checks}). {judgement.sentence}"
-    if judgement in reports:
-        number = reports[judgement]
-        text += f" [Report {number}](ecosystem/reports/{number}.md) has the code."
-    parts = [f"({_anchor(name)})=", "", wrapped(text), ""]
-    if judgement.code and judgement not in reports:
-        parts += [code_of(judgement, table)]
-    return "\n".join(parts)
+    text = f"**{name.capitalize()}**, {where}. {judgement.sentence}"
+    return "\n".join([f"({_anchor(name)})=", "", wrapped(text), ""])
 
 
 def wrapped(text: str) -> str:
     """A paragraph wrapped into lines."""
     return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
-
-
-def code_of(judgement: Judgement, table: Table) -> str:
-    """The code of a judgement, and its printed output."""
-    found = table.printed.get(judgement.code, "(not run)")
-    return f"```python\n{judgement.code.strip()}\n```\n\nprints\n\n```text\n{found}\n```\n"
-
-
-def report_numbers(judgements: Iterable[Judgement]) -> dict[Judgement, int]:
-    """The numbers of the reports, from 1."""
-    return {each: i for i, each in enumerate((j for j in judgements if j.title), start=1)}
 
 
 def _conventions(table: Table) -> list[str]:
@@ -244,8 +225,8 @@ def _conventions(table: Table) -> list[str]:
         names = [name for cell in row.checks.values() for name in cell.conventions]
         for name in dict.fromkeys(names):
             by_name.setdefault(name, []).append(f"`{row.name}`")
-    rows = [(f"`{name}`: {MEANING[name]}", ", ".join(of)) for name, of in by_name.items()]
-    return [table_of(("convention", "not kept by"), rows)] if rows else []
+    rows = [(f"`{name}`: {MEANING[name]}", str(len(of))) for name, of in by_name.items()]
+    return [table_of(("convention", "functions that do not keep it"), rows)] if rows else []
 
 
 def _not_looked_at(table: Table, numbers: Mapping[Judgement, str]) -> Iterator[str]:

@@ -32,7 +32,8 @@ def check_context_parallel(mechanism: Piece, call: BoundCall | None = None) -> N
 
 def _replaces_attention() -> bool:
     """Whether `scaled_dot_product_attention` has been replaced, as by `context_parallel`."""
-    return _is_of_package(sys.modules["torch"].nn.functional.scaled_dot_product_attention)
+    function = sys.modules["torch"].nn.functional.scaled_dot_product_attention
+    return str(getattr(function, "__module__", "")).startswith(PACKAGE)
 
 
 def _handles_attention() -> bool:
@@ -40,11 +41,7 @@ def _handles_attention() -> bool:
     dispatcher = getattr(sys.modules["torch.distributed.tensor"].DTensor, "_op_dispatcher", None)
     handlers = getattr(dispatcher, "_custom_op_handlers", {})
     attention = sys.modules["torch"].ops.aten._scaled_dot_product_flash_attention.default
-    return _is_of_package(handlers.get(attention))
-
-
-def _is_of_package(function: object) -> bool:
-    return str(getattr(function, "__module__", "")).startswith(PACKAGE)
+    return str(getattr(handlers.get(attention), "__module__", "")).startswith(PACKAGE)
 
 
 def _is_pytorchs_attention(call: BoundCall) -> bool:
