@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from precondattn.cache.capacity import _padded as padded
+from precondattn.cache.capacity import grown
 from precondattn.cache.kept import states_at
 from precondattn.cache.sequences import reorder
 from precondattn.spec.linear_family import LinearFamily
@@ -182,15 +182,18 @@ def test_a_fault_of_a_state_fails_in_the_checks_of_states(name):
     assert {check for check in checks if status[check] == FAILED} == caught_by
 
 
+def unused_rows_first(cache, capacity):
+    larger = grown(cache, capacity)
+    store = {
+        name: np.roll(buffer, capacity - cache.store[name].shape[1], axis=1)
+        for name, buffer in larger.store.items()
+    }
+    return larger._replace(store=store)
+
+
 BROKEN_OPERATIONS = {
     "crop leaves the cache as it is": ("cache.crop", "lucid", lambda cache, *_, **__: cache),
-    "grow puts unused rows first": (
-        "capacity._padded",
-        "lucid",
-        lambda buffer, kind, capacity: np.roll(
-            padded(buffer, kind, capacity), capacity - buffer.shape[1], axis=1
-        ),
-    ),
+    "grow puts unused rows first": ("capacity.grown", "lucid", unused_rows_first),
     "rewritten rows are cropped": ("cache.fixed_buffers", "path", lambda cache: []),
     "restore keeps the states": (
         "cache.restore",

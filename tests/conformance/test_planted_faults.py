@@ -426,7 +426,7 @@ def test_a_definition_that_contradicts_itself_and_a_method_that_it_lacks_are_nam
             return {"v": cotangent}
 
     try:
-        case = case_of("outputs-numpy-float64-plain-random-unfinished")
+        case = case_of("gradients-numpy-float64-plain-random-unfinished")
         outcome = run_case(case, "reference")
         leaf, v = pa.parse("unfinished"), np.ones((1, 3, 1, 2))
         with pytest.raises(NotImplementedError, match=r"Unfinished .* no method `step`, which"):
