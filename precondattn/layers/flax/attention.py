@@ -42,7 +42,11 @@ class Attention(ChecksKeywords, nnx.Module):
 
     Parameters
     ----------
-    width, heads, mechanism, kv_heads, value_heads, head_dim, value_dim, slots, recipes
+    width, heads : int
+        The width of x and y, and the number of query heads.
+    mechanism : str or Mechanism
+        The mechanism or its expression, such as `"ccq(gated_delta)"`.
+    kv_heads, value_heads, head_dim, value_dim, slots, recipes
         As in `precondattn.layers.torch.Attention`.
     depth : int or integer array ()
         The index of the layer in its model, from 0, on which λ of differential attention depends.
@@ -136,8 +140,23 @@ class Attention(ChecksKeywords, nnx.Module):
         ----------
         x : array (b, t, width)
             The hidden states.
-        mask, positions, cache, segment_ids, cu_seqlens, attn_mask, prefix, keep, states_every
-            As in `precondattn.layers.torch.Attention.forward`.
+        mask : boolean array (b, t), optional
+            False for padding, which may be anywhere; its output is 0.
+        positions : array (t,) or (b, t), optional
+            The positions for rotary embeddings, by default those of the valid tokens.
+        cache : Cache, optional
+            A cache from `init_cache` or an earlier call.
+        segment_ids : integer array (b, t), optional
+            The ids of packed sequences.
+        cu_seqlens : integer array (n + 1,), optional
+            The borders of n packed sequences, for b = 1.
+        attn_mask : boolean array (b or 1, heads or 1, t, s), optional
+            True where a token may attend to another.
+        prefix : integer array (b,), optional
+            The number of first tokens that all tokens see; (n,) with `cu_seqlens`.
+        keep, states_every : int, optional
+            Which states the cache keeps for `crop`. `precondattn.layers.torch.Attention.forward`
+            says how these arguments go together.
         """
         call = LayerCall(
             *(x, mask, positions, cache, segment_ids, cu_seqlens, attn_mask, prefix),

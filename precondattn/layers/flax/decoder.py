@@ -85,7 +85,11 @@ class Decoder(ChecksKeywords, nnx.Module):
         ----------
         tokens : integer array (b, t)
             Tokens from 0 to vocabulary − 1. The output of any other token is NaN.
-        mask, caches, segment_ids, cu_seqlens, attn_mask, prefix, keep, states_every
+        mask, segment_ids : boolean and integer array (b, t), optional
+            False for padding, and the ids of packed sequences.
+        caches : list of Cache, optional
+            The caches of the layers, from `init_cache` or an earlier call.
+        cu_seqlens, attn_mask, prefix, keep, states_every
             As in `precondattn.layers.torch.Decoder.forward`.
         """
         decoder.check_tokens(tokens, "jax", mask, caches, blocks=len(self.blocks))
