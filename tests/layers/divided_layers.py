@@ -24,7 +24,7 @@ from precondattn.layers.torch import (
     divide_weights,
 )
 from precondattn.parallel.torch.exit import wait_for_gloo
-from tests.layers.layer_cases import MECHANISMS, layer
+from tests.layers.layer_cases import covering, layer
 
 REFUSED = {
     "retention": "retention divides heads, and the decay of each depends on its number",
@@ -60,7 +60,7 @@ def main(rank, count, folder):
 
 
 def division(mesh):
-    for expression in MECHANISMS:
+    for expression in (*covering("ccq(gated_delta)", "gated_delta", "lucid(path)"), *REFUSED):
         torch.manual_seed(0)
         attn = moved(layer(Attention, expression, dtype=torch.float64))
         if expression in REFUSED:

@@ -8,6 +8,7 @@ import make_paper_models
 from paper_models import PAPERS, laser, lucid
 
 
+@pytest.mark.thorough
 def test_the_page_is_up_to_date():
     written = make_paper_models.PAGE.read_text(encoding="utf-8")
     assert written == make_paper_models.page(), "run python docs/make_paper_models.py"
@@ -35,14 +36,7 @@ def test_only_one_stated_number_does_not_fit():
 
 @pytest.mark.parametrize(
     ("counted", "stated", "is_fit"),
-    [
-        (301_270_016, "301M", True),
-        (301_500_001, "301M", False),
-        (1_139_410_944, "1.1B", True),
-        (1_150_000_001, "1.1B", False),
-        (474_375_546, "500M", True),
-        (449_999_999, "500M", False),
-    ],
+    [(1_149_999_999, "1.1B", True), (1_150_000_001, "1.1B", False), (474_375_546, "500M", True)],
 )
 def test_a_number_fits_if_it_rounds_to_the_stated_one(counted, stated, is_fit):
     assert make_paper_models.fits(counted, stated) is is_fit

@@ -1,7 +1,6 @@
 """A version of Transformers that moves an interface gives one error, at import."""
 
 import importlib
-import inspect
 import sys
 from abc import abstractmethod
 
@@ -12,42 +11,42 @@ pytest.importorskip("transformers")
 from precondattn.integrations.transformers import interface
 
 
-def test_a_name_that_has_moved_is_named_with_the_versions(monkeypatch):
-    masks = importlib.import_module("transformers.masking_utils")
-    monkeypatch.delattr(masks, "and_masks")
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "6.0.0")
-    with pytest.raises(ImportError) as raised:
-        interface._load()
-    message = str(raised.value)
-    assert "6.0.0 has no transformers.masking_utils.and_masks" in message
-    assert interface.TRIED[0] in message
-
-
-def test_a_parameter_that_has_moved_is_named(monkeypatch):
-    masks = importlib.import_module("transformers.masking_utils")
-    of_5_0 = inspect.Signature(
-        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("cache_position",)]
-    )
-
-    def sdpa_mask(**kwargs):
-        return None
-
-    sdpa_mask.__signature__ = of_5_0
-    monkeypatch.setattr(masks, "sdpa_mask", sdpa_mask)
-    with pytest.raises(ImportError, match="no parameter q_length of sdpa_mask"):
-        interface._load()
-
-
-def test_an_abstract_method_that_ours_lack_is_named(monkeypatch):
+def an_abstract_method():
     class CacheLayerMixin(interface.CacheLayerMixin):
         @abstractmethod
         def get_max_cache_shape(self):
             pass
 
-    caches = importlib.import_module("transformers.cache_utils")
-    monkeypatch.setattr(caches, "CacheLayerMixin", CacheLayerMixin)
-    with pytest.raises(ImportError, match="without the abstract method get_max_cache_shape"):
+    return CacheLayerMixin
+
+
+def of_5_0(cache_position):
+    return None
+
+
+MOVED = {
+    "6.0.0 has no transformers.masking_utils.and_masks": ("masking_utils.and_masks", None),
+    "no parameter q_length of sdpa_mask": ("masking_utils.sdpa_mask", of_5_0),
+    "without the abstract method get_max_cache_shape": (
+        "cache_utils.CacheLayerMixin",
+        an_abstract_method(),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", MOVED)
+def test_what_has_moved_is_named_with_the_versions(message, monkeypatch):
+    where, other = MOVED[message]
+    module, name = where.split(".")
+    module = importlib.import_module(f"transformers.{module}")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "6.0.0")
+    if other is None:
+        monkeypatch.delattr(module, name)
+    else:
+        monkeypatch.setattr(module, name, other)
+    with pytest.raises(ImportError, match=message) as raised:
         interface._load()
+    assert interface.TRIED[0] in str(raised.value)
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch):
