@@ -130,8 +130,9 @@ def test_an_adapted_decoder_generates_and_is_compiled():
     torch.testing.assert_close(compiled(TOKENS), tuned(TOKENS), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("made", [causal_lm, replaced])
-@pytest.mark.parametrize("way", [peft.PromptTuningConfig, peft.PromptEncoderConfig])
+@pytest.mark.parametrize(
+    ("made", "way"), [(causal_lm, peft.PromptTuningConfig), (replaced, peft.PromptEncoderConfig)]
+)
 def test_virtual_tokens_with_their_mask_of_floats_are_trained_and_generate(made, way):
     tuned = peft.get_peft_model(made(), way(task_type="CAUSAL_LM", num_virtual_tokens=3))
     mask = torch.ones_like(TOKENS)

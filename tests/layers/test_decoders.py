@@ -137,20 +137,9 @@ def test_a_model_made_on_meta_is_filled_later():
     assert torch.isfinite(model(torch.zeros(1, 3, dtype=torch.int64))).all()
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: Decoder(9, 24, heads=2, layers="gla"), TypeError, "layers must be a list"),
-        (
-            lambda: divide_tokens(torch.nn.Linear(2, 2), None),
-            ValueError,
-            "model has no Attention; found Linear",
-        ),
-    ],
-)
-def test_what_is_no_model_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def test_what_is_no_model_is_refused():
+    with pytest.raises(ValueError, match="model has no Attention; found Linear"):
+        divide_tokens(torch.nn.Linear(2, 2), None)
 
 
 @pytest.mark.thorough

@@ -242,12 +242,6 @@ def test_bad_images_are_named(x, error, message):
         flax.VisionTransformer(4, 2, 8, **sizes, rngs=nnx.Rngs(0))(x)
 
 
-def test_print_shows_mechanism_recipes_and_parameters():
-    shown = str(made("retention"))
-    assert shown.startswith("Attention(24, mechanism='retention')\n  q")
-    assert "RoPE(W x), with theta = 10000, on 1 of the channels" in shown
-
-
 class InInt8(nnx.Module):
     """A linear map whose weight is no array in floating point."""
 
@@ -268,25 +262,3 @@ def test_a_layer_takes_maps_in_int8():
     y, cache = nnx.jit(lambda attn, x, cache: attn(x, cache=cache))(attn, x, attn.init_cache(2, 6))
     assert 1e-4 < differs(y, expected) < 0.02
     assert cache.store["k"].dtype == jnp.float32
-
-
-@pytest.mark.thorough
-# Qwix calls what Flax has renamed.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_qwix_quantizes_and_adapts_the_linear_maps():
-    qwix = pytest.importorskip("qwix")
-    attn = flax.Attention(32, heads=4, mechanism="gated_delta", rngs=nnx.Rngs(0))
-    x, names = hidden(2, 6, 32), [of_map.name for of_map in attn.plan.maps]
-    expected = attn(x)
-    rule = qwix.QuantizationRule(module_path=".*_proj", weight_qtype=jnp.int8)
-    small = qwix.quantize_model(attn, qwix.PtqProvider([rule]), x)
-    kernels = [getattr(small, name).kernel.array.qvalue[...] for name in names]
-    assert {kernel.dtype for kernel in kernels} == {jnp.dtype("int8")}
-    assert 1e-4 < differs(small(x), expected) < 0.02
-
-    of_maps = qwix.LoraProvider(module_path=".*_proj", rank=4, alpha=8)
-    tuned = qwix.apply_lora_to_model(attn, of_maps, x, rngs=nnx.Rngs(1))
-    np.testing.assert_allclose(tuned(x), expected, rtol=1e-5, atol=1e-6)
-    adapters = nnx.DiffState(0, nnx.LoRAParam)
-    gradients = nnx.grad(lambda model: jnp.sum(model(x) ** 2), argnums=adapters)(tuned)
-    assert len(jax.tree.leaves(gradients)) == 2 * len(names)

@@ -73,14 +73,6 @@ def test_a_decoder_generates_after_a_prefix():
         logits = model(longer, prefix=PREFIX)
         torch.testing.assert_close(logits[:, -1].argmax(-1), found[:, i])
         longer = torch.cat([longer, found[:, i : i + 1]], 1)
-    logits, caches = model(prompt, caches=model.init_caches(B, 10), prefix=PREFIX)
-    torch.testing.assert_close(logits, model(prompt, prefix=PREFIX))
-    pairs = torch.rand(1, 1, 1, 7) > 0.3
-    last, _ = model(found[:, :1], caches=caches, attn_mask=pairs)
-    whole = torch.ones(1, 1, 7, 7, dtype=torch.bool)
-    whole[:, :, 6:] = pairs
-    both = torch.cat([prompt, found[:, :1]], 1)
-    torch.testing.assert_close(last, model(both, prefix=PREFIX, attn_mask=whole)[:, 6:])
 
 
 @pytest.mark.thorough

@@ -27,6 +27,7 @@ def test_counts_are_those_of_the_maps_the_norms_and_the_embedding(mlp, maps):
     assert make_paper_models.count(arguments) == expected
 
 
+@pytest.mark.thorough
 def test_only_one_stated_number_does_not_fit():
     stated = [model for paper in PAPERS for model in paper.models if model.stated]
     counts = {model.name: make_paper_models.count(model.arguments) for model in stated}

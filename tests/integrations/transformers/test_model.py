@@ -196,10 +196,6 @@ def test_a_model_takes_a_boolean_mask_of_pairs_and_a_prefix():
     model, prefix = own_model(layer_types=["softmax", "laser"]), torch.tensor([2, 4])
     pairs = (torch.rand(2, 1, 11, 11) > 0.4).tril()
     expected = model(IDS, attention_mask=pairs, prefix=prefix, use_cache=False).logits
-    x = model.model.embed_tokens(IDS)
-    for block in model.model.layers:
-        x = block(x, attn_mask=pairs, prefix=prefix)
-    torch.testing.assert_close(model.lm_head(model.model.norm(x)), expected)
     cache, parts = PrecondattnCache(model.config), []
     for start, stop in ((0, 5), (5, 6), (6, 11)):
         mask = pairs[:, :, start:stop, :stop]

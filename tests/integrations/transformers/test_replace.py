@@ -79,14 +79,13 @@ def test_lucid_is_lucid_with_the_model_s_rotation_and_scale(family, monkeypatch)
 
 @torch.no_grad()
 def test_layers_have_mechanisms_of_their_own():
-    both, first, last, none = (
-        replace_attention(model_of(), layers=layers)(IDS).logits
-        for layers in (["lucid"] * 2, ["lucid", "softmax"], ["softmax", "lucid"], ["softmax"] * 2)
-    )
-    for one, other in ((both, first), (both, last), (first, last), (first, none)):
-        assert (one - other).abs().max() > 0.01
     model = replace_attention(model_of(), layers=["laser", pa.Lucid()])
     assert [str(m.precondattn.mechanism.name) for m in attentions(model)] == ["laser", "lucid"]
+    both, first = (
+        replace_attention(model_of(), layers=layers)(IDS).logits
+        for layers in (["lucid"] * 2, ["lucid", "softmax"])
+    )
+    assert (both - first).abs().max() > 0.01
 
 
 def test_a_window_a_cap_and_a_sink_stay():
@@ -142,18 +141,6 @@ def test_padding_changes_nothing(side, mechanism):
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     padded = model(ids, attention_mask=mask, position_ids=positions).logits
     torch.testing.assert_close(padded[mask.bool()], model(IDS[:1]).logits[0], rtol=1e-5, atol=2e-6)
-
-
-def test_checkpointing_gives_the_same_gradients():
-    model, gradients = replace_attention(model_of(dtype=torch.float64), "lucid(laser)").train(), []
-    # Named anew in 5.23.
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable = next(getattr(model, name) for name in names if hasattr(model, name))
-    for change in (lambda: None, enable):
-        change()
-        loss = model(IDS, labels=IDS, use_cache=False).loss
-        gradients += torch.autograd.grad(loss, attentions(model)[0].k_proj.weight)
-    torch.testing.assert_close(*gradients)
 
 
 @torch.no_grad()
