@@ -10,7 +10,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from precondattn.layers.torch import Block, Decoder, divide_tokens, to_torch
+from precondattn.layers.torch import Block, Decoder, divide_tokens
+from tests.layers.torch_layers import in_flax
 
 LAYERS = ["gated_delta", {"mechanism": "lucid", "kv_heads": 2}]
 LEFT_AND_RIGHT = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]]) > 0
@@ -24,17 +25,6 @@ def model():
 
 def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def in_flax(model, *sizes, **options):
-    """The decoder of Flax with the weights of another one, whose names it has."""
-    nnx = pytest.importorskip("flax.nnx")
-    from precondattn.layers import flax
-
-    same = flax.Decoder(*sizes, **options, rngs=nnx.Rngs(0))
-    nnx.update(same, flax.to_flax(model.state_dict()))
-    assert set(to_torch(nnx.state(same, nnx.Param))) == set(model.state_dict())
-    return same
 
 
 def test_any_split_gives_the_logits_of_the_full_call_also_after_a_crop(model):

@@ -14,7 +14,7 @@ from precondattn.layers.apply import apply
 from precondattn.layers.recipes import Convolution, Rotary
 from precondattn.layers.torch import Attention, Decoder
 from tests.layers.layer_cases import CAUSAL, MECHANISMS
-from tests.layers.torch_layers import by_declared_axes, hidden, made
+from tests.layers.torch_layers import by_declared_axes, hidden, in_flax, made
 
 COUNTS, BOUNDS = (3, 1, 5, 2), (0, 3, 4, 9, 11)
 IDS = torch.tensor([[7, 7, 7, 0, 4, 4, 4, 4, 4, 9, 9], [0] * 11])
@@ -211,10 +211,7 @@ def test_a_packed_decoder_is_compiled_and_that_of_flax_gives_the_same():
     close(compiled(tokens, segment_ids=IDS[:1]), expected, 1e-5)
 
     nnx, jnp = pytest.importorskip("flax.nnx"), pytest.importorskip("jax.numpy")
-    from precondattn.layers import flax
-
-    same = flax.Decoder(50, 24, heads=4, layers=quick, rngs=nnx.Rngs(0))
-    nnx.update(same, flax.to_flax(model.state_dict()))
+    same = in_flax(model, 50, 24, heads=4, layers=quick)
     call = nnx.jit(lambda m, tokens, ids: m(tokens, segment_ids=ids))
     logits = call(same, jnp.asarray(tokens), jnp.asarray(IDS[:1]))
     close(torch.tensor(logits.tolist()), expected.detach(), 1e-5)

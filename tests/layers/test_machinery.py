@@ -140,6 +140,27 @@ def test_gradients_of_each_sample_are_those_of_each_alone(expression):
             torch.testing.assert_close(gradients[name][i], parameter.grad, msg=name)
 
 
+class Quantized(nn.Module):
+    """A map in the place of another one, without a weight in floating point."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.step = base.weight.detach().abs().max() / 127
+        self.register_buffer("weight", (base.weight.detach() / self.step).round().to(torch.int8))
+
+    def forward(self, x):
+        return x @ (self.weight.to(x.dtype) * self.step.to(x.dtype)).T
+
+
+def test_a_layer_takes_a_map_in_int8():
+    attn, x = made("ssd", dtype=torch.float32), hidden(2, 5, dtype=torch.float32)
+    expected = attn(x)
+    attn.o_proj = Quantized(attn.o_proj)
+    y, cache = attn(x, cache=attn.init_cache(2, 8))
+    assert differs(y, expected) < 0.05
+    assert all(buffer.dtype == torch.float32 for buffer in cache.store.values())
+
+
 @pytest.mark.parametrize("expression", ["path[forget=scaled]", "ssd"])
 def test_maps_are_linear_modules_that_tools_hook_norm_and_prune(expression):
     attn, x, called = made(expression), hidden(2, 5), []

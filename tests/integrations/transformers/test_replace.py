@@ -29,34 +29,26 @@ def attentions(model):
     return [layer.self_attn for layer in model.model.layers]
 
 
-def gradients_of(model, **masks):
-    model(IDS, **masks).loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_softmax_gives_what_the_model_gives(family):
-    model, ids = model_of(family), IDS[:1].repeat(1, 5)
-    with torch.no_grad():
-        original, loss = model(IDS, attention_mask=MASK).logits, model(ids, labels=ids).loss
-        replace_attention(model, "softmax")
-        ours = model(IDS, attention_mask=MASK).logits
-        torch.testing.assert_close(ours[VALID], original[VALID], rtol=1e-5, atol=2e-6)
-        torch.testing.assert_close(model(ids, labels=ids).loss, loss, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("family", ["Llama, padded", "Mistral", "Gemma2", "GptOss"])
-def test_gradients_of_softmax_are_those_of_the_model(family):
-    family, _, is_padded = family.partition(", ")
-    given, sizes, bounds = {"labels": IDS}, {}, {"rtol": 1e-4, "atol": 1e-5}
-    if is_padded:
-        given = {"attention_mask": MASK, "labels": IDS.masked_fill(~VALID, -100)}
-        sizes, bounds = {"dtype": torch.float64}, {"rtol": 1e-9, "atol": 1e-12}
-    original, model = model_of(family, **sizes), model_of(family, **sizes)
-    if is_padded:
-        original.set_attn_implementation("sdpa")
-    found = gradients_of(replace_attention(model, "softmax"), **given)
-    torch.testing.assert_close(found, gradients_of(original, **given), **bounds)
+@pytest.mark.parametrize("family", [*FAMILIES, "Llama in float64"])
+def test_softmax_gives_what_the_model_gives_and_its_gradients(family):
+    """The labels are those of tokens that follow valid ones."""
+    family, _, is_double = family.partition(" in float")
+    results, labels = [], IDS.masked_fill(MASK.cumsum(1) < 2, -100)
+    for is_ours in (False, True):
+        model = model_of(family, torch.float64 if is_double else torch.float32)
+        if is_double:  # Eager attention computes in float32.
+            model.set_attn_implementation("sdpa")
+        if is_ours:
+            replace_attention(model, "softmax")
+        out = model(IDS, attention_mask=MASK, labels=labels)
+        out.loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append(((out.logits[VALID].detach(), out.loss.detach()), gradients))
+    bounds = {"rtol": 1e-9, "atol": 1e-12} if is_double else {"rtol": 1e-5, "atol": 2e-6}
+    (found, of_ours), (expected, of_model) = results[::-1]
+    torch.testing.assert_close(found, expected, **bounds)
+    bounds = bounds if is_double else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(of_ours, of_model, **bounds)
 
 
 def attention_by_hand(module, query, key, value, mask, scaling=None, dropout=0.0, **others):

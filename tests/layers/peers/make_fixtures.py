@@ -258,12 +258,13 @@ def of_module(make, rng):
 
 def of_function(make, rng):
     """A layer of `fla_layers`: its width, its parameters and its call."""
-    shapes, call = make()
+    from fla_layers import SHAPES
+
     parameters = {
         name: torch.tensor(drawn(rng, name, shape), dtype=torch.float32, requires_grad=True)
-        for name, shape in shapes.items()
+        for name, shape in SHAPES[make.__name__].items()
     }
-    return 32, parameters, functools.partial(call, parameters)
+    return 32, parameters, functools.partial(make, parameters)
 
 
 def entries(width, parameters, call, rng, time):
