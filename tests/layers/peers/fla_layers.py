@@ -355,18 +355,3 @@ def path(w, x):
     rule = references("path_attn").naive_path_attn
     o = rule(q, k, v, directions, beta, g, scale=8**-0.5, chunk_size=4)
     return linear(w, "o_proj", o.flatten(2))
-
-
-LAYERS = (gla, delta_net, gated_delta_net, gsa, retention, path)
-NEWER = (
-    kda,
-    gdn2,
-    comba,
-    precond_gated_delta_net,
-    gated_delta_product,
-    rwkv7,
-    mesa_net,
-    rwkv6,
-    hgrn2,
-)
-"""Apart, because the seed of a layer is its place."""
