@@ -229,17 +229,11 @@ def test_half_precision_stays_near(is_vision):
         assert differs(found, expected) < (0.05 if is_vision else 0.03)
 
 
-@pytest.mark.parametrize(
-    ("x", "error", "message"),
-    [
-        (jnp.zeros((2, 1, 4, 5)), ValueError, r"x must have shape \(b, 1, 4, 4\)"),
-        (jnp.zeros((2, 1, 4, 4), "int32"), TypeError, "x must be float32, as the weights"),
-    ],
-)
-def test_bad_images_are_named(x, error, message):
+def test_an_image_of_another_dtype_is_refused():
     sizes = {"heads": 2, "blocks": 1, "classes": 5, "channels": 1}
-    with pytest.raises(error, match=message):
-        flax.VisionTransformer(4, 2, 8, **sizes, rngs=nnx.Rngs(0))(x)
+    model = flax.VisionTransformer(4, 2, 8, **sizes, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="x must be float32, as the weights"):
+        model(jnp.zeros((2, 1, 4, 4), "int32"))
 
 
 class InInt8(nnx.Module):
