@@ -56,6 +56,7 @@ STEPS = {"v": Projection(), "g": LogSigmoid()}
         ("delta", {}, "beta", Sigmoid()),
         ("gated_delta", {"beta": Sigmoid(2.0), "q": Convolution(3)}, "q", Convolution(3)),
         ("gated_delta", {"beta": Sigmoid(2.0), "q": Convolution(3)}, "k", UnitConvolution()),
+        ("softmax[bias=true]", {"bias": recipes.Learned(0.0)}, "bias", recipes.Learned(0.0)),
         # The output is that of the outermost piece that has one.
         ("row_normalized(gsa)", {}, "out", "Activated"),
         ("differential(gla)", {}, "out", "DifferenceNorm"),
