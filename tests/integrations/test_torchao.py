@@ -1,7 +1,6 @@
 """Weights in int8 by torchao, in the place of those of our linear maps."""
 
 import copy
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,6 @@ from precondattn.layers.torch import Attention, Decoder
 pytestmark = pytest.mark.thorough
 
 TOKENS = torch.arange(4 * 12).reshape(4, 12) * 7 % 31
-LICENSE = Path(__file__).parents[2] / "LICENSE"
 LOW_RANK = "_down_proj", "_up_proj"
 
 
@@ -49,56 +47,39 @@ def difference(y, expected):
     return ((y - expected).norm() / expected.norm()).item()
 
 
-def trained(model, batches, rate):
-    optimizer = torch.optim.Adam(model.parameters(), rate)
-    for tokens in batches:
-        optimizer.zero_grad()
-        loss(model(tokens), tokens).backward()
-        optimizer.step()
-    return model.requires_grad_(False)
-
-
-def loss(logits, tokens):
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
 def layer(expression):
     torch.manual_seed(0)
     attn = Attention(64, heads=4, mechanism=expression).requires_grad_(False)
     return attn, torch.randn(4, 128, 64)
 
 
-EXPRESSIONS = [
-    *("softmax", "lucid", "laser", "lucid(laser)", "gla", "gated_delta", "kda", "gdn2", "dplr"),
-    *("delta_product", "mlstm", "mesa", "differential", "path", "atk"),
-]
-
-
-@pytest.mark.parametrize("expression", EXPRESSIONS)
+@pytest.mark.parametrize("expression", ["lucid(laser)", "gdn2", "differential", "path", "rwkv6"])
 def test_a_layer_of_int8_weights_gives_its_output_within_two_per_cent(expression):
+    """The maps of RWKV-6 through a low rank are left, as `docs/adapters.md` says."""
     attn, x = layer(expression)
-    small = quantized(attn)
-    assert all(map(is_int8, linear_maps(small).values()))
+    small = quantized(attn, is_wide if expression == "rwkv6" else is_linear)
+    left = {name for name, module in linear_maps(small).items() if not is_int8(module)}
+    assert len(left) == (12 if expression == "rwkv6" else 0)
+    assert all(name.endswith(LOW_RANK) for name in left)
     assert 1e-4 < difference(small(x), attn(x)) < 0.02
     rounded = copy.deepcopy(attn)
     for name, module in linear_maps(small).items():
-        rounded.get_submodule(name).weight.copy_(module.weight.dequantize())
+        if name not in left:
+            rounded.get_submodule(name).weight.copy_(module.weight.dequantize())
     torch.testing.assert_close(small(x), rounded(x), rtol=1e-3, atol=1e-4)
-
-
-def test_rwkv6_stays_within_two_per_cent_if_maps_through_a_low_rank_are_left():
-    attn, x = layer("rwkv6")
-    small = quantized(attn, is_wide)
-    left = {name for name, module in linear_maps(small).items() if not is_int8(module)}
-    assert len(left) == 12
-    assert {name for name in linear_maps(small) if name.endswith(LOW_RANK)} == left
-    assert 1e-4 < difference(small(x), attn(x)) < 0.02
 
 
 def test_a_trained_decoder_of_int8_weights_stays_within_two_per_cent_also_compiled():
     torch.manual_seed(0)
     layers = ["gated_delta", "lucid", "kda", "lucid(laser)"]
-    model = trained(Decoder(31, 32, heads=4, layers=layers), [TOKENS] * 40, 1e-2)
+    model = Decoder(31, 32, heads=4, layers=layers)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(40):
+        optimizer.zero_grad()
+        logits = model(TOKENS)[:, :-1].flatten(0, 1)
+        nn.functional.cross_entropy(logits, TOKENS[:, 1:].flatten()).backward()
+        optimizer.step()
+    model.requires_grad_(False)
     small = quantized(model)
     assert all(map(is_int8, linear_maps(small).values()))
     expected = small(TOKENS)
@@ -110,21 +91,6 @@ def test_a_trained_decoder_of_int8_weights_stays_within_two_per_cent_also_compil
     torch._dynamo.reset()
     compiled = torch.compile(small, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(TOKENS), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("layers", [["gated_delta", "lucid"] * 2, ["rwkv6", "mlstm"] * 2])
-def test_a_decoder_trained_on_text_keeps_its_logits_and_its_loss_in_int8(layers):
-    text = 3 * LICENSE.read_bytes()  # A text that no change of the pages makes harder to predict.
-    rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    rows = rows[: len(rows) // 64 * 64].reshape(-1, 64)
-    generator = torch.Generator().manual_seed(0)
-    *batches, other = rows[torch.randperm(len(rows), generator=generator)[: 51 * 8]].split(8)
-    torch.manual_seed(0)
-    model = trained(Decoder(256, 128, heads=4, layers=layers), batches, 2e-3)
-    expected, y = model(other), quantized(model)(other)
-    assert loss(expected, other) < 3.6  # Untrained, it is 5.6.
-    assert 1e-4 < difference(y, expected) < 0.02
-    assert abs(loss(y, other) - loss(expected, other)) < 0.01
 
 
 # Merging needs a model that Transformers has quantized.

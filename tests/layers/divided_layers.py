@@ -24,7 +24,7 @@ from precondattn.layers.torch import (
     divide_weights,
 )
 from precondattn.parallel.torch.exit import wait_for_gloo
-from tests.layers.layer_cases import MECHANISMS, layer
+from tests.layers.layer_cases import covering, layer
 
 REFUSED = {
     "retention": "retention divides heads, and the decay of each depends on its number",
@@ -60,7 +60,7 @@ def main(rank, count, folder):
 
 
 def division(mesh):
-    for expression in MECHANISMS:
+    for expression in (*covering("ccq(gated_delta)", "gated_delta", "lucid(path)"), *REFUSED):
         torch.manual_seed(0)
         attn = moved(layer(Attention, expression, dtype=torch.float64))
         if expression in REFUSED:
@@ -188,7 +188,6 @@ def bad_input(mesh):
         (decoder(), plane, ValueError, "mesh must have one dimension, such as .*; found 2"),
         (decoder(heads=3), mesh, ValueError, "blocks.0.attention: gated_delta expects .*u=3"),
         (decoder(hidden=9), mesh, ValueError, "hidden must be a multiple of 2 devices.*hidden=9"),
-        (decoder(vocabulary=11), mesh, ValueError, "vocabulary must be a multiple.*vocabulary=11"),
         (torch.nn.Linear(2, 2), mesh, ValueError, "model has no Attention; found Linear"),
         (sharded, mesh, ValueError, "parameters are DTensors already; it comes before fully_sh"),
         (wrapped, mesh, TypeError, "blocks.0.mlp.up_proj must be an nn.Linear .*Sequential"),

@@ -1,6 +1,9 @@
 """The mechanisms whose layers are tested: all that an expression can name, and compositions."""
 
+from functools import cache
+
 import precondattn as pa
+from precondattn.layers.plan import plan_for
 
 COMPOSITIONS = (
     "path[forget=unscaled]",
@@ -26,6 +29,26 @@ CAUSAL = tuple(name for name in MECHANISMS if pa.parse(name).offers.causal)
 """The mechanisms that can have a cache."""
 
 HEADS = 4
+
+
+@cache
+def covering(*first):
+    """These mechanisms, and others of `MECHANISMS`, which together have a recipe of every class."""
+    classes = {
+        expression: {type(entry.recipe) for entry in plan_of(expression).entries}
+        for expression in MECHANISMS
+    }
+    chosen = [*first]
+    found = set().union(*(classes[expression] for expression in chosen))
+    while missing := set().union(*classes.values()) - found:
+        chosen.append(max(classes, key=lambda expression: len(classes[expression] & missing)))
+        found |= classes[chosen[-1]]
+    return tuple(chosen)
+
+
+def plan_of(expression):
+    sizes = sizes_for(expression)
+    return plan_for(sizes.pop("width"), sizes.pop("heads"), expression, recipes=None, **sizes)
 
 
 def sizes_for(expression):

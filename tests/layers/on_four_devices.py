@@ -179,12 +179,10 @@ def shapes_of_shards(weight):
     return {shard.data.shape for shard in weight[...].addressable_shards}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mechanism", ["softmax", "gated_delta"])
-def test_a_sharded_layer_gives_the_same_output_and_gradients(mechanism, kind):
-    attn = Attention(32, heads=4, mechanism=mechanism, rngs=nnx.Rngs(0))
+def test_a_sharded_layer_gives_the_same_output_and_gradients():
+    attn = Attention(32, heads=4, mechanism="gated_delta", rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (2, 6, 32), "float32")
-    gradients, _ = assert_the_same_on_a_mesh(attn, x, kind)
+    gradients, _ = assert_the_same_on_a_mesh(attn, x, AxisType.Explicit)
     assert shapes_of_shards(gradients["q_proj"]["kernel"]) == {(32, 16)}
 
 

@@ -8,16 +8,14 @@ pytest.importorskip("torch")
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import torch
 from flax import nnx, serialization
 from jax.sharding import PartitionSpec
 
-import precondattn as pa
 from precondattn.layers import flax
 from precondattn.layers import torch as in_torch
 from tests.backends.jax.four_devices import assert_pass_on_four_devices
-from tests.layers.layer_cases import layer
+from tests.layers.layer_cases import covering, layer
 
 MASK = np.asarray([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 0]]) > 0
 call = nnx.jit(lambda model, x, mask=None: model(x) if mask is None else model(x, mask=mask))
@@ -66,10 +64,7 @@ def assert_gradients_are_those_of_pytorch(model, same, x):
 
 
 @pytest.mark.thorough(but=("delta_product", "dplr"))
-@pytest.mark.parametrize(
-    "expression",
-    [*sorted(pa.mechanisms()), "lucid(path)", "ccq(gated_delta)", "differential(laser)"],
-)
+@pytest.mark.parametrize("expression", covering("delta_product", "dplr", "lucid(path)"))
 def test_the_same_weights_give_the_numbers_of_pytorch(expression):
     pair = layer(in_torch.Attention, expression), nnx.eval_shape(lambda: made(expression))
     attn, same = same_weights(*pair)
@@ -84,6 +79,7 @@ def test_the_same_weights_give_the_gradients_of_pytorch(expression):
     assert_gradients_are_those_of_pytorch(*pair, torch.randn(2, 5, 24))
 
 
+@pytest.mark.thorough(but=("row_normalized(softmax[causal=false])-token",))
 @pytest.mark.parametrize(
     ("mechanism", "pool"),
     [
@@ -103,7 +99,6 @@ def test_a_vision_transformer_gives_the_numbers_and_gradients_of_pytorch(mechani
 @pytest.mark.parametrize(
     "mechanism",
     [
-        "softmax[causal=false]",
         "row_normalized(cross_covariance)",
         "nystrom[landmarks=3,skip=true]",
         "windowed[size=2/3,shift=1/2,grid=4/6,bias=true]",
@@ -119,6 +114,7 @@ def test_vision_attention_gives_the_numbers_of_pytorch(mechanism):
     assert_close(call(same, jnp.asarray(x)), attn(x), 1e-4)
 
 
+@pytest.mark.thorough(but=("ccq(gated_delta)-1",))
 @pytest.mark.parametrize(
     ("expression", "keep"), [("softmax[window=9]", 0), ("ccq(gated_delta)", 1)]
 )
@@ -210,6 +206,7 @@ def differs(found, expected):
     return jnp.linalg.norm(found.astype("float32") - expected) / jnp.linalg.norm(expected)
 
 
+@pytest.mark.thorough(but=("False",))
 @pytest.mark.parametrize("is_vision", [False, True])
 def test_half_precision_stays_near(is_vision):
     def model(dtype):
@@ -232,74 +229,11 @@ def test_half_precision_stays_near(is_vision):
         assert differs(found, expected) < (0.05 if is_vision else 0.03)
 
 
-@pytest.mark.parametrize(
-    ("x", "error", "message"),
-    [
-        (jnp.zeros((2, 1, 4, 5)), ValueError, r"x must have shape \(b, 1, 4, 4\)"),
-        (jnp.zeros((2, 1, 4, 4), "int32"), TypeError, "x must be float32, as the weights"),
-    ],
-)
-def test_bad_images_are_named(x, error, message):
+def test_an_image_of_another_dtype_is_refused():
     sizes = {"heads": 2, "blocks": 1, "classes": 5, "channels": 1}
-    with pytest.raises(error, match=message):
-        flax.VisionTransformer(4, 2, 8, **sizes, rngs=nnx.Rngs(0))(x)
-
-
-def test_print_shows_mechanism_recipes_and_parameters():
-    shown = str(made("retention"))
-    assert shown.startswith("Attention(24, mechanism='retention')\n  q")
-    assert "RoPE(W x), with theta = 10000, on 1 of the channels" in shown
-
-
-TOKENS = jnp.asarray(np.arange(4 * 12).reshape(4, 12) * 7 % 31)
-
-
-def linear_maps(model, kind):
-    """The modules of a kind, with their parents and names."""
-    return [
-        (parent, name, child)
-        for _, parent in [*nnx.iter_modules(model)]
-        for name, child in [*nnx.iter_children(parent)]
-        if type(child) is kind
-    ]
-
-
-@pytest.mark.thorough
-def test_lora_around_every_linear_map_trains_alone_and_merges():
-    model = flax.Decoder(31, 32, heads=4, layers=["gated_delta"], rngs=nnx.Rngs(0))
-    before, maps = model(TOKENS), linear_maps(model, nnx.Linear)
-    for parent, name, linear in maps:
-        sizes = linear.in_features, 4, linear.out_features
-        setattr(parent, name, nnx.LoRA(*sizes, base_module=linear, rngs=nnx.Rngs(1)))
-    assert len(maps) == 10
-    np.testing.assert_allclose(model(TOKENS), before, rtol=1e-5, atol=1e-6)
-
-    @nnx.jit
-    def step(model, optimizer):
-        def loss(model):
-            logits = model(TOKENS[:, :-1])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, TOKENS[:, 1:]).mean()
-
-        adapters = nnx.DiffState(0, nnx.LoRAParam)
-        value, gradients = nnx.value_and_grad(loss, argnums=adapters)(model)
-        optimizer.update(model, gradients)
-        return value
-
-    others = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
-    frozen = jax.tree.map(jnp.copy, nnx.state(model, others))
-    optimizer = nnx.Optimizer(model, optax.adam(3e-2), wrt=nnx.LoRAParam)
-    losses = [float(step(model, optimizer)) for _ in range(25)]
-    assert losses[-1] < 0.9 * losses[0]
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, frozen, nnx.state(model, others)))
-
-    expected = model(TOKENS)
-    y, caches = model(TOKENS[:, :8], caches=model.init_caches(4))
-    last, _ = model(TOKENS[:, 8:], caches=caches)
-    np.testing.assert_allclose(jnp.concatenate([y, last], 1), expected, rtol=1e-4, atol=1e-4)
-    for parent, name, lora in linear_maps(model, nnx.LoRA):
-        lora.base_module.kernel[...] += lora.lora_a[...] @ lora.lora_b[...]
-        setattr(parent, name, lora.base_module)
-    np.testing.assert_allclose(model(TOKENS), expected, rtol=1e-4, atol=1e-4)
+    model = flax.VisionTransformer(4, 2, 8, **sizes, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="x must be float32, as the weights"):
+        model(jnp.zeros((2, 1, 4, 4), "int32"))
 
 
 class InInt8(nnx.Module):
@@ -322,25 +256,3 @@ def test_a_layer_takes_maps_in_int8():
     y, cache = nnx.jit(lambda attn, x, cache: attn(x, cache=cache))(attn, x, attn.init_cache(2, 6))
     assert 1e-4 < differs(y, expected) < 0.02
     assert cache.store["k"].dtype == jnp.float32
-
-
-@pytest.mark.thorough
-# Qwix calls what Flax has renamed.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_qwix_quantizes_and_adapts_the_linear_maps():
-    qwix = pytest.importorskip("qwix")
-    attn = flax.Attention(32, heads=4, mechanism="gated_delta", rngs=nnx.Rngs(0))
-    x, names = hidden(2, 6, 32), [of_map.name for of_map in attn.plan.maps]
-    expected = attn(x)
-    rule = qwix.QuantizationRule(module_path=".*_proj", weight_qtype=jnp.int8)
-    small = qwix.quantize_model(attn, qwix.PtqProvider([rule]), x)
-    kernels = [getattr(small, name).kernel.array.qvalue[...] for name in names]
-    assert {kernel.dtype for kernel in kernels} == {jnp.dtype("int8")}
-    assert 1e-4 < differs(small(x), expected) < 0.02
-
-    of_maps = qwix.LoraProvider(module_path=".*_proj", rank=4, alpha=8)
-    tuned = qwix.apply_lora_to_model(attn, of_maps, x, rngs=nnx.Rngs(1))
-    np.testing.assert_allclose(tuned(x), expected, rtol=1e-5, atol=1e-6)
-    adapters = nnx.DiffState(0, nnx.LoRAParam)
-    gradients = nnx.grad(lambda model: jnp.sum(model(x) ** 2), argnums=adapters)(tuned)
-    assert len(jax.tree.leaves(gradients)) == 2 * len(names)

@@ -59,15 +59,15 @@ def test_a_compiled_layer_is_one_graph_and_gives_the_same():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("expression", ["ccq(gated_delta)", "softmax[window=3]"])
-def test_compiled_calls_with_new_caches_warn_of_nothing(expression):
+def test_compiled_calls_with_new_caches_warn_of_nothing():
     """Warnings are errors here, and Dynamo warns of an `lru_cache` that it passes over."""
     torch._dynamo.reset()
-    attn, x = made(expression, dtype=torch.float32), hidden(2, 5, dtype=torch.float32)
+    attn, x = made("ccq(gated_delta)", dtype=torch.float32), hidden(2, 5, dtype=torch.float32)
     compiled = torch.compile(lambda x: attn(x, cache=attn.init_cache(2, 8))[0], backend="aot_eager")
     torch.testing.assert_close(compiled(x), attn(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough(but=("lucid",))
 @pytest.mark.parametrize("expression", ["lucid", "gated_delta"])
 def test_a_layer_is_exported_for_any_batch_and_length(expression):
     attn = made(expression, dtype=torch.float32)
@@ -90,8 +90,7 @@ POLICIES = (
 
 @pytest.mark.thorough(but=("False-softmax", "True-softmax", "False-gated_delta"))
 @pytest.mark.parametrize(
-    "expression",
-    ["softmax", "lucid", "gated_delta", "laser", "path", "mlstm", "ccq", "differential", "mesa"],
+    "expression", ["softmax", "lucid", "gated_delta", "path", "mlstm", "differential", "mesa"]
 )
 @pytest.mark.parametrize("is_cast", [False, True])
 def test_checkpoints_change_no_gradient_whatever_they_store(expression, is_cast):
@@ -141,29 +140,8 @@ def test_gradients_of_each_sample_are_those_of_each_alone(expression):
             torch.testing.assert_close(gradients[name][i], parameter.grad, msg=name)
 
 
-@pytest.mark.parametrize("expression", ["softmax", "ccq(gla)"])
-def test_an_ensemble_is_one_call_of_stacked_weights(expression):
-    layers, x = [made(expression) for _ in range(2)], hidden(2, 5)
-    weights, _ = torch.func.stack_module_state(layers)
-    call = torch.func.vmap(lambda weights: torch.func.functional_call(layers[0], weights, (x,)))
-    for y, attn in zip(call(weights), layers, strict=True):
-        torch.testing.assert_close(y, attn(x))
-
-
-class AdaptedLayer(nn.Module):
-    """What adapters put in the place of a linear map."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base, self.weight = base, base.weight
-        self.low = nn.Parameter(torch.ones(base.out_features, 1, dtype=torch.float64))
-
-    def forward(self, x):
-        return self.base(x) + x.mean(-1, keepdim=True) * self.low.T
-
-
 class Quantized(nn.Module):
-    """What quantization puts there, without a weight in floating point."""
+    """A map in the place of another one, without a weight in floating point."""
 
     def __init__(self, base):
         super().__init__()
@@ -174,8 +152,17 @@ class Quantized(nn.Module):
         return x @ (self.weight.to(x.dtype) * self.step.to(x.dtype)).T
 
 
+def test_a_layer_takes_a_map_in_int8():
+    attn, x = made("ssd", dtype=torch.float32), hidden(2, 5, dtype=torch.float32)
+    expected = attn(x)
+    attn.o_proj = Quantized(attn.o_proj)
+    y, cache = attn(x, cache=attn.init_cache(2, 8))
+    assert differs(y, expected) < 0.05
+    assert all(buffer.dtype == torch.float32 for buffer in cache.store.values())
+
+
 @pytest.mark.parametrize("expression", ["path[forget=scaled]", "ssd"])
-def test_maps_are_linear_modules_that_tools_prune_norm_and_replace(expression):
+def test_maps_are_linear_modules_that_tools_hook_norm_and_prune(expression):
     attn, x, called = made(expression), hidden(2, 5), []
     expected, maps = attn(x), [of_map.name for of_map in attn.plan.maps]
     assert all(type(attn.get_submodule(name)) is nn.Linear for name in maps)
@@ -192,17 +179,3 @@ def test_maps_are_linear_modules_that_tools_prune_norm_and_replace(expression):
     prune.l1_unstructured(attn.o_proj, "weight", 0.5)
     attn(x).sum().backward()
     assert ((attn.o_proj.weight_orig.grad == 0) == (attn.o_proj.weight_mask == 0)).all()
-
-    attn, x32 = made(expression, dtype=torch.float32), x.float()
-    expected = attn(x32)
-    attn.o_proj = Quantized(attn.o_proj)
-    assert differs(attn(x32), expected) < 0.05
-    _, cache = attn(x32, cache=attn.init_cache(2, 8))
-    assert all(buffer.dtype == torch.float32 for buffer in cache.store.values())
-
-    attn = made(expression)
-    before = attn(x)
-    attn.o_proj = AdaptedLayer(attn.o_proj)
-    assert not torch.allclose(attn(x), before)
-    attn(x).sum().backward()
-    assert attn.o_proj.low.grad.abs().sum() > 0

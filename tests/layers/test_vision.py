@@ -110,51 +110,19 @@ def test_timms_weights_load_and_give_timms_outputs_and_gradients(name):
 @pytest.mark.parametrize(
     "mechanism",
     [
-        "row_normalized(softmax[causal=false])",
         "row_normalized(laser(softmax[causal=false]))",
-        "differential(softmax[causal=false])",
-        "qk_norm(softmax[causal=false])",
-        "row_normalized(cross_covariance)",
-        "row_normalized(channel)",
+        "differential(qk_norm(softmax[causal=false]))",
         ["outlook[stride=2,grid=3/4]", "row_normalized(outlook[grid=4])"],
-        "row_normalized(nystrom[landmarks=3,skip=true])",
         ["windowed[size=2,grid=3/4,bias=true]", "row_normalized(windowed[size=2,shift=1,grid=4])"],
         "gated_delta",
     ],
 )
-def test_a_vision_transformer_trains_with_any_mechanism(mechanism):
+def test_a_vision_transformer_of_any_mechanism_has_finite_gradients(mechanism):
     torch.manual_seed(0)
     model = transformer(mechanism=mechanism, pool="mean", classes=5)
     images, classes = torch.randn(6, 3, 6, 8), torch.tensor([0, 1, 2, 3, 4, 0])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(8):
-        loss = torch.nn.functional.cross_entropy(model(images), classes)
-        optimizer.zero_grad()
-        loss.backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
-
-
-@torch.no_grad()
-def test_only_positions_and_windows_tell_patches_apart_and_an_image_sees_only_itself():
-    torch.manual_seed(0)
-    rows = torch.randn(2, 3, 3, 2, 8)
-    images, others = rows.reshape(2, 3, 6, 8), rows[:, :, [2, 0, 1]].reshape(2, 3, 6, 8)
-    windows = "windowed[size=2,grid=3/4]"
-    for mechanism, is_same in (("softmax[causal=false]", True), (windows, False)):
-        model = transformer(mechanism=mechanism, pool="mean")
-        torch.nn.init.zeros_(model.pos_embed)
-        assert torch.allclose(model(images), model(others), atol=1e-5) is is_same
-    model = transformer()
-    logits = model(images)
-    torch.testing.assert_close(model(images[1:2]), logits[1:2])
-    images[0, 2, 5, 7] += 1
-    changed = model(images)  # The class token sees the last patch.
-    assert not torch.allclose(changed[0], logits[0])
-    assert torch.equal(changed[1:], logits[1:])
+    torch.nn.functional.cross_entropy(model(images), classes).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 @torch.no_grad()
@@ -195,13 +163,15 @@ def test_a_table_of_biases_starts_as_in_swin():
     [
         ({"patch": 4}, ValueError, r"4 x 4 pixels must divide the image; found image=\(6, 8\)"),
         ({"patch": (2, 2, 2)}, ValueError, "patch must be one number, or rows and columns"),
-        ({"image": 0}, ValueError, "image must be 1 or above; found 0"),
         ({"width": 16.0}, TypeError, "width must be a whole number; found 16.0"),
-        ({"classes": True}, TypeError, "classes must be a whole number"),
-        ({"hidden": 0}, ValueError, "hidden must be 1 or above"),
         ({"pool": "max"}, ValueError, "pool must be 'token' or 'mean'; found 'max'"),
         ({"mechanism": ["softmax[causal=false]"]}, ValueError, "one for each of 2; found"),
-        ({"mechanism": "softmax"}, ValueError, "softmax is causal, so that the class token"),
+        (
+            {"mechanism": "lucid(laser)"},
+            ValueError,
+            r"the class token.*; use lucid\(laser\(softmax\[causal=false\]\)\), or",
+        ),
+        ({"mechanism": "ccq(gla)"}, ValueError, "use another mechanism, or pool='mean'"),
         ({"mechanism": 3, "pool": "mean"}, ValueError, "mechanism must be one for all blocks"),
         ({"mechanism": [3, 3]}, TypeError, "mechanism must be a text or a mechanism; found 3"),
         ({"qkv_bias": 1}, TypeError, "qkv_bias must be True or False; found 1"),

@@ -2,10 +2,11 @@
 
 import math
 
+import pytest
 import torch
 
 from precondattn.layers.maps import Stored
-from precondattn.layers.torch import Attention
+from precondattn.layers.torch import Attention, to_torch
 from tests.layers.layer_cases import layer
 
 FEW = ("softmax", "path", "ssd", "gated_delta", "ccq(gla)", "differential(laser)")
@@ -18,6 +19,17 @@ def made(expression, **options):
 
 def hidden(b, t, width=24, dtype=torch.float64):
     return torch.randn(b, t, width, dtype=dtype)
+
+
+def in_flax(model, *sizes, **options):
+    """The decoder of Flax with the weights of another one, whose names it has."""
+    nnx = pytest.importorskip("flax.nnx")
+    from precondattn.layers import flax
+
+    same = flax.Decoder(*sizes, **options, rngs=nnx.Rngs(0))
+    nnx.update(same, flax.to_flax(model.state_dict()))
+    assert set(to_torch(nnx.state(same, nnx.Param))) == set(model.state_dict())
+    return same
 
 
 def by_declared_axes(attn):

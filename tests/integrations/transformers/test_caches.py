@@ -64,6 +64,7 @@ def in_steps(of, cache, mask, backend):
         yield step(IDS[:, t : t + 1], padded, positions[:, t : t + 1], cache)
 
 
+@pytest.mark.thorough(but=("lucid(laser)",))
 @pytest.mark.parametrize("mechanism", ["softmax", "lucid(laser)"])
 @torch.no_grad()
 def test_a_compiled_step_is_one_graph_and_writes_in_place(mechanism):
@@ -99,6 +100,7 @@ def test_a_step_compiled_by_inductor_writes_the_same(mechanism):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_eager_steps_after_compiled_ones_know_their_padding():
     of, mask = model("Llama"), ONES.clone()

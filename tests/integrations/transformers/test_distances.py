@@ -1,4 +1,4 @@
-"""Attention of Transformers' models with distances: Bloom and MPT have ALiBi's slopes, T5 a table.
+"""Attention of Transformers' models with distances: MPT has ALiBi's slopes, T5 a table.
 
 Their weights, in a layer with the same mechanism, give their output.
 """
@@ -9,8 +9,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
-from transformers import BloomConfig, MptConfig, T5Config
-from transformers.models.bloom.modeling_bloom import BloomModel
+from transformers import MptConfig, T5Config
 from transformers.models.mpt.modeling_mpt import MptModel
 from transformers.models.t5.modeling_t5 import T5Model
 
@@ -46,28 +45,16 @@ def output(mechanism, weights, x):
         return attn(x)
 
 
-def slopes(model, module, ids, matrices, out):
-    """The output of softmax with slopes with the weights of a module, and that of the module."""
-    first, named, expected = recorded(model, module, input_ids=ids)
-    x = first[0] if first else named["hidden_states"]
-    projections = dict(zip("qkvo", (*matrices, out.weight), strict=True))
-    weights = {f"{name}_proj.weight": a.reshape(WIDTH, WIDTH) for name, a in projections.items()}
-    residual = first[1] if len(first) > 1 else 0
-    return output("softmax[distance=slopes]", weights, x), expected - residual
-
-
-def test_bloom_and_mpt_are_softmax_with_slopes(ids):
-    config = BloomConfig(vocab_size=97, hidden_size=WIDTH, n_layer=2, n_head=HEADS)
-    model = BloomModel(config)
-    bloom = model.h[1].self_attention  # Its biases are 0 at the start.
-    matrices = bloom.query_key_value.weight.view(HEADS, 3, -1, WIDTH).unbind(1)
-    found = slopes(model, bloom, ids, matrices, bloom.dense)
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+def test_mpt_is_softmax_with_slopes(ids):
     config = MptConfig(vocab_size=97, d_model=WIDTH, n_layers=2, n_heads=HEADS)
     model = MptModel(config)
     mpt = model.blocks[1].attn
-    found = slopes(model, mpt, ids, mpt.Wqkv.weight.chunk(3), mpt.out_proj)
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    first, named, expected = recorded(model, mpt, input_ids=ids)
+    x = first[0] if first else named["hidden_states"]
+    matrices = (*mpt.Wqkv.weight.chunk(3), mpt.out_proj.weight)
+    weights = {f"{n}_proj.weight": a for n, a in zip("qkvo", matrices, strict=True)}
+    found = output("softmax[distance=slopes]", weights, x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])

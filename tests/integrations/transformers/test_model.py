@@ -33,9 +33,7 @@ def logits(model, **options):
 
 SAVED = {
     "lucid": {},
-    "path": {},
-    "ccq(gated_delta)": {},
-    "differential(laser)": {},
+    "differential(path)": {},
     "softmax[sink=true,window=3]": {},
     "softmax": {"mlp": "plain"},
     "gla": {"tie_word_embeddings": False},
@@ -153,6 +151,7 @@ def test_labels_give_the_loss_of_transformers_and_no_cache_is_made_where_gradien
         assert hybrid(IDS, use_cache=False).past_key_values is None
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_compiled_it_gives_the_same_without_a_break_in_the_graph():
     model = own_model(layer_types=["gla", "softmax"])
@@ -185,14 +184,11 @@ def test_half_precision_and_autocast(tmp_path, hybrid):
     assert tokens.shape == (2, 14)
     assert half.dtype == logits(half).dtype == torch.bfloat16
     assert logits(half).isfinite().all()
+    half.resize_token_embeddings(101, mean_resizing=False)
+    assert logits(half).shape == (2, 11, 101)
     with torch.autocast("cpu", torch.bfloat16):
         hybrid(IDS, MASK, labels=IDS).loss.backward()
     assert all(parameter.grad.isfinite().all() for parameter in hybrid.parameters())
-
-
-def test_embeddings_are_resized(hybrid):
-    hybrid.resize_token_embeddings(101, mean_resizing=False)
-    assert logits(hybrid).shape == (2, 11, 101)
 
 
 @torch.no_grad()
@@ -200,10 +196,6 @@ def test_a_model_takes_a_boolean_mask_of_pairs_and_a_prefix():
     model, prefix = own_model(layer_types=["softmax", "laser"]), torch.tensor([2, 4])
     pairs = (torch.rand(2, 1, 11, 11) > 0.4).tril()
     expected = model(IDS, attention_mask=pairs, prefix=prefix, use_cache=False).logits
-    x = model.model.embed_tokens(IDS)
-    for block in model.model.layers:
-        x = block(x, attn_mask=pairs, prefix=prefix)
-    torch.testing.assert_close(model.lm_head(model.model.norm(x)), expected)
     cache, parts = PrecondattnCache(model.config), []
     for start, stop in ((0, 5), (5, 6), (6, 11)):
         mask = pairs[:, :, start:stop, :stop]

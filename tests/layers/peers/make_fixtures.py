@@ -71,7 +71,6 @@ def of_transformers(name):
 
 
 def llama(family="Llama", layer=0):
-    """A Llama layer, and its call."""
     import transformers
 
     config = getattr(transformers, f"{family}Config")(
@@ -88,13 +87,7 @@ def llama(family="Llama", layer=0):
     return 32, layer, lambda x: layer(x, angles, causal_mask())[0]
 
 
-def diffllama():
-    """A DiffLlama layer, and its call."""
-    return llama("DiffLlama", 1)
-
-
 def qwen3_next():
-    """A gated delta layer of Qwen3-Next, and its call."""
     from transformers import Qwen3NextConfig
 
     config = Qwen3NextConfig(
@@ -111,7 +104,6 @@ def qwen3_next():
 
 
 def mamba2():
-    """A Mamba-2 layer, and its call."""
     from transformers import Mamba2Config
 
     config = Mamba2Config(
@@ -129,7 +121,6 @@ def mamba2():
 
 
 def xlstm():
-    """An xLSTM layer, and its call."""
     from transformers import xLSTMConfig
 
     config = xLSTMConfig(
@@ -172,31 +163,6 @@ def of_timm(family, kind, *grid, **options):
     return 32, layer, lambda x: layer(x.reshape(BATCH, *grid, 32)).reshape(x.shape)
 
 
-def xca():
-    """Cross-covariance attention."""
-    return of_timm("xcit", "XCA", qkv_bias=True)
-
-
-def vit_attention():
-    """Attention of vision transformers."""
-    return of_timm("vision_transformer", "Attention", qkv_bias=True)
-
-
-def outlook():
-    """Outlook attention."""
-    return of_timm("volo", "OutlookAttention", 5, 4, stride=2, qkv_bias=True)
-
-
-def channel():
-    """Channel attention of DaViT."""
-    return of_timm("davit", "ChannelAttention", qkv_bias=True)
-
-
-def channel_by_tokens():
-    """The second version of DaViT's channel attention."""
-    return of_timm("davit", "ChannelAttentionV2")
-
-
 def window(shift=0):
     """Window attention of timm, and its call with the windows around it."""
     from timm.models.swin_transformer import SwinTransformerBlock
@@ -205,11 +171,6 @@ def window(shift=0):
         32, input_resolution=(4, 6), num_heads=4, window_size=(2, 3), shift_size=shift
     )
     return 32, block.attn, lambda x: block._attn(x.reshape(BATCH, 4, 6, 32)).reshape(x.shape)
-
-
-def window_shifted():
-    """Swin's window attention with shifted windows."""
-    return window((1, 2))
 
 
 def vision_transformer():
@@ -226,6 +187,31 @@ def vision_transformer():
         num_classes=144,
     )
     return 48, model, lambda x: model(x.reshape(BATCH, 3, 6, 8)).reshape(x.shape)
+
+
+MODULES = {
+    "llama": llama,
+    "diffllama": functools.partial(llama, "DiffLlama", 1),
+    "qwen3_next": qwen3_next,
+    "mamba2": mamba2,
+    "nystromformer": nystromformer,
+    "xca": functools.partial(of_timm, "xcit", "XCA", qkv_bias=True),
+    "vit_attention": functools.partial(of_timm, "vision_transformer", "Attention", qkv_bias=True),
+    "window": window,
+    "window_shifted": functools.partial(window, (1, 2)),
+    "vision_transformer": vision_transformer,
+    "xlstm": xlstm,
+    "outlook": functools.partial(
+        of_timm, "volo", "OutlookAttention", 5, 4, stride=2, qkv_bias=True
+    ),
+    "channel": functools.partial(of_timm, "davit", "ChannelAttention", qkv_bias=True),
+    "channel_by_tokens": functools.partial(of_timm, "davit", "ChannelAttentionV2"),
+}
+"""Modules of Transformers and timm. The other layers are functions of `fla_layers`."""
+
+SEEDS = (0, 1, 2, 3, 10, 11, 13, 14, 15, 16, 24, 27, 28, 29)
+"""Those of `MODULES`, and those of `fla_layers.SHAPES` below, with which the files were made."""
+OF_FUNCTIONS = (4, 5, 6, 17, 18, 19, 23, 25, 24, 22, 21, 20, 7, 8, 9)
 
 
 def without_kernels(module):
@@ -247,23 +233,24 @@ def drawn(rng, name, shape):
     return values * 1.3 * np.prod(shape[1:]) ** -0.5
 
 
-def of_module(make, rng):
-    """A layer of Transformers: its width, its parameters and its call."""
-    width, layer, call = make()
+def of_module(name, rng):
+    """A layer of Transformers or timm: its width, its parameters and its call."""
+    width, layer, call = MODULES[name]()
     with torch.no_grad():
-        for name, parameter in layer.eval().named_parameters():
-            parameter.copy_(torch.tensor(drawn(rng, name, parameter.shape)))
+        for own, parameter in layer.eval().named_parameters():
+            parameter.copy_(torch.tensor(drawn(rng, own, parameter.shape)))
     return width, dict(layer.named_parameters()), call
 
 
-def of_function(make, rng):
+def of_function(name, rng):
     """A layer of `fla_layers`: its width, its parameters and its call."""
-    shapes, call = make()
+    import fla_layers
+
     parameters = {
-        name: torch.tensor(drawn(rng, name, shape), dtype=torch.float32, requires_grad=True)
-        for name, shape in shapes.items()
+        own: torch.tensor(drawn(rng, own, shape), dtype=torch.float32, requires_grad=True)
+        for own, shape in fla_layers.SHAPES[name].items()
     }
-    return 32, parameters, functools.partial(call, parameters)
+    return 32, parameters, functools.partial(getattr(fla_layers, name), parameters)
 
 
 def entries(width, parameters, call, rng, time):
@@ -286,28 +273,13 @@ def main(names):
     torch.set_num_threads(1)
     packages = ("torch", "transformers", "timm", "fla-core")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-    modules = [(of_module, make) for make in (llama, diffllama, qwen3_next, mamba2)]
-    functions = [(of_function, make) for make in fla_layers.LAYERS]
-    later = [
-        (of_module, make)
-        for make in (
-            nystromformer,
-            xca,
-            vit_attention,
-            window,
-            window_shifted,
-            vision_transformer,
-        )
-    ]
-    later += [(of_function, make) for make in fla_layers.NEWER]
-    later += [(of_module, xlstm)]
-    later += [(of_module, make) for make in (outlook, channel, channel_by_tokens)]
-    for seed, (of, make) in enumerate([*modules, *functions, *later]):
-        name = make.__name__
+    seeds = zip((*MODULES, *fla_layers.SHAPES), (*SEEDS, *OF_FUNCTIONS), strict=True)
+    for name, seed in seeds:
         if names and name not in names:
             continue
         rng = np.random.default_rng(20270 + seed)
-        arrays = entries(*of(make, rng), rng, TIMES.get(name, TIME))
+        of = of_module if name in MODULES else of_function
+        arrays = entries(*of(name, rng), rng, TIMES.get(name, TIME))
         np.savez_compressed(HERE / f"{name}.npz", versions=versions, **arrays)
 
 
