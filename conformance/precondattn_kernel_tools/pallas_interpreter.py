@@ -14,11 +14,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
-
-from precondattn_kernel_tools.foreign import Interpreter
 
 __all__ = ["RaceError", "checked"]
 
@@ -41,14 +40,14 @@ def checked(seed: int = 0, *, cores: int = 1) -> Iterator[pltpu.InterpretParams]
     RuntimeError
         if no kernel has been interpreted, because then nothing was checked.
     """
-    interpreter: Interpreter = importlib.import_module(
+    interpreter: Any = importlib.import_module(
         "jax._src.pallas.mosaic.interpret.interpret_pallas_call"
     )
     # The interpreter discards the findings of one kernel when the next one starts.
-    states: list[Interpreter] = []
+    states: list[Any] = []
     detection = interpreter.RaceDetectionState
 
-    def recorded(*arguments: object, **options: object) -> Interpreter:
+    def recorded(*arguments: object, **options: object) -> Any:
         states.append(detection(*arguments, **options))
         return states[-1]
 

@@ -8,12 +8,10 @@ if it is inside another tensor.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
-
-from precondattn_kernel_tools.foreign import Interpreter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -147,11 +145,11 @@ class WatchedMemory:
     They support only NumPy's own types, so other types are moved as bits.
     """
 
-    def __init__(self, memory: Interpreter) -> None:
+    def __init__(self, memory: Any) -> None:
         self._memory = memory
         self.watch: Watch | None = None
 
-    def __getattr__(self, name: str) -> Interpreter:
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._memory, name)
 
     def load(

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -166,7 +166,6 @@ class RecordWriter:
         level: str,
         device: str | None,
         filters: dict[str, tuple[str, ...]],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = None if path is None else Path(path)
         self.record = RunRecord(
@@ -178,9 +177,7 @@ class RecordWriter:
             filters={name: list(chosen) for name, chosen in filters.items() if chosen},
             environment={**environment.describe(), "accelerators": {}},
         )
-        self._clock = clock
-        self._began = clock()
-        self._due = self._began
+        self._began = self._due = time.monotonic()
         self._lines: list[str] = []
         self._file: IO[bytes] | None = None
 
@@ -222,7 +219,7 @@ class RecordWriter:
             layout = outcome.case.layout
             self.record.layouts.setdefault(result.layout, all_printable(layout._asdict()))
         self.record.running = None
-        if self._clock() >= self._due:
+        if time.monotonic() >= self._due:
             self._write()
 
     def put_in_order(self, ids: Iterable[str]) -> None:
@@ -257,7 +254,7 @@ class RecordWriter:
 
     def _write(self) -> None:
         """Replace the file by the record so far."""
-        start = self._clock()
+        start = time.monotonic()
         self.record.seconds = start - self._began
         self.record.environment["accelerators"] = environment.accelerators()
         if self.path is not None:
@@ -270,7 +267,7 @@ class RecordWriter:
             finally:
                 temporary.unlink(missing_ok=True)
             self._file = self.path.open("r+b", buffering=0)
-        now = self._clock()
+        now = time.monotonic()
         self._due = now + max(SECONDS, PATIENCE * (now - start))
 
     def _bytes(self) -> bytes:

@@ -8,7 +8,6 @@ import numpy as np
 
 from precondattn.arrays import Array, namespace
 from precondattn.cache import Replace
-from precondattn.spec import linear_family
 from precondattn_conformance.faults.fault import (
     FORWARD,
     STEP,
@@ -17,7 +16,6 @@ from precondattn_conformance.faults.fault import (
     MethodCall,
     MethodResult,
     Truth,
-    inside,
     with_call,
 )
 from precondattn_conformance.faults.written_by_hand.written import blocked, written
@@ -30,13 +28,6 @@ RUN = (FORWARD, STEP)
 def faults() -> list[Fault]:
     """All faults in this file."""
     return [
-        written(
-            "elu1(linear[normalize=true])",
-            RUN,
-            "the features of a padded key are written",
-            inside(linear_family, "where_valid", lambda _: lambda x, frame: x),
-            subject="linear",
-        ),
         blocked(
             "linear",
             RUN,

@@ -18,22 +18,12 @@ def written(
     subject: str = "",
     operator: str = "",
     library: str = "numpy",
-    has_options: bool = False,
 ) -> Fault:
     """A fault. By default its subject is the mechanism itself."""
     parsed = pa.parse(mechanism)
     stages = (stages,) if isinstance(stages, str) else stages
-    return Fault(
-        subject or parsed.name,
-        str(parsed),
-        stages,
-        carrier,
-        operator,
-        detail,
-        change,
-        library,
-        has_options,
-    )
+    named = subject or parsed.name, str(parsed)
+    return Fault(*named, stages, carrier, operator, detail, change, library)
 
 
 def blocked(
