@@ -31,45 +31,12 @@ def _kernel(operation: str, function: str) -> Any:
     return getattr(FLA.imported(f"fla.ops.{operation}"), function)
 
 
-@of_gpu("linear", heads="equal", dtypes=HALF32)
-def kernel_linear(
-    q: Array,
-    k: Array,
-    v: Array,
-    scale: float | None,
-    normalize: bool,
-    initial_state: Array | None = None,
-) -> object:
-    function = partial(_kernel("linear_attn", "chunk_linear_attn"), normalize=normalize)
+def _with_state(operation: str, function: str, *arguments: Any, **options: Any) -> object:
+    """A kernel of equal heads, which takes the state before the call after its other arguments."""
+    *arrays, initial_state = arguments
+    run = partial(_kernel(operation, function), **options)
     return by_key_heads(
-        lambda state: function(q, k, v, scale, state, state is not None), q.shape[2], initial_state
-    )
-
-
-@of_gpu("retention", heads="equal", dtypes=HALF32)
-def kernel_retention(
-    q: Array, k: Array, v: Array, scale: float | None, initial_state: Array | None = None
-) -> object:
-    function = _kernel("retention", "chunk_retention")
-    return by_key_heads(
-        lambda state: function(q, k, v, scale, state, state is not None), q.shape[2], initial_state
-    )
-
-
-@of_gpu("gla", heads="equal", dtypes=HALF32)
-def kernel_gla(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    scale: float | None,
-    initial_state: Array | None = None,
-) -> object:
-    function = _kernel("gla", "chunk_gla")
-    return by_key_heads(
-        lambda state: function(q, k, v, g, scale, state, state is not None),
-        q.shape[2],
-        initial_state,
+        lambda state: run(*arrays, state, state is not None), arrays[0].shape[2], initial_state
     )
 
 
@@ -101,7 +68,14 @@ def kernel_path(q: Array, k: Array, v: Array, w: Array, beta: Array, scale: floa
     return function(q, k, v, w.float(), beta.float(), scale=scale)
 
 
+EQUAL = {"heads": "equal", "dtypes": HALF32}
+_with_state_of = partial(partial, partial, _with_state)
 for _name, _load, _takes, _arrangement in (
+    ("linear", _with_state_of("linear_attn", "chunk_linear_attn"),
+     "q k v scale initial_state? normalize=", EQUAL),
+    ("retention", _with_state_of("retention", "chunk_retention"), "q k v scale initial_state?",
+     EQUAL),
+    ("gla", _with_state_of("gla", "chunk_gla"), "q k v g scale initial_state?", EQUAL),
     ("gsa", partial(_kernel, "gsa", "chunk_gsa"), "q k v s g scale", {"dtypes": HALF32}),
     ("delta", partial(_kernel, "delta_rule", "chunk_delta_rule"), "q k v beta scale **state",
      {"heads": "equal", "dtypes": HALF, "state": STATE}),

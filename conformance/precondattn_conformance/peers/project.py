@@ -9,6 +9,7 @@ package index is imported from a checkout (`checkout.py`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import import_module
@@ -29,7 +30,7 @@ from precondattn_conformance.functions.parameters import State
 from precondattn_conformance.peers.arrays import Foreign
 from precondattn_conformance.peers.checkout import Checkout
 from precondattn_conformance.peers.files import MissingError, excerpt_of, module_of
-from precondattn_conformance.peers.released import day_of
+from precondattn_conformance.peers.released import RELEASED
 
 Function = Callable[..., object]
 
@@ -188,7 +189,7 @@ class Project:
         if self.date is not None or self.package is None:
             return self.date or ""
         try:
-            return day_of(self.package, self.version)
+            return RELEASED.get((self.package, self.version.partition("+")[0]), "")
         except MissingError:
             return ""
 
@@ -230,6 +231,18 @@ class Project:
             raise
         except ImportError as error:
             raise MissingError(f"{module} could not be imported: {error}") from error
+
+    def imported_from(self, folder: str, module: str) -> ModuleType:
+        """A module of a folder, which is imported as a package without the packages above it.
+
+        TIMM.imported_from("timm/layers", "attention")
+        """
+        alias = f"_precondattn_peer_{folder.replace('/', '_')}"
+        if alias not in sys.modules:
+            package = ModuleType(alias)
+            package.__path__ = [str(self.folder / folder)]
+            sys.modules[alias] = package
+        return self.imported(f"{alias}.{module}")
 
     def excerpt(self, path: str, *names: str, imported: Mapping[str, object]) -> ModuleType:
         """Functions and classes of a file whose imports are not installed (`excerpt_of`)."""
