@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from precondattn.arrays import Array
-from precondattn_conformance.peers.arrays import HALF32, equally_wide, scale_of
+from precondattn_conformance.peers.arrays import HALF32, Foreign, equally_wide, scale_of
 from precondattn_conformance.peers.project import Project
 
 JAX = Project("jax", "JAX", "https://github.com/jax-ml/jax", package="jax")
@@ -30,7 +30,7 @@ def _attention(
     arrays, scale = equally_wide(q, k, v), scale_of(q, scale)
     # Here the window includes the token itself; JAX counts the tokens on each side of it.
     near = None if window is None else (window - 1, 0 if causal else window - 1)
-    options = {"is_causal": causal, "local_window_size": near}
+    options: Foreign = {"is_causal": causal, "local_window_size": near}
     return attend(*arrays, bias, visible, scale=scale, **options)[..., : v.shape[-1]]
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from precondattn.json_types import Json, JsonObject
     from precondattn_conformance.case import Case
     from precondattn_conformance.design.coverage import Pairs
+    from precondattn_conformance.enough import CheckShare
     from precondattn_conformance.promises import Promise
     from precondattn_conformance.runner import Outcome
 
@@ -232,17 +233,13 @@ class RecordWriter:
         self.record.outcomes = [results[i] for i in order]
         self._lines = [self._lines[i] for i in order]
 
-    def looked_at(self, pairs: Iterable[Pairs]) -> None:
-        """Set how many pairs of levels the run compared."""
+    def summarize(
+        self, pairs: Iterable[Pairs], promises: Iterable[Promise], shares: Iterable[CheckShare]
+    ) -> None:
+        """Set what was compared: pairs of levels, conventions, and shares of the checks."""
         self.record.pairs = [row.to_json() for row in pairs]
-
-    def has_promises(self, promises: Iterable[Promise]) -> None:
-        """Set which conventions the backend promises, and which hold."""
         self.record.promises = [promise.to_json() for promise in promises]
-
-    def compared(self, checks: Iterable[JsonObject]) -> None:
-        """Set how much of each check was compared."""
-        self.record.checks = [all_printable(row) for row in checks]
+        self.record.checks = [all_printable(share.to_json()) for share in shares]
 
     def close(self, *, complete: bool) -> None:
         """Write the record for the last time."""

@@ -22,9 +22,10 @@ from precondattn_conformance.faults.fault import (
     inside,
     with_call,
 )
-from precondattn_conformance.faults.written_by_hand.written import blocked, written
-from precondattn_portable import block_conjugate_gradients, read_mean
+from precondattn_conformance.faults.written_by_hand.written import written
+from precondattn_portable import read_mean
 from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.block_conjugate_gradients import Residual
 
 RUN = (FORWARD, STEP)
 BOTH = (FORWARD, BACKWARD)
@@ -63,21 +64,19 @@ def faults() -> list[Fault]:
             "padding in the means",
             inside(nystrom, "segment_means", lambda true: lambda m, like, *masks: true(m, like)),
         ),
-        blocked(
+        written(
             "softmax",
             FORWARD,
             "the maximum over a row's first keys as that of the whole row",
-            read_mean,
-            "exponentials",
-            lambda _: _shifted_by_first,
+            inside(read_mean, "exponentials", lambda _: _shifted_by_first),
+            carrier="blocks",
         ),
-        blocked(
+        written(
             "symmetric_lucid_solve",
             BOTH,
             "the residual not examined",
-            block_conjugate_gradients.Residual,
-            "is_large",
-            lambda _: lambda self: self.length < 0,
+            inside(Residual, "is_large", lambda _: lambda self: self.length < 0),
+            carrier="blocks",
         ),
     ]
 

@@ -13,12 +13,14 @@ from precondattn_conformance.faults.fault import (
     STEP,
     STEP_BACKWARD,
     Fault,
+    Function,
     MethodCall,
     MethodResult,
     Truth,
+    inside,
     with_call,
 )
-from precondattn_conformance.faults.written_by_hand.written import blocked, written
+from precondattn_conformance.faults.written_by_hand.written import written
 from precondattn_portable import chunkwise
 
 BLOCK = 16
@@ -28,18 +30,12 @@ RUN = (FORWARD, STEP)
 def faults() -> list[Fault]:
     """All faults in this file."""
     return [
-        blocked(
+        written(
             "linear",
             RUN,
             "the state not carried from a group of chunks to the next",
-            chunkwise,
-            "_read",
-            lambda true: (
-                lambda works, part, queries, lasts, *kept: (
-                    true(works, part, queries, lasts, *kept)[0],
-                    [0 * last for last in lasts],
-                )
-            ),
+            inside(chunkwise, "_read", _without_last_states),
+            carrier="blocks",
         ),
         written("linear", FORWARD, "a state of the last 1024 tokens", with_call(_restarted)),
         written("retention", STEP, "a sequence without new tokens decays", with_call(_one_token)),
@@ -67,6 +63,14 @@ def faults() -> list[Fault]:
             operator="memory of a cache",
         ),
     ]
+
+
+def _without_last_states(true: Function) -> Function:
+    def read(*arguments: Array) -> tuple[Array, list[Array]]:
+        out, lasts = true(*arguments)[0], arguments[3]
+        return out, [0 * last for last in lasts]
+
+    return read
 
 
 def _restarted(call: MethodCall) -> MethodCall:

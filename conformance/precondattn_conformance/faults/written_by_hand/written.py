@@ -1,11 +1,9 @@
-"""Shorthands for faults of one piece of mathematics, or of one algorithm."""
+"""A shorthand for faults of one piece of mathematics, or of one algorithm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import precondattn as pa
-from precondattn_conformance.faults.fault import Change, Fault, Function, Owner, inside
+from precondattn_conformance.faults.fault import Change, Fault
 
 
 def written(
@@ -24,17 +22,3 @@ def written(
     stages = (stages,) if isinstance(stages, str) else stages
     named = subject or parsed.name, str(parsed)
     return Fault(*named, stages, carrier, operator, detail, change, library)
-
-
-def blocked(
-    mechanism: str,
-    stages: tuple[str, ...] | str,
-    detail: str,
-    owner: Owner,
-    name: str,
-    change: Callable[[Function], Function],
-    subject: str = "",
-) -> Fault:
-    """A fault of the blocked carrier: `owner.name` is replaced by `change` of it."""
-    planted = inside(owner, name, change)
-    return written(mechanism, stages, detail, planted, carrier="blocks", subject=subject)
