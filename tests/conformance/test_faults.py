@@ -13,7 +13,7 @@ from precondattn.cache.kept import states_at
 from precondattn.cache.sequences import reorder
 from precondattn.spec.linear_family import LinearFamily
 from precondattn_conformance.cases import case_of
-from precondattn_conformance.faults.catalogue import MINIMUM, OF_EACH_STAGE, faults, subjects
+from precondattn_conformance.faults.catalogue import OF_EACH_STAGE, faults, subjects
 from precondattn_conformance.faults.fault import FORWARD, STAGES, Fault, inside
 from precondattn_conformance.faults.selftest import (
     SMOKE,
@@ -92,7 +92,6 @@ def test_full_detects_all_faults_and_smoke_most(number):
 
 def test_every_mechanism_has_faults_in_every_method_that_it_has():
     assert not missing_faults()
-    assert len(faults()) >= MINIMUM
     assert OF_EACH_STAGE >= 2
     assert {"forward", "backward", "step"} <= set(subjects()["lucid"])
     assert "step_backward" in subjects()["gated_delta"]

@@ -107,9 +107,8 @@ class Project:
     url: str
     package: str | None = None
     """The project's name on the package index."""
-    repository: str | None = None
-    """"owner/name" on GitHub, for a project that is not on an index."""
-    revision: str | None = None
+    checkout: Checkout | None = None
+    """The checkout of a project that is not on an index."""
     date: str | None = None
     """The date (year, month, day) of the revision, or of a version not in `released.py`."""
     peers: dict[str, Peer] = field(default_factory=dict)
@@ -175,13 +174,14 @@ class Project:
         MissingError
             if the project is not installed.
         """
-        if self.package is not None:
-            try:
-                return version(self.package)
-            except PackageNotFoundError:
-                raise MissingError(f"{self.package} is not installed") from None
-        self.folder  # noqa: B018 - It raises the error.
-        return str(self.revision)[:12]
+        if self.checkout is not None:
+            self.folder  # noqa: B018 - It raises the error.
+            return self.checkout.revision[:12]
+        assert self.package is not None
+        try:
+            return version(self.package)
+        except PackageNotFoundError:
+            raise MissingError(f"{self.package} is not installed") from None
 
     @property
     def day(self) -> str:
@@ -192,13 +192,6 @@ class Project:
             return RELEASED.get((self.package, self.version.partition("+")[0]), "")
         except MissingError:
             return ""
-
-    @property
-    def checkout(self) -> Checkout | None:
-        """The checkout of a project that is not on a package index; else None."""
-        if self.repository is None or self.revision is None:
-            return None
-        return Checkout(self.repository, self.revision)
 
     @property
     def folder(self) -> Path:
@@ -256,4 +249,4 @@ def on_github(source: str, date: str, title: str, name: str = "") -> Project:
     """
     repository, _, revision = source.partition("@")
     name, url = name or title.lower().replace(" ", "-"), f"https://github.com/{repository}"
-    return Project(name, title, url, repository=repository, revision=revision, date=date)
+    return Project(name, title, url, checkout=Checkout(repository, revision), date=date)
