@@ -6,10 +6,10 @@ last bit.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import AbstractContextManager
+
+from precondattn_conformance.cores import by_default
+from precondattn_conformance.machine_names import version
 
 FLAGS = "XLA_FLAGS"
 """Environment variable that JAX reads when it is first used."""
@@ -18,23 +18,11 @@ FLAGS = "XLA_FLAGS"
 def quick_flags() -> str:
     """The options for the installed version of JAX."""
     flags = ["--xla_backend_optimization_level=0"]
-    try:
-        is_known = version("jaxlib").startswith("0.10.")
-    except PackageNotFoundError:
-        is_known = False
-    if is_known:  # Later versions end the process at this option.
+    if (version("jaxlib") or "").startswith("0.10."):  # Later versions end the process at this.
         flags.append("--xla_cpu_use_fusion_emitters=false")
     return " ".join(flags)
 
 
-@contextmanager
-def compiling_quickly() -> Iterator[None]:
+def compiling_quickly() -> AbstractContextManager[None]:
     """Context in which started processes use the options, unless `FLAGS` is set."""
-    if FLAGS in os.environ:
-        yield
-        return
-    os.environ[FLAGS] = quick_flags()
-    try:
-        yield
-    finally:
-        del os.environ[FLAGS]
+    return by_default(FLAGS, quick_flags())
