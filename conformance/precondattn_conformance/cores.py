@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 THREADS = "OMP_NUM_THREADS"
 """Environment variable with the number of threads, which libraries read once when imported."""
 
 
 @contextmanager
-def by_default(variable: str, value: str) -> Iterator[None]:
-    """Context in which an environment variable has this value, unless it is set."""
-    if variable in os.environ:
+def shared_by(processes: int) -> Iterator[None]:
+    """Context in which started processes use their share of the cores, unless `THREADS` is set."""
+    if THREADS in os.environ:
         yield
         return
-    os.environ[variable] = value
+    os.environ[THREADS] = str(max((os.cpu_count() or 1) // max(processes, 1), 1))
     try:
         yield
     finally:
-        del os.environ[variable]
-
-
-def shared_by(processes: int) -> AbstractContextManager[None]:
-    """Context in which started processes use their share of the cores, unless `THREADS` is set."""
-    return by_default(THREADS, str(max((os.cpu_count() or 1) // max(processes, 1), 1)))
+        del os.environ[THREADS]

@@ -21,6 +21,11 @@ from precondattn.dispatch.discovery import register_backend
 from precondattn_conformance.functions.backend import FunctionBackend, backend_from_function
 from precondattn_conformance.peers.everyone import peer_named
 
+Option = Any
+"""A text, number or flag that says how a function is called."""
+Arrangement = dict[str, Any]
+"""Such options by name."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -72,7 +77,7 @@ class Source:
             )
         if self.mechanism is None:
             raise ValueError(f"--import {self.text} is a function: --mechanism says of what")
-        arrangement: Any = {name: getattr(self, name) for name in ARRANGEMENT}
+        arrangement: Arrangement = {name: getattr(self, name) for name in ARRANGEMENT}
         return backend_from_function(found, self.mechanism, **arrangement)
 
     def _imported(self) -> Any:
@@ -114,7 +119,7 @@ ARRANGEMENT = ("layout", "heads", "multiple", "widths", "gradient")
 
 
 def source_of(
-    peer: str | None, imported: str | None, mechanisms: Sequence[str], **arrangement: Any
+    peer: str | None, imported: str | None, mechanisms: Sequence[str], **arrangement: Option
 ) -> Source | None:
     """The source that command-line options name, with its `ARRANGEMENT`; None if they name none.
 

@@ -6,10 +6,10 @@ last bit.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
-from precondattn_conformance.cores import by_default
-from precondattn_conformance.machine_names import version
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 
 FLAGS = "XLA_FLAGS"
 """Environment variable that JAX reads when it is first used."""
@@ -18,11 +18,23 @@ FLAGS = "XLA_FLAGS"
 def quick_flags() -> str:
     """The options for the installed version of JAX."""
     flags = ["--xla_backend_optimization_level=0"]
-    if (version("jaxlib") or "").startswith("0.10."):  # Later versions end the process at this.
+    try:
+        is_known = version("jaxlib").startswith("0.10.")
+    except PackageNotFoundError:
+        is_known = False
+    if is_known:  # Later versions end the process at this option.
         flags.append("--xla_cpu_use_fusion_emitters=false")
     return " ".join(flags)
 
 
-def compiling_quickly() -> AbstractContextManager[None]:
+@contextmanager
+def compiling_quickly() -> Iterator[None]:
     """Context in which started processes use the options, unless `FLAGS` is set."""
-    return by_default(FLAGS, quick_flags())
+    if FLAGS in os.environ:
+        yield
+        return
+    os.environ[FLAGS] = quick_flags()
+    try:
+        yield
+    finally:
+        del os.environ[FLAGS]

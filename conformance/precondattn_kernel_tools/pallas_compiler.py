@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from precondattn_kernel_tools.ahead_of_time import (
     CompileTask,
@@ -33,6 +33,7 @@ from precondattn_kernel_tools.ahead_of_time import (
     selected,
     variants_of,
 )
+from precondattn_kernel_tools.foreign import Foreign
 from precondattn_kernel_tools.resources import Resources, measured
 
 TPU = "tpu"
@@ -121,13 +122,13 @@ def lowering_for(device: str, platform: str) -> AbstractContextManager[object]:
     return inside
 
 
-def _calls(module: Any, platform: str) -> Iterator[tuple[str, Code, Options]]:
+def _calls(module: Foreign, platform: str) -> Iterator[tuple[str, Code, Options]]:
     """Name, code and options of each kernel call in a lowered module."""
     from jax._src.lib.mlir import ir
 
     operations = []
 
-    def visit(operation: Any) -> object:
+    def visit(operation: Foreign) -> object:
         if operation.name == "stablehlo.custom_call":
             operations.append(operation)
         return ir.WalkResult.ADVANCE
@@ -169,7 +170,7 @@ def compile_kernel(kernel: LoweredKernel, target: str) -> Resources:
     return measured(kernel.name, target, limit, lambda: _compiled(kernel, target))
 
 
-def _compiled(kernel: LoweredKernel, target: str) -> Any:
+def _compiled(kernel: LoweredKernel, target: str) -> Foreign:
     import triton
     from triton.backends.compiler import GPUTarget
 

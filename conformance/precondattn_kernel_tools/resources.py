@@ -10,7 +10,8 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from precondattn_kernel_tools.foreign import Foreign
 
 SHARED_LIMITS = {
     "sm_80": 163,
@@ -53,7 +54,9 @@ def judge(resources: Resources, spill_limit: int) -> None:
         )
 
 
-def measured(name: str, target: str, spill_limit: int, compile_it: Callable[[], Any]) -> Resources:
+def measured(
+    name: str, target: str, spill_limit: int, compile_it: Callable[[], Foreign]
+) -> Resources:
     """The resources of a kernel that Triton compiles; a compiler error becomes a failure."""
     resources = Resources(name, target)
     start = time.perf_counter()

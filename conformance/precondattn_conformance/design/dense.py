@@ -20,6 +20,9 @@ SMALLEST, MIDDLE, LARGEST = 0, -2, -1
 """Indices into the block sizes, for the size that a row uses. With one size, all give that one."""
 
 
+DenseRow = tuple[Any, ...]
+"""An index into the block sizes, and levels of other factors."""
+
 COLUMNS = (
     *("block", "time", "mask", "verb", "dtype", "heads", "batch", "d", "e"),
     *("queries", "order", "bias", "values"),
@@ -27,7 +30,7 @@ COLUMNS = (
 """The factors of `DENSE` in order of importance: of two incompatible levels, the first is kept.
 Empty levels, and those at the end of a row, are left open."""
 
-DENSE: tuple[tuple[Any, ...], ...] = (
+DENSE: tuple[DenseRow, ...] = (
     # Two masks that change at blocks' edges; wide values; several query heads per key head.
     (
         *(SMALLEST, "three", "key_blocks+segments_edge", "vjp", "float32"),

@@ -14,11 +14,10 @@ They were compared with the functions of version 0.6.0.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from precondattn.arrays import Array
 from precondattn_conformance.libraries import HALF
-from precondattn_conformance.peers.arrays import HALF32
+from precondattn_conformance.peers.arrays import HALF32, Foreign
 from precondattn_conformance.peers.fla import FLA, STATE, by_key_heads
 
 ALL = (FLA,)
@@ -27,11 +26,11 @@ GPU = frozenset({"cuda"})
 of_gpu = partial(FLA.peer, devices=GPU)
 
 
-def _kernel(operation: str, function: str) -> Any:
+def _kernel(operation: str, function: str) -> Foreign:
     return getattr(FLA.imported(f"fla.ops.{operation}"), function)
 
 
-def _with_state(operation: str, function: str, *arguments: Any, **options: Any) -> object:
+def _with_state(operation: str, function: str, *arguments: Foreign, **options: Foreign) -> object:
     """A kernel of equal heads, which takes the state before the call after its other arguments."""
     *arrays, initial_state = arguments
     run = partial(_kernel(operation, function), **options)
@@ -46,7 +45,7 @@ WIDEST_WRONG_TILE = 64
 
 @of_gpu("gated_delta", dtypes=HALF32, state=STATE)
 def kernel_gated_delta(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None, **state: Any
+    q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None, **state: Foreign
 ) -> object:
     """Allows the gradient on Hopper for key widths that are computed correctly.
 
@@ -54,7 +53,7 @@ def kernel_gated_delta(
     product in tiles of 64 key channels is wrong there, and wider keys use tiles of 128 (issue 640
     of flash-linear-attention). fla's module checks a flag, which is set here for wider keys only.
     """
-    chunk_o: Any = FLA.imported("fla.ops.common.chunk_o")
+    chunk_o: Foreign = FLA.imported("fla.ops.common.chunk_o")
     if hasattr(chunk_o, "TRITON_ABOVE_3_7_1"):
         is_mended = FLA.imported("fla.utils").TRITON_ABOVE_3_7_1
         chunk_o.TRITON_ABOVE_3_7_1 = is_mended or q.shape[-1] > WIDEST_WRONG_TILE
