@@ -15,13 +15,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Backend
 from precondattn_conformance.runner import Outcome
 from precondattn_conformance.snippet import after
 from precondattn_conformance.status import FAILED, PASSED
+
+if TYPE_CHECKING:
+    from precondattn_conformance.isolation import Worker
 
 REPLAYED = 2
 """The number of failures of a run that are replayed."""
@@ -31,20 +34,10 @@ LISTED = 8
 """The largest number of earlier cases that the details list; the record lists all."""
 
 
-class CaseProcess(Protocol):
-    """A process that runs cases one after another (`isolation.Worker`)."""
-
-    def run(self, case: Case) -> Outcome: ...
-
-    def stop(self) -> None: ...
-
-
 class Alone:
     """Replays the first failures of a run, and says which of them depend on earlier calls."""
 
-    def __init__(
-        self, start: Callable[[], CaseProcess], backend: Backend, device: str | None
-    ) -> None:
+    def __init__(self, start: Callable[[], Worker], backend: Backend, device: str | None) -> None:
         self.start, self.backend, self.device = start, backend, device
         self.left, self.seconds = REPLAYED, SECONDS
 

@@ -126,20 +126,24 @@ class CheckResult:
         return self.passed
 
     def __str__(self) -> str:
-        lines = [self.verdict, *(f"  {each}" for each in (*self.findings, *self.notes))]
-        lines += [
-            f"  {name}: {right + wrong} of {count} compared" + (f", {wrong} wrong" if wrong else "")
+        lines = [
+            f"{name}: {right + wrong} of {count} compared" + (f", {wrong} wrong" if wrong else "")
             for name, (right, wrong, count) in self.by_check.items()
         ]
-        lines += [f"  {promise}" for promise in self.told]
-        lines += [f"  {line}" for line in self._declined]
-        lines += [f"  in outputs only ({n}): {why}" for why, n in self.outputs_only.items()]
-        lines += [f"  failed {o.case.id}: {o.reason}" for o in self.failures[:SHOWN]]
-        if len(self.failures) > SHOWN:
-            lines.append(f"  ... and {len(self.failures) - SHOWN} more failures")
-        return "\n".join(lines)
+        parts = (*map(str, self.findings), *self.notes, *lines, *self._more)
+        return "\n  ".join([self.verdict, *parts])
 
     __repr__ = __str__
+
+    @property
+    def _more(self) -> list[str]:
+        """Lines on conventions, on what was declined, and on the first failures."""
+        lines = [*map(str, self.told), *self._declined]
+        lines += [f"in outputs only ({n}): {why}" for why, n in self.outputs_only.items()]
+        lines += [f"failed {o.case.id}: {o.reason}" for o in self.failures[:SHOWN]]
+        if len(self.failures) > SHOWN:
+            lines.append(f"... and {len(self.failures) - SHOWN} more failures")
+        return lines
 
     @property
     def verdict(self) -> str:
@@ -158,9 +162,7 @@ class CheckResult:
             f"<tr><td>{html.escape(name)}</td><td>{right}</td><td>{wrong}</td><td>{count}</td></tr>"
             for name, (right, wrong, count) in self.by_check.items()
         )
-        notes = [*map(str, self.findings), *map(str, self.told), *self.notes, *self._declined]
-        notes += [f"in outputs only ({n}): {why}" for why, n in self.outputs_only.items()]
-        notes += [f"failed {o.case.id}: {o.reason}" for o in self.failures[:SHOWN]]
+        notes = (*map(str, self.findings), *self.notes, *self._more)
         listed = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
         return (
             f"<p><b>{html.escape(self.verdict)}</b></p><ul>{listed}</ul>"

@@ -73,11 +73,9 @@ def conformance(
             finally:
                 recording.put_in_order(case.id for case in todo)
             looked_at = session.pairs(report.outcomes)
-            recording.looked_at(looked_at)
             promised = session.promises(report.outcomes)
-            recording.has_promises(promised)
             compared = session.shares(report.outcomes)
-            recording.compared(share.to_json() for share in compared)
+            recording.summarize(looked_at, promised, compared)
     except KeyboardInterrupt:
         is_interrupted = True
     report.put_in_order(todo)

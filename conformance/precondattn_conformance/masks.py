@@ -26,24 +26,8 @@ Mask = Callable[[int, int, int], np.ndarray]
 """A mask from the numbers of sequences and keys, and the block size or the number of heads."""
 
 
-def _lengths(b: int, s: int, block: int) -> np.ndarray:
-    return _shorter(b, s, 3)
-
-
-def _lengths_apart(b: int, s: int, block: int) -> np.ndarray:
-    return _shorter(b, s, block) if b > 1 else np.asarray([max(s - block // 2, 1)])
-
-
-def _lengths_edge(b: int, s: int, block: int) -> np.ndarray:
-    return np.asarray(np.minimum(np.resize([block, s, 0], b), s))
-
-
 def _shorter(b: int, s: int, step: int) -> np.ndarray:
     return np.asarray([max(s - step * (b - 1 - i), 0) for i in range(b)])
-
-
-def _key_mask(b: int, s: int, block: int) -> np.ndarray:
-    return np.asarray((np.arange(b)[:, None] + np.arange(s)) % 4 != 1)
 
 
 def _key_blocks(b: int, s: int, block: int) -> np.ndarray:
@@ -57,10 +41,6 @@ def _key_start(b: int, s: int, block: int) -> np.ndarray:
     return np.asarray(np.arange(s) >= masked[:, None])
 
 
-def _segment_ids(b: int, s: int, block: int) -> np.ndarray:
-    return np.asarray((np.arange(b)[:, None] + np.arange(s)) // 3)
-
-
 def _segments_edge(b: int, s: int, block: int) -> np.ndarray:
     shift = np.arange(b)[:, None] % 2 * (block // 2)
     return np.asarray((np.arange(s) + shift) // block)
@@ -69,10 +49,6 @@ def _segments_edge(b: int, s: int, block: int) -> np.ndarray:
 def _segments_long(b: int, s: int, block: int) -> np.ndarray:
     index = np.broadcast_to(np.arange(s), (b, s))
     return np.asarray((index >= min(3, s // 2)) + 0 + (index >= max(s - 5, s // 2)))
-
-
-def _prefix(b: int, s: int, block: int) -> np.ndarray:
-    return np.asarray(np.minimum(s // 3 + 2 * np.arange(b), s))
 
 
 def _attn_mask(b: int, s: int, block: int) -> np.ndarray:
@@ -91,16 +67,30 @@ OF_PAIRS = ("prefix", "attn_mask")
 """The arguments that are masks of pairs, which not every mechanism and backend supports."""
 
 PATTERNS: dict[str, tuple[str, Mask]] = {
-    "lengths": ("lengths", _lengths),
-    "lengths_apart": ("lengths", _lengths_apart),
-    "lengths_edge": ("lengths", _lengths_edge),
-    "key_mask": ("key_mask", _key_mask),
+    "lengths": ("lengths", lambda b, s, block: _shorter(b, s, 3)),
+    "lengths_apart": (
+        "lengths",
+        lambda b, s, block: (
+            _shorter(b, s, block) if b > 1 else np.asarray([max(s - block // 2, 1)])
+        ),
+    ),
+    "lengths_edge": (
+        "lengths",
+        lambda b, s, block: np.minimum(np.resize([block, s, 0], b), s),
+    ),
+    "key_mask": (
+        "key_mask",
+        lambda b, s, block: (np.arange(b)[:, None] + np.arange(s)) % 4 != 1,
+    ),
     "key_blocks": ("key_mask", _key_blocks),
     "key_start": ("key_mask", _key_start),
-    "segment_ids": ("segment_ids", _segment_ids),
+    "segment_ids": (
+        "segment_ids",
+        lambda b, s, block: (np.arange(b)[:, None] + np.arange(s)) // 3,
+    ),
     "segments_edge": ("segment_ids", _segments_edge),
     "segments_long": ("segment_ids", _segments_long),
-    "prefix": ("prefix", _prefix),
+    "prefix": ("prefix", lambda b, s, block: np.minimum(s // 3 + 2 * np.arange(b), s)),
     "attn_mask": ("attn_mask", _attn_mask),
     "attn_heads": ("attn_mask", _attn_heads),
 }

@@ -121,12 +121,11 @@ class PytestRun:
         if _is_worker(config) or config.option.collectonly:
             return
         is_whole = len(self.outcomes) == len(self.todo)
-        self.recording.looked_at(self.session.pairs(self.outcomes))
         self.promises = self.session.promises(self.outcomes)
-        self.recording.has_promises(self.promises)
         if is_whole:
             self.shares = self.session.shares(self.outcomes)
-            self.recording.compared(share.to_json() for share in self.shares)
+        pairs = self.session.pairs(self.outcomes)
+        self.recording.summarize(pairs, self.promises, self.shares)
         self.recording.close(complete=is_whole)
         if self.html is not None:
             write_page(self.recording.record, self.html)

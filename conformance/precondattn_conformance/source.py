@@ -21,6 +21,11 @@ from precondattn.dispatch.discovery import register_backend
 from precondattn_conformance.functions.backend import FunctionBackend, backend_from_function
 from precondattn_conformance.peers.everyone import peer_named
 
+Option = Any
+"""A text, number or flag that says how a function is called."""
+Arrangement = dict[str, Any]
+"""Such options by name."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -72,15 +77,8 @@ class Source:
             )
         if self.mechanism is None:
             raise ValueError(f"--import {self.text} is a function: --mechanism says of what")
-        return backend_from_function(
-            found,
-            self.mechanism,
-            layout=self.layout,
-            heads=self.heads,
-            multiple=self.multiple,
-            widths=self.widths,
-            gradient=self.gradient,
-        )
+        arrangement: Arrangement = {name: getattr(self, name) for name in ARRANGEMENT}
+        return backend_from_function(found, self.mechanism, **arrangement)
 
     def _imported(self) -> Any:
         module, _, name = self.text.partition(":")
@@ -103,17 +101,10 @@ class Source:
                 f"register_backend(peer_named({self.text!r}).backend())\n"
             )
         module, _, name = self.text.partition(":")
-        plain = {
-            "layout": "bthd",
-            "heads": "grouped",
-            "multiple": 1,
-            "widths": "any",
-            "gradient": True,
-        }
         differing = (
             f", {key}={getattr(self, key)!r}"
-            for key, usual in plain.items()
-            if getattr(self, key) != usual
+            for key in ARRANGEMENT
+            if getattr(self, key) != getattr(Source, key)
         )
         arguments = "".join((f"{name}, {self.mechanism!r}", *differing))
         return (
@@ -123,18 +114,14 @@ class Source:
         )
 
 
+ARRANGEMENT = ("layout", "heads", "multiple", "widths", "gradient")
+"""The fields of `Source` that are options of `backend_from_function`."""
+
+
 def source_of(
-    peer: str | None,
-    imported: str | None,
-    mechanisms: Sequence[str],
-    *,
-    layout: str = "bthd",
-    heads: str = "grouped",
-    multiple: int = 1,
-    widths: str = "any",
-    gradient: bool = True,
+    peer: str | None, imported: str | None, mechanisms: Sequence[str], **arrangement: Option
 ) -> Source | None:
-    """The source that command-line options name; None if they name none.
+    """The source that command-line options name, with its `ARRANGEMENT`; None if they name none.
 
     Raises
     ------
@@ -143,13 +130,6 @@ def source_of(
     """
     if peer is not None and imported is not None:
         raise ValueError(f"--peer {peer} does not go with --import {imported}: one is under test")
-    arrangement = {
-        "layout": layout,
-        "heads": heads,
-        "multiple": multiple,
-        "widths": widths,
-        "gradient": gradient,
-    }
     if imported is None:
         for name, value in arrangement.items():
             if value != getattr(Source, name):
@@ -160,4 +140,4 @@ def source_of(
     if len(mechanisms) > 1:
         raise ValueError(f"--import needs one mechanism; found {', '.join(mechanisms)}")
     mechanism = mechanisms[0] if mechanisms else None
-    return Source(imported, mechanism, layout, heads, multiple, widths, gradient)
+    return Source(imported, mechanism, **arrangement)

@@ -7,6 +7,7 @@ the same cases in float32.
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 from precondattn.dispatch import discovery
 from precondattn.dispatch.described import DEVICES, explain_described
@@ -42,16 +43,11 @@ def runs(
     backend: tuple[str, ...], expression: str, library: str, dtype: str, device: str | None = None
 ) -> bool:
     """Whether the first of these backends runs a part of the mechanism in this dtype."""
-    kinds = (device,) if device else DEVICES[library]
-    return any(_runs(backend, expression, library, dtype, kind) for kind in kinds)
-
-
-def _runs(backend: tuple[str, ...], expression: str, library: str, dtype: str, device: str) -> bool:
-    mechanism = mechanism_of(expression)
-    for call in CALLS:
+    mechanism, kinds = mechanism_of(expression), (device,) if device else DEVICES[library]
+    for kind, call in product(kinds, CALLS):
         try:
             explained = explain_described(
-                mechanism, library, dtype, device, "forward", call.sizes, backend=backend
+                mechanism, library, dtype, kind, "forward", call.sizes, backend=backend
             )
         except Exception:  # It declines, or raises an error that the case will show.
             continue

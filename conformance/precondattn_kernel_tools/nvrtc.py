@@ -28,10 +28,6 @@ class Compiled(NamedTuple):
     spilt_bytes: int
     shared_bytes: int
     """Bytes of static shared memory; a launch requests dynamic shared memory in addition."""
-    lowered: str
-    """The kernel's name in the machine code."""
-    cubin: bytes
-    """The machine code of all kernels of the program."""
 
 
 def compile_kernel(
@@ -65,7 +61,7 @@ def compile_kernel(
         _require(
             library.nvrtcGetLoweredName(program, name_expression.encode(), ctypes.byref(lowered))
         )
-        return _of(lowered.value.decode() if lowered.value else "", log, _cubin(program))
+        return _of(lowered.value.decode() if lowered.value else "", log)
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
@@ -113,15 +109,7 @@ def _with_too_large(log: str) -> str:
     return log
 
 
-def _cubin(program: ctypes.c_void_p) -> bytes:
-    size = ctypes.c_size_t()
-    _require(_library().nvrtcGetCUBINSize(program, ctypes.byref(size)))
-    code = ctypes.create_string_buffer(size.value)
-    _require(_library().nvrtcGetCUBIN(program, code))
-    return code.raw
-
-
-def _of(lowered: str, log: str, cubin: bytes) -> Compiled:
+def _of(lowered: str, log: str) -> Compiled:
     """The resources of one kernel; the log may contain those of other kernels too."""
     for part in re.split(r"Compiling entry function ", log)[1:]:
         if not part.startswith(f"'{lowered}'"):
@@ -131,5 +119,5 @@ def _of(lowered: str, log: str, cubin: bytes) -> Compiled:
         if registers and spilt:
             shared = re.search(r"(\d+) bytes smem", part)
             static = int(shared[1]) if shared else 0
-            return Compiled(int(registers[1]), int(spilt[1]), static, lowered, cubin)
+            return Compiled(int(registers[1]), int(spilt[1]), static)
     raise NvrtcError(f"the assembler's log has nothing on {lowered!r}:\n{log}")

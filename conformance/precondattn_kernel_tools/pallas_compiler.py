@@ -33,7 +33,7 @@ from precondattn_kernel_tools.ahead_of_time import (
     selected,
     variants_of,
 )
-from precondattn_kernel_tools.foreign import CompiledKernel, Operation
+from precondattn_kernel_tools.foreign import Foreign
 from precondattn_kernel_tools.resources import Resources, measured
 
 TPU = "tpu"
@@ -122,13 +122,13 @@ def lowering_for(device: str, platform: str) -> AbstractContextManager[object]:
     return inside
 
 
-def _calls(module: Operation, platform: str) -> Iterator[tuple[str, Code, Options]]:
+def _calls(module: Foreign, platform: str) -> Iterator[tuple[str, Code, Options]]:
     """Name, code and options of each kernel call in a lowered module."""
     from jax._src.lib.mlir import ir
 
     operations = []
 
-    def visit(operation: Operation) -> object:
+    def visit(operation: Foreign) -> object:
         if operation.name == "stablehlo.custom_call":
             operations.append(operation)
         return ir.WalkResult.ADVANCE
@@ -170,7 +170,7 @@ def compile_kernel(kernel: LoweredKernel, target: str) -> Resources:
     return measured(kernel.name, target, limit, lambda: _compiled(kernel, target))
 
 
-def _compiled(kernel: LoweredKernel, target: str) -> CompiledKernel:
+def _compiled(kernel: LoweredKernel, target: str) -> Foreign:
     import triton
     from triton.backends.compiler import GPUTarget
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
-from precondattn_kernel_tools.foreign import Interpreter
+from precondattn_kernel_tools.foreign import Foreign
 
 __all__ = ["RaceError", "checked"]
 
@@ -41,14 +41,14 @@ def checked(seed: int = 0, *, cores: int = 1) -> Iterator[pltpu.InterpretParams]
     RuntimeError
         if no kernel has been interpreted, because then nothing was checked.
     """
-    interpreter: Interpreter = importlib.import_module(
+    interpreter: Foreign = importlib.import_module(
         "jax._src.pallas.mosaic.interpret.interpret_pallas_call"
     )
     # The interpreter discards the findings of one kernel when the next one starts.
-    states: list[Interpreter] = []
+    states: list[Foreign] = []
     detection = interpreter.RaceDetectionState
 
-    def recorded(*arguments: object, **options: object) -> Interpreter:
+    def recorded(*arguments: object, **options: object) -> Foreign:
         states.append(detection(*arguments, **options))
         return states[-1]
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from precondattn_kernel_tools.foreign import CompiledKernel
+from precondattn_kernel_tools.foreign import Foreign
 
 SHARED_LIMITS = {
     "sm_80": 163,
@@ -55,7 +55,7 @@ def judge(resources: Resources, spill_limit: int) -> None:
 
 
 def measured(
-    name: str, target: str, spill_limit: int, compile_it: Callable[[], CompiledKernel]
+    name: str, target: str, spill_limit: int, compile_it: Callable[[], Foreign]
 ) -> Resources:
     """The resources of a kernel that Triton compiles; a compiler error becomes a failure."""
     resources = Resources(name, target)

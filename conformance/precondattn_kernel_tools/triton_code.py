@@ -16,11 +16,11 @@ import inspect
 import textwrap
 from types import FunctionType, ModuleType
 
-from precondattn_kernel_tools.foreign import Global, KernelFunction
+from precondattn_kernel_tools.foreign import Foreign
 
 
 @functools.cache  # A kernel has many variants, and calls what others call.
-def code_of(function: KernelFunction) -> str:
+def code_of(function: Foreign) -> str:
     """The text of a function that `triton.jit` returned. Its parameters are numbered in order.
 
     Raises
@@ -75,7 +75,7 @@ class _Canonical(ast.NodeTransformer):
         value = self._global(node)
         return self.generic_visit(node) if value is None else self._replaced(node, node.attr, value)
 
-    def _global(self, node: ast.AST) -> Global:
+    def _global(self, node: ast.AST) -> Foreign:
         """The global that a name, or an attribute of one of the package's modules, refers to."""
         if isinstance(node, ast.Name) and node.id not in self.local:
             return self.globals.get(node.id)
@@ -85,7 +85,7 @@ class _Canonical(ast.NodeTransformer):
                 return getattr(module, node.attr)
         return None
 
-    def _replaced(self, node: ast.AST, name: str, value: Global) -> ast.AST:
+    def _replaced(self, node: ast.AST, name: str, value: Foreign) -> ast.AST:
         """Replace a name by its value; `value` is None for a builtin, and for the constant None."""
         if value is None or isinstance(value, ModuleType):
             return node
@@ -104,7 +104,7 @@ def _parameters(python: FunctionType) -> list[str]:
     return list(inspect.signature(python).parameters)
 
 
-def _is_kernel(value: Global) -> bool:
+def _is_kernel(value: Foreign) -> bool:
     """Whether a value is a result of `triton.jit` that is not one of Triton's own functions."""
     return hasattr(value, "fn") and not _is_triton(value.fn.__module__)
 

@@ -26,7 +26,7 @@ from precondattn_kernel_tools.ahead_of_time import (
     selected,
     variants_of,
 )
-from precondattn_kernel_tools.foreign import CompiledKernel, KernelFunction
+from precondattn_kernel_tools.foreign import Foreign
 from precondattn_kernel_tools.resources import SHARED_LIMITS, Resources, measured
 from precondattn_kernel_tools.triton_code import code_of
 
@@ -41,7 +41,7 @@ class Variant(NamedTuple):
 
     name: str
     """A name that is unique in the module."""
-    function: KernelFunction
+    function: Foreign
     """The result of `triton.jit`."""
     signature: Mapping[str, ArgumentType]
     """The type of each argument by name: "*bf16" (a pointer), "i32", "fp32" …; or a tuple of the
@@ -70,7 +70,7 @@ def compile_variant(variant: Variant, target: str) -> Resources:
     return measured(variant.name, target, limit, lambda: compiled(variant, target))
 
 
-def compiled(variant: Variant, target: str) -> CompiledKernel:
+def compiled(variant: Variant, target: str) -> Foreign:
     """Triton's compiled kernel, with its assembly and machine code in `asm`."""
     import triton
     from triton.backends.compiler import GPUTarget

@@ -34,13 +34,7 @@ import triton
 import triton.language as tl
 from triton.runtime.autotuner import Autotuner
 
-from precondattn_kernel_tools.foreign import (
-    BlockShape,
-    ElementType,
-    Handle,
-    Interpreter,
-    Launchable,
-)
+from precondattn_kernel_tools.foreign import Foreign
 
 try:
     from precondattn_kernel_tools.triton_memory import (
@@ -59,7 +53,7 @@ except ModuleNotFoundError as missing:
 
 __all__ = ["OutOfBoundsError", "RaceError", "checked", "is_interpreting", "patch_interpreter"]
 
-interpreter: Interpreter = importlib.import_module("triton.runtime.interpreter")
+interpreter: Foreign = importlib.import_module("triton.runtime.interpreter")
 
 
 def is_interpreting() -> bool:
@@ -125,7 +119,7 @@ def _patch_launches(memory: WatchedMemory) -> None:
     launch, convert = executor.__call__, interpreter._implicit_cvt
     set_size, set_place = builder.set_grid_dim, builder.set_grid_idx
 
-    def watched_launch(self: Launchable, *args: object, **kwargs: object) -> object:
+    def watched_launch(self: Foreign, *args: object, **kwargs: object) -> object:
         if memory.watch is not None:
             memory.watch.begin()
         with warnings.catch_warnings():
@@ -141,18 +135,18 @@ def _patch_launches(memory: WatchedMemory) -> None:
                     raise first from None
                 raise
 
-    def numbered(argument: object) -> Handle:
+    def numbered(argument: object) -> Foreign:
         converted = convert(argument)
         if memory.watch is not None and hasattr(argument, "data_ptr"):
             converted.handle.data += memory.watch.number(interpreter._unwrap_tensor(argument))
         return converted
 
-    def watched_size(self: Interpreter, *size: int) -> None:
+    def watched_size(self: Foreign, *size: int) -> None:
         if memory.watch is not None:
             memory.watch.set_grid(size)
         set_size(self, *size)
 
-    def watched_place(self: Interpreter, *place: int) -> None:
+    def watched_place(self: Foreign, *place: int) -> None:
         set_place(self, *(place if memory.watch is None else memory.watch.set_program(place)))
 
     executor.__call__ = watched_launch
@@ -165,22 +159,20 @@ def _patch_types() -> None:
     # Triton makes a table of all types in each call.
     dtypes: dict[str, np.dtype] = {tl.bfloat16.name: BFLOAT16}
 
-    def dtype_of(dtype: ElementType) -> np.dtype:
+    def dtype_of(dtype: Foreign) -> np.dtype:
         scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
         if scalar.name not in dtypes:
             dtypes[scalar.name] = numpy_type(scalar)
         return dtypes[scalar.name]
 
-    def cast(self: Interpreter, source: Handle, dtype: ElementType) -> Handle:
+    def cast(self: Foreign, source: Foreign, dtype: Foreign) -> Foreign:
         # Rounds to nearest, ties to even, as the hardware's conversions do.
         data = source.data.astype(dtype_of(dtype))
         return interpreter.TensorHandle(data, dtype.scalar)
 
     convert = builder.create_fp_to_fp
 
-    def between_floats(
-        self: Interpreter, source: Handle, dtype: ElementType, rounding: object
-    ) -> Handle:
+    def between_floats(self: Foreign, source: Foreign, dtype: Foreign, rounding: object) -> Foreign:
         widths = {source.dtype.scalar.primitive_bitwidth, dtype.scalar.primitive_bitwidth}
         if 8 in widths or str(rounding).endswith("RTZ"):
             return convert(self, source, dtype, rounding)
@@ -199,8 +191,8 @@ def _patch_products() -> None:
     product = builder.create_dot
 
     def dot(
-        self: Interpreter, a: Handle, b: Handle, total: Handle, precision: object, imprecise: object
-    ) -> Handle:
+        self: Foreign, a: Foreign, b: Foreign, total: Foreign, precision: object, imprecise: object
+    ) -> Foreign:
         if a.dtype.primitive_bitwidth == 8:
             return product(self, a, b, total, precision, imprecise)
         is_tf32 = str(precision).endswith("TF32")
@@ -226,8 +218,8 @@ def _patch_masked_loads() -> None:
     load = builder.create_masked_load
 
     def masked_load(
-        self: Interpreter, pointers: Handle, mask: Handle, other: Handle | None, *options: object
-    ) -> Handle:
+        self: Foreign, pointers: Foreign, mask: Foreign, other: Foreign | None, *options: object
+    ) -> Foreign:
         if other is None:
             scalar = pointers.get_element_ty()
             dtype = interpreter._get_np_dtype(scalar)
@@ -238,7 +230,7 @@ def _patch_masked_loads() -> None:
     builder.create_masked_load = masked_load
 
 
-def _undefined(dtype: ElementType) -> bool | int | float:
+def _undefined(dtype: Foreign) -> bool | int | float:
     """A value that a kernel can not use unnoticed: NaN, or an index that is out of bounds."""
     if dtype == np.bool_:
         return True
@@ -249,7 +241,7 @@ def _patch_indices() -> None:
     """Let Triton up to 3.6 convert one-element arrays to integers, as NumPy 2.4 does not."""
     patch = interpreter._patch_lang_tensor
 
-    def patched(tensor: Handle, scope: Interpreter) -> None:
+    def patched(tensor: Foreign, scope: Foreign) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
@@ -269,11 +261,11 @@ def _skip_what_has_no_effect() -> None:
     launch = executor.__call__
     replaced: set[str] = set()
 
-    def launched(self: Launchable, *args: object, **kwargs: object) -> object:
+    def launched(self: Foreign, *args: object, **kwargs: object) -> object:
         replaced.clear()
         return launch(self, *args, **kwargs)
 
-    def replace_once(function: FunctionType) -> Interpreter:
+    def replace_once(function: FunctionType) -> Foreign:
         modules = [v for v in function.__globals__.values() if v is tl or v is tl.core]
         names = {module.__name__ for module in modules}
         if names and names <= replaced:
@@ -287,10 +279,10 @@ def _skip_what_has_no_effect() -> None:
 def _share_shapes() -> None:
     """Keep what follows from the shape of a block: Triton finds it again for each value."""
     begin_type, begin_value = tl.block_type.__init__, tl.tensor.__init__
-    of_types: dict[tuple[int, ...], tuple[BlockShape, int, str]] = {}
-    of_values: dict[tuple[int, ...], tuple[BlockShape, BlockShape]] = {}
+    of_types: dict[tuple[int, ...], tuple[Foreign, int, str]] = {}
+    of_values: dict[tuple[int, ...], tuple[Foreign, Foreign]] = {}
 
-    def with_kept_shape(self: ElementType, element: ElementType, shape: BlockShape) -> None:
+    def with_kept_shape(self: Foreign, element: Foreign, shape: Foreign) -> None:
         sizes = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
         if sizes in of_types and {type(size) for size in sizes} == {int}:
             self.element_ty = element
@@ -300,7 +292,7 @@ def _share_shapes() -> None:
             begin_type(self, element, shape)
             of_types[sizes] = self.shape, self.numel, str(self.shape)
 
-    def of_kept_shape(self: Handle, handle: Handle, type: ElementType) -> None:
+    def of_kept_shape(self: Foreign, handle: Foreign, type: Foreign) -> None:
         sizes = tuple(type.shape) if type.is_block() else ()
         if sizes in of_values:
             self.handle, self.type, self.dtype = handle, type, type.scalar

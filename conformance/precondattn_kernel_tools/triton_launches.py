@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from precondattn_kernel_tools.foreign import Argument, KernelFunction
+from precondattn_kernel_tools.foreign import Foreign
 from precondattn_kernel_tools.triton_compiler import ArgumentType, Place, Variant
 
 TYPES = {
@@ -33,19 +33,19 @@ TYPES = {
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "waves_per_eu")
 
-Grid = tuple[int, ...] | Callable[[dict[str, Argument]], tuple[int, ...]]
+Grid = tuple[int, ...] | Callable[[dict[str, Foreign]], tuple[int, ...]]
 
 
 class TritonLaunch(NamedTuple):
     """One launch of a kernel."""
 
-    function: KernelFunction
+    function: Foreign
     grid: tuple[int, ...]
-    arguments: dict[str, Argument]
+    arguments: dict[str, Foreign]
     options: dict[str, int]
 
     @property
-    def values(self) -> dict[str, Argument]:
+    def values(self) -> dict[str, Foreign]:
         """The arguments by name, and the entries of named tuples by the names of their fields."""
         tuples = (value for value in self.arguments.values() if hasattr(value, "_fields"))
         return {n: entry for t in tuples for n, entry in t._asdict().items()} | self.arguments
@@ -56,7 +56,7 @@ class TritonLaunch(NamedTuple):
         constants: dict[str | Place, object] = {}
         divisible: list[str | Place] = []
 
-        def typed(value: Argument, place: str | Place, is_constant: bool) -> ArgumentType:
+        def typed(value: Foreign, place: str | Place, is_constant: bool) -> ArgumentType:
             if isinstance(value, tuple) and not is_constant:
                 base = self.function.arg_names.index(place) if isinstance(place, str) else place
                 base = (base,) if isinstance(base, int) else base
@@ -86,7 +86,7 @@ class TritonLaunch(NamedTuple):
         )
 
 
-def _is_one(value: Argument) -> bool:
+def _is_one(value: Foreign) -> bool:
     return isinstance(value, int) and value == 1
 
 
@@ -99,7 +99,7 @@ def recorded() -> Iterator[list[TritonLaunch]]:
     launches: list[TritonLaunch] = []
 
     def record(
-        self: KernelFunction, *args: Argument, grid: Grid, warmup: bool = False, **named: Argument
+        self: Foreign, *args: Foreign, grid: Grid, warmup: bool = False, **named: Foreign
     ) -> None:
         options = {name: named.pop(name) for name in OPTIONS if name in named}
         arguments = dict(zip(self.arg_names, args, strict=False)) | named

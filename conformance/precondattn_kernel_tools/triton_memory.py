@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import ml_dtypes
 import numpy as np
 
-from precondattn_kernel_tools.foreign import Interpreter
+from precondattn_kernel_tools.foreign import Foreign
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -147,11 +147,11 @@ class WatchedMemory:
     They support only NumPy's own types, so other types are moved as bits.
     """
 
-    def __init__(self, memory: Interpreter) -> None:
+    def __init__(self, memory: Foreign) -> None:
         self._memory = memory
         self.watch: Watch | None = None
 
-    def __getattr__(self, name: str) -> Interpreter:
+    def __getattr__(self, name: str) -> Foreign:
         return getattr(self._memory, name)
 
     def load(

@@ -88,12 +88,6 @@ def conformance(
     record: Annotated[Path | None, typer.Option(help="write a JSON record here")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page here")] = None,
     junit: Annotated[Path | None, typer.Option(help="write JUnit XML here")] = None,
-    design: Annotated[
-        bool,
-        typer.Option(
-            "--design", help="print factors and levels, and the rows of each --mechanism, and exit"
-        ),
-    ] = False,
     self_test: Annotated[
         bool, typer.Option("--self-test", help="plant faults, and check that the suite finds them")
     ] = False,
@@ -104,7 +98,7 @@ def conformance(
 ) -> None:
     """Compare backends with the oracle, by every check on every mechanism; report the errors."""
     with reported():
-        if not (self_test or design):  # Before imports, which take a while.
+        if not self_test:  # Before imports, which take a while.
             console.print(f"choosing the cases of level {level}", highlight=False)
         from precondattn_conformance.command import conformance as run
         from precondattn_conformance.session import Session
@@ -114,13 +108,6 @@ def conformance(
             from precondattn_conformance.faults.selftest import self_test as test
 
             raise typer.Exit(test(console))
-        if design:
-            from precondattn_conformance.design.table import print_design
-
-            blocks = Session(backend=tuple(backend or ())).blocks
-            chosen = library[0] if library else "numpy"
-            print_design(console, tuple(mechanism or ()), chosen, blocks)
-            return
         source = source_of(
             peer,
             import_,

@@ -45,12 +45,12 @@ def test_every_pair_and_every_triple_that_goes_together_is_in_a_row():
 def test_a_mechanisms_rows_have_every_pair_and_nothing_that_is_apart(mechanism):
     made = design(mechanism, "torch")
     rows = made.array.rows
-    apart = {((a, x), (b, y)) for a, levels, b, others, _ in APART for x in levels for y in others}
+    apart = {((a, x), (b, y)) for a, levels, b, others in APART for x in levels for y in others}
     for row in rows:
         assert not apart.intersection(itertools.permutations(row.items(), 2))
     present = {level for row in rows for level in row.items()}
     for factor in ("time", "mask", "batch", "d", "e", "order", "dtype"):
-        assert {level for f, level in present if f == factor} == set(FACTORS[factor].levels)
+        assert {level for f, level in present if f == factor} == set(FACTORS[factor])
     if made.is_whole:
         for factors in combinations(TRIPLES, 3):
             found = {tuple((f, row[f]) for f in factors) for row in rows}

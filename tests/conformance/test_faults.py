@@ -13,7 +13,7 @@ from precondattn.cache.kept import states_at
 from precondattn.cache.sequences import reorder
 from precondattn.spec.linear_family import LinearFamily
 from precondattn_conformance.cases import case_of
-from precondattn_conformance.faults.catalogue import MINIMUM, OF_EACH_STAGE, faults, subjects
+from precondattn_conformance.faults.catalogue import OF_EACH_STAGE, faults, subjects
 from precondattn_conformance.faults.fault import FORWARD, STAGES, Fault, inside
 from precondattn_conformance.faults.selftest import (
     SMOKE,
@@ -92,23 +92,22 @@ def test_full_detects_all_faults_and_smoke_most(number):
 
 def test_every_mechanism_has_faults_in_every_method_that_it_has():
     assert not missing_faults()
-    assert len(faults()) >= MINIMUM
     assert OF_EACH_STAGE >= 2
     assert {"forward", "backward", "step"} <= set(subjects()["lucid"])
     assert "step_backward" in subjects()["gated_delta"]
 
 
 @pytest.mark.parametrize(
-    ("change", "stage", "is_changed", "broken"),
+    ("change", "stage", "broken"),
     [
-        (lambda result: result, FORWARD, False, ""),
-        (lambda result: replace(result, out=result.out * (1 + 1e-15)), FORWARD, True, ""),
-        (lambda result: result.nothing, FORWARD, False, "nothing"),
-        (lambda result: result, "step_backward", False, "never reached"),
+        (lambda result: result, FORWARD, ""),
+        (lambda result: replace(result, out=result.out * (1 + 1e-15)), FORWARD, ""),
+        (lambda result: result.nothing, FORWARD, "nothing"),
+        (lambda result: result, "step_backward", "never reached"),
     ],
     ids=["no effect", "rounded otherwise", "raises an error", "never runs"],
 )
-def test_what_is_no_detected_fault_does_not_count_as_one(change, stage, is_changed, broken):
+def test_what_is_no_detected_fault_does_not_count_as_one(change, stage, broken):
     def planted(truth, call):
         return change(truth(call))
 
@@ -116,7 +115,6 @@ def test_what_is_no_detected_fault_does_not_count_as_one(change, stage, is_chang
     with planting() as carriers:
         verdict = run_fault(carriers["leaves"], fault, SMOKE)
     assert not verdict.is_caught
-    assert (verdict.changed > 0) == is_changed
     assert broken in verdict.broken if broken else not verdict.broken
     assert show(SelfTest(SMOKE, [FaultVerdict("one", SMOKE)]), Console(file=io.StringIO())) == 0
     console = Console(file=io.StringIO(), width=200)

@@ -20,7 +20,7 @@ from precondattn_conformance.ecosystem import installation
 from precondattn_conformance.grid import PLAIN
 from precondattn_conformance.inputs import make_inputs
 from precondattn_conformance.peers.arrays import equally_wide_by_default
-from precondattn_conformance.peers.checkout import FOLDER
+from precondattn_conformance.peers.checkout import FOLDER, Checkout
 from precondattn_conformance.peers.everyone import all_peers, peer_named
 from precondattn_conformance.peers.files import MissingError, excerpt_of, module_of
 from precondattn_conformance.peers.mlstm_kernels import before_sigmoid
@@ -124,7 +124,7 @@ raise RuntimeError("a statement of the module")
 
 def checked_out(revision="0" * 40, repository="someone/fast"):
     url = f"https://github.com/{repository}"
-    return Project("fast", "Fast", url, repository=repository, revision=revision)
+    return Project("fast", "Fast", url, checkout=Checkout(repository, revision))
 
 
 @pytest.fixture

@@ -243,8 +243,7 @@ def kinds(old, new, factor=3.0):
     """The kinds of change between two outcomes of a case, and whether they are worse."""
     before, after = ([] if each is None else [each] for each in (old, new))
     actual = compare_records(recorded(before), recorded(after), factor)
-    names = [n for n, each in vars(actual).items() if isinstance(each, list) and each]
-    return names, actual.is_worse
+    return list(actual.by_kind), actual.is_worse
 
 
 GOOD, BAD = an_outcome(), a_failure()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import Any
 
 from precondattn_conformance.design.covering import Row
 from precondattn_conformance.design.factors import NONE
@@ -20,78 +20,67 @@ SMALLEST, MIDDLE, LARGEST = 0, -2, -1
 """Indices into the block sizes, for the size that a row uses. With one size, all give that one."""
 
 
-class Dense(NamedTuple):
-    """The levels of a row in order of importance: if two are incompatible, the first is kept.
+DenseRow = tuple[Any, ...]
+"""An index into the block sizes, and levels of other factors."""
 
-    Empty levels are left open.
-    """
+COLUMNS = (
+    *("block", "time", "mask", "verb", "dtype", "heads", "batch", "d", "e"),
+    *("queries", "order", "bias", "values"),
+)
+"""The factors of `DENSE` in order of importance: of two incompatible levels, the first is kept.
+Empty levels, and those at the end of a row, are left open."""
 
-    block: int
-    time: str
-    mask: str
-    verb: str
-    dtype: str
-    heads: str
-    batch: str
-    d: str
-    e: str
-    queries: str = ""
-    order: str = ""
-    bias: str = ""
-    values: str = ""
-
-
-DENSE = (
+DENSE: tuple[DenseRow, ...] = (
     # Two masks that change at blocks' edges; wide values; several query heads per key head.
-    Dense(
+    (
         *(SMALLEST, "three", "key_blocks+segments_edge", "vjp", "float32"),
         *("6/2", "3", "16", "72", "all", "expanded_heads", "over b"),
     ),
     # Fewer queries, two blocks and one token, a cache as long as that of the first sequence.
-    Dense(
+    (
         *(MIDDLE, "two", "lengths_apart+key_blocks", "vjp", "float32"),
         *("4/2", "2", "16", "16", "fewer", "expanded_batch", "over h"),
     ),
     # Decoding in ragged sequences, across block edges.
-    Dense(
+    (
         *(SMALLEST, "three", "lengths_apart", "extend", "float32"),
         *("6/2", "3", "5", "16", "", "heads_first"),
     ),
     # A segment longer than two blocks.
-    Dense(
+    (
         *(MIDDLE, "three", "segments_long", "vjp", "float64"),
         *("3/3", "1", "16", "3", "all", "expanded_tokens"),
     ),
     # The gradient of a first state, after whole blocks.
-    Dense(SMALLEST, "edge", "none", "extend_vjp", "float32", "4/2", "2", "16", "72", "", "window"),
+    (SMALLEST, "edge", "none", "extend_vjp", "float32", "4/2", "2", "16", "72", "", "window"),
     # A long sequence: the block number has four bits, and one row is left over.
-    Dense(
+    (
         *(LARGEST, "long", "none", "forward", "float32"),
         *("1/1", "1", "16", "16", "all", "contiguous", "", "1"),
     ),
     # A long cache: a count of tokens in bfloat16 is no longer exact.
-    Dense(LARGEST, "three", "none", "extend", "float64", "1/1", "1", "16", "16", "", "contiguous"),
+    (LARGEST, "three", "none", "extend", "float64", "1/1", "1", "16", "16", "", "contiguous"),
     # Caches that end at a block's edge, and a sequence without tokens.
-    Dense(
+    (
         *(SMALLEST, "more", "lengths_edge", "extend", "float64"),
         *("3/3", "3", "16", "3", "", "every_other_element"),
     ),
     # Padding on the left, and wide keys.
-    Dense(SMALLEST, "three", "key_start", "vjp", "float32", "4/2", "1", "256", "16", "fewer"),
+    (SMALLEST, "three", "key_start", "vjp", "float32", "4/2", "1", "256", "16", "fewer"),
     # Two masks, of which one ends and one begins; wide values.
-    Dense(
+    (
         *(SMALLEST, "three", "lengths_edge+segments_long", "vjp", "float32"),
         *("4/2", "1", "16", "256", "all"),
     ),
     # Keys and gates that are stored once for all sequences, as wide as values; no masks.
-    Dense(
+    (
         *(SMALLEST, "more", "none", "vjp", "float32"),
         *("4/2", "3", "16", "16", "all", "expanded_batch", "", "1"),
     ),
     # Half precision over several blocks.
-    Dense(SMALLEST, "three", "lengths_apart", "vjp", "float16", "4/2", "2", "16", "16", "all"),
+    (SMALLEST, "three", "lengths_apart", "vjp", "float16", "4/2", "2", "16", "16", "all"),
     # One query.
-    Dense(SMALLEST, "two", "key_blocks", "forward", "float32", "6/1", "3", "64", "16", "single"),
+    (SMALLEST, "two", "key_blocks", "forward", "float32", "6/1", "3", "64", "16", "single"),
 )
 
 
@@ -101,9 +90,10 @@ def first_rows(options: Sequence[str], paired_options: str, blocks: Sequence[str
     `paired_options` is the expression whose options are combined in pairs; empty for none.
     """
     for dense in DENSE:
-        levels = {factor: level for factor, level in dense._asdict().items() if level != ""}
-        block = blocks[dense.block if -dense.block <= len(blocks) else 0]
-        yield {"option": NONE, "second": NONE, "data": "clustered", **levels, "block": block}
+        number, *named = dense
+        levels = {f: level for f, level in zip(COLUMNS[1:], named, strict=False) if level}
+        block = blocks[number if -number <= len(blocks) else 0]
+        yield {"option": NONE, "second": NONE, "data": "clustered", "block": block, **levels}
     options = [option for option in options if option != NONE]
     usual = {"block": blocks[SMALLEST], "heads": "4/2", "queries": "all"}
     if not paired_options:

@@ -22,10 +22,10 @@ from precondattn_conformance.design.dense import first_rows
 from precondattn_conformance.design.factors import (
     APART,
     BLOCKS,
+    BROADCAST,
     CACHES,
     FACTORS,
     FEWER,
-    MASKS,
     NONE,
     TOKENS,
     TRIPLES,
@@ -56,17 +56,18 @@ class Design:
     def case(self, row: Row) -> Case:
         """The case of a row."""
         block = int(row["block"])
-        _, blocks, more = TOKENS[row["time"]]
+        blocks, more = TOKENS[row["time"]]
         s = blocks * block + more
         t = {"all": s, "fewer": max(s - block // 2 - 1, 1), "single": 1}[row.get("queries", "all")]
         h, n = map(int, row["heads"].split("/"))
         d, e, values = (int(row.get(x, y)) for x, y in (("d", "8"), ("e", "6"), ("values", "1")))
         layout = CallLayout("", int(row["batch"]), t, s, h, n, d, e, values_per_head=values)
-        mask, broadcast, order = (
-            FACTORS[factor].levels.get(row.get(factor, ""), "")
-            for factor in ("mask", "bias", "order")
+        mask = None if row["mask"] == "none" else row["mask"]
+        order, broadcast = (
+            row["order"].replace("contiguous", ""),
+            BROADCAST[row.get("bias", "no axis")],
         )
-        layout = layout._replace(mask=mask or None, broadcast=broadcast, block=block, order=order)
+        layout = layout._replace(mask=mask, broadcast=broadcast, block=block, order=order)
         option, second = row.get("option", NONE), row.get("second", NONE)
         text = self.expression
         if option != NONE:
@@ -130,7 +131,7 @@ def _levels(
     blocks: tuple[int, ...],
 ) -> Levels:
     """The levels of each factor; none if the mechanism lacks it."""
-    levels = {name: tuple(factor.levels) for name, factor in FACTORS.items()}
+    levels = dict(FACTORS)
     letters = {axis.letter for pattern in m.inputs.values() for axis in pattern.axes}
     has_states = m.offers.causal and bool(m.program.slots) and not keeps_tokens(m)
     lacks = {"extend": not m.offers.causal, "extend_vjp": not has_states}
@@ -158,24 +159,23 @@ def _has_bias(m: pa.Mechanism) -> bool:
 def _apart(m: pa.Mechanism, options: tuple[str, ...]) -> list[Apart]:
     """The incompatible levels of a mechanism with these options."""
     lines = list(APART)
-    by_position = tuple(mask for mask in MASKS if "lengths" in mask or "segment" in mask)
-    why = "queries of a call that is not causal have no positions"
-    if not m.offers.causal:
-        lines.append(Apart("queries", FEWER, "mask", by_position, why))
+    by_position = tuple(mask for mask in FACTORS["mask"] if "lengths" in mask or "segment" in mask)
+    if not m.offers.causal:  # Its queries have no positions.
+        lines.append(Apart("queries", FEWER, "mask", by_position))
     changed = {option: declared.mechanism_of(option) for option in options}
     if any(map(declared.is_constant_in_one_token, (m, *changed.values()))):
-        lines.append(Apart("time", ("one",), "verb", ("vjp",), "the gradient is 0"))
+        lines.append(Apart("time", ("one",), "verb", ("vjp",)))  # The gradient is 0.
     for option, other in changed.items():
-        apart: list[tuple[str, tuple[str, ...], str]] = []
+        apart: list[tuple[str, tuple[str, ...]]] = []
         if m.offers.causal and not other.offers.causal:
-            apart += [("verb", CACHES, "it is not causal"), ("queries", FEWER, why)]
+            apart += [("verb", CACHES), ("queries", FEWER)]
         if not declared.is_bounded(other):
-            apart.append(("data", ("duplicate",), "it is not bounded"))
+            apart.append(("data", ("duplicate",)))
         lines += [
             Apart(factor, (option,), *line) for line in apart for factor in ("option", "second")
         ]
     if not _has_bias(m):
         without = tuple(o for o in (NONE, *options) if "bias=true" not in o)
         axes = ("over b", "over h", "over b and h")
-        lines.append(Apart("option", without, "bias", axes, "there is no bias"))
+        lines.append(Apart("option", without, "bias", axes))
     return lines

@@ -96,9 +96,6 @@ AROUND = {
 """Compositions for leaves that treat each token alone and so have no state. They contribute to a
 state's gradient only in a composition with a stateful leaf."""
 
-MINIMUM = 120
-"""The smallest number of faults in all."""
-
 OF_EACH_STAGE = 2
 """The smallest number of faults of each mechanism in each of its methods."""
 

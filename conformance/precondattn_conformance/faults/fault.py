@@ -103,8 +103,6 @@ class Fault:
     detail: str
     change: Change
     library: str = "numpy"
-    has_options: bool = False
-    """Whether cases of the mechanism with other options count too."""
 
     @property
     def name(self) -> str:

@@ -4,47 +4,21 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from pkgutil import iter_modules
 
+from precondattn_conformance import peers
 from precondattn_conformance.peers.project import Peer
-
-PROJECTS = (
-    "equinox",
-    "fla",
-    "fla_kernels",
-    "flash_attention",
-    "flax",
-    "gated_delta_in_jax",
-    "gated_delta_nets",
-    "haiku",
-    "jax",
-    "keras",
-    "linear_attentions",
-    "lucidrains",
-    "mamba",
-    "mlstm_kernels",
-    "online_softmax",
-    "onnx",
-    "pytorch",
-    "timm",
-    "tokamax",
-    "transformers",
-    "vision",
-    "x_transformers",
-    "xformers",
-    "xlstm",
-)
-"""The modules of this folder that define peers."""
 
 
 @cache
 def all_peers() -> dict[str, Peer]:
     """Every peer by its name, grouped by project."""
-    peers: dict[str, Peer] = {}
-    for name in PROJECTS:
-        module = import_module(f"precondattn_conformance.peers.{name}")
-        for project in module.ALL:
-            peers |= project.peers
-    return peers
+    all_of_them: dict[str, Peer] = {}
+    for module in iter_modules(peers.__path__):
+        defined = import_module(f"{peers.__name__}.{module.name}")
+        for project in getattr(defined, "ALL", ()):
+            all_of_them |= project.peers
+    return all_of_them
 
 
 def lines_to_check_out() -> str:
@@ -62,10 +36,10 @@ def peer_named(name: str) -> Peer:
     ValueError
         if there is no such peer; the message lists the project's peers.
     """
-    peers = all_peers()
-    if name not in peers:
+    by_name = all_peers()
+    if name not in by_name:
         project = name.partition("/")[0]
-        near = [each for each in peers if each.startswith(f"{project}/")]
-        names = near or sorted({each.partition("/")[0] + "/..." for each in peers})
+        near = [each for each in by_name if each.startswith(f"{project}/")]
+        names = near or sorted({each.partition("/")[0] + "/..." for each in by_name})
         raise ValueError(f"{name!r} is no peer; there are {', '.join(names)}")
-    return peers[name]
+    return by_name[name]

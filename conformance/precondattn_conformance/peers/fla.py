@@ -11,7 +11,7 @@ from functools import partial
 from types import ModuleType
 
 from precondattn.arrays import Array
-from precondattn_conformance.peers.arrays import HALF32, Foreign, equally_wide, heads_first
+from precondattn_conformance.peers.arrays import HALF32, Foreign, equally_wide
 from precondattn_conformance.peers.project import Project
 
 FLA = Project(
@@ -44,26 +44,6 @@ def by_key_heads(
     group = heads // initial_state.shape[1]
     out, last = function(initial_state.repeat_interleave(group, 1))
     return out, None if last is None else last[:, ::group]
-
-
-def _delta(function: str, q: Array, k: Array, v: Array, beta: Array, **state: object) -> object:
-    out, last = _naive("delta_rule", function)(*heads_first(q, k, v, beta), **state)
-    return heads_first(out)[0], last
-
-
-@FLA.peer("delta", heads="equal", dtypes=HALF32, state=STATE)
-def delta_recurrent(q: Array, k: Array, v: Array, beta: Array, **state: object) -> object:
-    return _delta("delta_rule_recurrence", q, k, v, beta, **state)
-
-
-@FLA.peer("delta", heads="equal", multiple=32)
-def delta_chunk(q: Array, k: Array, v: Array, beta: Array) -> object:
-    return _delta("delta_rule_chunkwise", q, k, v, beta)
-
-
-@FLA.peer("delta", heads="equal", multiple=128)
-def delta_parallel(q: Array, k: Array, v: Array, beta: Array) -> object:
-    return _delta("delta_rule_parallel", q, k, v, beta)
 
 
 @FLA.peer("gla", heads="equal", dtypes=HALF32)
@@ -154,54 +134,27 @@ def delta_product_recurrent(
     return function(q, k, v, g, beta, scale, num_householder=steps)
 
 
-def _dplr(
-    function: str, q: Array, k: Array, v: Array, a: Array, b: Array, g: Array, **state: object
-) -> object:
-    arrays = heads_first(q, k, v, a, b, g)
-    out, last = _naive("generalized_delta_rule/dplr", function)(*arrays, **state)
-    return heads_first(out)[0], last
-
-
-@FLA.peer("dplr", heads="equal", dtypes=HALF32, state=STATE)
-def dplr_recurrent(
-    q: Array, k: Array, v: Array, a: Array, b: Array, g: Array, **state: object
-) -> object:
-    return _dplr("dplr_recurrence", q, k, v, a, b, g, **state)
-
-
-@FLA.peer("dplr", heads="equal", dtypes=HALF32, multiple=32, state=STATE)
-def dplr_chunk(
-    q: Array, k: Array, v: Array, a: Array, b: Array, g: Array, **state: object
-) -> object:
-    return _dplr("dplr_chunkwise", q, k, v, a, b, g, **state)
-
-
-@FLA.peer("softmax")
-def attn_parallel(
+def _attention(
     q: Array,
     k: Array,
     v: Array,
     scale: float | None,
     window: int | None,
-    causal: bool,
+    causal: bool = True,
     sink: Array | None = None,
+    **gate: Array,
 ) -> object:
     function = _naive("attn", "naive_parallel_attn")
-    return function(q, k, v, scale, window, causal, sink_bias=sink)
+    return function(q, k, v, scale, window, causal, sink_bias=sink, **gate)
 
 
-@FLA.peer("softmax[forget=unscaled]", dtypes=HALF32)
-def attn_parallel_forget(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    scale: float | None,
-    window: int | None,
-    sink: Array | None = None,
-) -> object:
-    function = _naive("attn", "naive_parallel_attn")
-    return function(q, k, v, scale, window, g=g, sink_bias=sink)
+_attend: Foreign = partial(partial, _attention)
+FLA.direct("attn_parallel", "softmax", _attend, "q k v scale window causal sink=?")
+FLA.direct(
+    *("attn_parallel_forget", "softmax[forget=unscaled]", _attend),
+    "q k v scale window g= sink=?",
+    dtypes=HALF32,
+)
 
 
 @FLA.peer("linear", heads="equal", dtypes=HALF32)
@@ -242,6 +195,16 @@ HEADS_FIRST = EQUAL | {"layout": "bhtd"}
 # The recurrent form of Comba computes `comba[erases=decayed]`, its chunked form and its kernel
 # `comba`. The chunked form of RWKV-6 does not scale. ATK normalises queries and keys itself.
 for _name, _mechanism, _operation, _function, _takes, _arrangement in (
+    ("delta_recurrent", "delta", "delta_rule", "delta_rule_recurrence", "q k v beta **state",
+     HEADS_FIRST),
+    ("delta_chunk", "delta", "delta_rule", "delta_rule_chunkwise", "q k v beta",
+     HEADS_FIRST | {"dtypes": None, "multiple": 32}),
+    ("delta_parallel", "delta", "delta_rule", "delta_rule_parallel", "q k v beta",
+     HEADS_FIRST | {"dtypes": None, "multiple": 128}),
+    ("dplr_recurrent", "dplr", "generalized_delta_rule/dplr", "dplr_recurrence",
+     "q k v a b g **state", HEADS_FIRST),
+    ("dplr_chunk", "dplr", "generalized_delta_rule/dplr", "dplr_chunkwise",
+     "q k v a b g **state", HEADS_FIRST | {"multiple": 32}),
     ("kda_recurrent", "kda", "kda", "recurrent_kda", "q k v g beta scale **state", {}),
     ("kda_chunk", "kda", "kda", "chunk_kda", "q k v g beta scale **state", {"multiple": 64}),
     ("gated_delta_recurrent", "gated_delta", "gated_delta_rule", "recurrent_gated_delta_rule",
@@ -272,6 +235,7 @@ for _name, _mechanism, _operation, _function, _takes, _arrangement in (
      "q k v g g_atk beta_atk beta", EQUAL),
 ):  # fmt: skip
     _more = {"dtypes": HALF32, "file": "naive"} | _arrangement
-    _load = partial(_naive, _operation, f"naive_{_function}", str(_more.pop("file")))
+    _prefix = "" if _mechanism in ("delta", "dplr") else "naive_"
+    _load = partial(_naive, _operation, _prefix + _function, str(_more.pop("file")))
     _state = {"state": STATE} if "**state" in _takes else {}
     FLA.direct(_name, _mechanism, _load, _takes, **_more, **_state)

@@ -14,11 +14,10 @@ They were compared with the functions of version 0.6.0.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from precondattn.arrays import Array
 from precondattn_conformance.libraries import HALF
-from precondattn_conformance.peers.arrays import HALF32
+from precondattn_conformance.peers.arrays import HALF32, Foreign
 from precondattn_conformance.peers.fla import FLA, STATE, by_key_heads
 
 ALL = (FLA,)
@@ -27,49 +26,16 @@ GPU = frozenset({"cuda"})
 of_gpu = partial(FLA.peer, devices=GPU)
 
 
-def _kernel(operation: str, function: str) -> Any:
+def _kernel(operation: str, function: str) -> Foreign:
     return getattr(FLA.imported(f"fla.ops.{operation}"), function)
 
 
-@of_gpu("linear", heads="equal", dtypes=HALF32)
-def kernel_linear(
-    q: Array,
-    k: Array,
-    v: Array,
-    scale: float | None,
-    normalize: bool,
-    initial_state: Array | None = None,
-) -> object:
-    function = partial(_kernel("linear_attn", "chunk_linear_attn"), normalize=normalize)
+def _with_state(operation: str, function: str, *arguments: Foreign, **options: Foreign) -> object:
+    """A kernel of equal heads, which takes the state before the call after its other arguments."""
+    *arrays, initial_state = arguments
+    run = partial(_kernel(operation, function), **options)
     return by_key_heads(
-        lambda state: function(q, k, v, scale, state, state is not None), q.shape[2], initial_state
-    )
-
-
-@of_gpu("retention", heads="equal", dtypes=HALF32)
-def kernel_retention(
-    q: Array, k: Array, v: Array, scale: float | None, initial_state: Array | None = None
-) -> object:
-    function = _kernel("retention", "chunk_retention")
-    return by_key_heads(
-        lambda state: function(q, k, v, scale, state, state is not None), q.shape[2], initial_state
-    )
-
-
-@of_gpu("gla", heads="equal", dtypes=HALF32)
-def kernel_gla(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    scale: float | None,
-    initial_state: Array | None = None,
-) -> object:
-    function = _kernel("gla", "chunk_gla")
-    return by_key_heads(
-        lambda state: function(q, k, v, g, scale, state, state is not None),
-        q.shape[2],
-        initial_state,
+        lambda state: run(*arrays, state, state is not None), arrays[0].shape[2], initial_state
     )
 
 
@@ -79,7 +45,7 @@ WIDEST_WRONG_TILE = 64
 
 @of_gpu("gated_delta", dtypes=HALF32, state=STATE)
 def kernel_gated_delta(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None, **state: Any
+    q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None, **state: Foreign
 ) -> object:
     """Allows the gradient on Hopper for key widths that are computed correctly.
 
@@ -87,7 +53,7 @@ def kernel_gated_delta(
     product in tiles of 64 key channels is wrong there, and wider keys use tiles of 128 (issue 640
     of flash-linear-attention). fla's module checks a flag, which is set here for wider keys only.
     """
-    chunk_o: Any = FLA.imported("fla.ops.common.chunk_o")
+    chunk_o: Foreign = FLA.imported("fla.ops.common.chunk_o")
     if hasattr(chunk_o, "TRITON_ABOVE_3_7_1"):
         is_mended = FLA.imported("fla.utils").TRITON_ABOVE_3_7_1
         chunk_o.TRITON_ABOVE_3_7_1 = is_mended or q.shape[-1] > WIDEST_WRONG_TILE
@@ -101,7 +67,14 @@ def kernel_path(q: Array, k: Array, v: Array, w: Array, beta: Array, scale: floa
     return function(q, k, v, w.float(), beta.float(), scale=scale)
 
 
+EQUAL = {"heads": "equal", "dtypes": HALF32}
+_with_state_of = partial(partial, partial, _with_state)
 for _name, _load, _takes, _arrangement in (
+    ("linear", _with_state_of("linear_attn", "chunk_linear_attn"),
+     "q k v scale initial_state? normalize=", EQUAL),
+    ("retention", _with_state_of("retention", "chunk_retention"), "q k v scale initial_state?",
+     EQUAL),
+    ("gla", _with_state_of("gla", "chunk_gla"), "q k v g scale initial_state?", EQUAL),
     ("gsa", partial(_kernel, "gsa", "chunk_gsa"), "q k v s g scale", {"dtypes": HALF32}),
     ("delta", partial(_kernel, "delta_rule", "chunk_delta_rule"), "q k v beta scale **state",
      {"heads": "equal", "dtypes": HALF, "state": STATE}),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
+from functools import cache, partial
 
 from precondattn.arrays import Array, upcast
 from precondattn_conformance.peers import given
 from precondattn_conformance.peers.arrays import HALF32, Foreign, in_one_dtype
-from precondattn_conformance.peers.project import on_github
+from precondattn_conformance.peers.project import Project, on_github
 
 MAMBA = on_github(
     "state-spaces/mamba@e9594ce1c732d97440f0332fdc43170a2294dbfa", "2026-07-23", "Mamba"
@@ -29,30 +28,37 @@ def _names() -> dict[str, object]:
 
 
 @cache
-def _minimal() -> ModuleType:
-    path = "mamba_ssm/modules/ssd_minimal.py"
-    return MAMBA.excerpt(path, "segsum", "ssd_minimal_discrete", imported=_names())
-
-
-@cache
 def _reference(kernel: str) -> Foreign:
     path = f"mamba_ssm/ops/triton/ssd_{kernel}.py"
     return getattr(MAMBA.excerpt(path, f"{kernel}_ref", imported=_names()), f"{kernel}_ref")
 
 
-@MAMBA.peer("ssd", library="torch", heads="equal", multiple=CHUNK)
-def ssd_minimal_discrete(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
+@cache
+def _minimal(project: Project, path: str, name: str) -> Foreign:
+    return getattr(project.excerpt(path, "segsum", name, imported=_names()), name)
+
+
+def _ssd(
+    where: tuple[Project, str, str],
+    *arrays: Array,
     initial_state: Array | None = None,
     output_final_state: bool = False,
 ) -> tuple[Array, Array]:
+    q, k, v, g = arrays
     before = None if initial_state is None else initial_state.mT[:, None]
     x, g, k, q = in_one_dtype(v, g, k, q)
-    out, after = _minimal().ssd_minimal_discrete(x, g, k, q, CHUNK, before)
+    out, after = _minimal(*where)(x, g, k, q, CHUNK, before)
     return out.to(v.dtype), after.mT
+
+
+for _project, _path, _name in (
+    (MAMBA, "mamba_ssm/modules/ssd_minimal.py", "ssd_minimal_discrete"),
+    (MINIMAL, "mamba2.py", "ssd"),
+):
+    _load: Foreign = partial(partial, _ssd, (_project, _path, _name))
+    _takes = "q k v g initial_state=? output_final_state=?"
+    _arrangement: Foreign = {"library": "torch", "heads": "equal", "multiple": CHUNK}
+    _project.direct(_name, "ssd", _load, _takes, **_arrangement)
 
 
 @MAMBA.peer("ssd", library="torch", multiple=CHUNK)
@@ -107,23 +113,3 @@ def selective_state_update_ref(
         for t in range(q.shape[1])
     ]
     return torch.stack(tokens, 1), state.mT
-
-
-@cache
-def _of_minimal() -> ModuleType:
-    return MINIMAL.excerpt("mamba2.py", "segsum", "ssd", imported=_names())
-
-
-@MINIMAL.peer("ssd", library="torch", heads="equal", multiple=CHUNK)
-def ssd(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    initial_state: Array | None = None,
-    output_final_state: bool = False,
-) -> tuple[Array, Array]:
-    before = None if initial_state is None else initial_state.mT[:, None]
-    x, g, k, q = in_one_dtype(v, g, k, q)
-    out, after = _of_minimal().ssd(x, g, k, q, CHUNK, before)
-    return out.to(v.dtype), after.mT

@@ -11,9 +11,11 @@ the forward in the groupnorm". They are compared with a norm of each row after t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from precondattn.arrays import Array, namespace, stop_gradient, upcast
 from precondattn_conformance.peers.arrays import Foreign, only_self_attention
-from precondattn_conformance.peers.folder import imported_from
 from precondattn_conformance.peers.project import Project
 
 MLSTM_KERNELS = Project(
@@ -30,8 +32,6 @@ which ε = 0 would give 0 / 0 where e^{−m} is 0 too. It is a normal number of 
 which the backward pass gets it."""
 ALMOST_OPEN = -1e-26
 """The logarithm for a gate of 1: its value before the sigmoid is 60 instead of infinite."""
-TORCH = {"library": "torch", "layout": "bhtd", "heads": "equal"}
-JAX = {"library": "jax", "layout": "bhtd", "heads": "equal"}
 WITHOUT_EPS = "mlstm[eps=0]"
 NORMALIZED = "row_normalized[eps=0,detach=false](mlstm[eps=0])"
 
@@ -53,66 +53,56 @@ def _normalized(rows: Array) -> Array:
     return rows / xp.sqrt(xp.where(squares > 0, squares, 1.0))
 
 
-def _torch(form: str, kernel: str) -> Foreign:
+def _of_torch(form: str, kernel: str) -> Foreign:
     return MLSTM_KERNELS.imported(f"mlstm_kernels.torch.{form}").registry[kernel]
 
 
-@MLSTM_KERNELS.peer("mlstm", **TORCH)
-def torch_parallel(q: Array, k: Array, v: Array, g: Array, i: Array, eps: float) -> Array:
-    return _torch("parallel", "native_autograd")(q, k, v, i, before_sigmoid(g), eps=eps)
-
-
-@MLSTM_KERNELS.peer(NORMALIZED, **TORCH)
-def torch_parallel_own_backward(q: Array, k: Array, v: Array, g: Array, i: Array) -> Array:
-    return _normalized(_torch("parallel", "native_custbw")(q, k, v, i, before_sigmoid(g), eps=0.0))
-
-
-@MLSTM_KERNELS.peer("mlstm", **TORCH)
-def torch_parallel_stable(q: Array, k: Array, v: Array, g: Array, i: Array, eps: float) -> Array:
-    """Uses sums of gates, and no differences of sums."""
-    return _torch("parallel", "native_stablef_autograd")(q, k, v, i, before_sigmoid(g), eps=eps)
-
-
-@MLSTM_KERNELS.peer(NORMALIZED, **TORCH)
-def torch_parallel_stable_own_backward(q: Array, k: Array, v: Array, g: Array, i: Array) -> Array:
-    return _normalized(
-        _torch("parallel", "native_stablef_custbw")(q, k, v, i, before_sigmoid(g), eps=0.0)
-    )
-
-
-@MLSTM_KERNELS.peer(WITHOUT_EPS, multiple=64, **TORCH)
-def torch_chunkwise(q: Array, k: Array, v: Array, g: Array, i: Array) -> Array:
-    return _torch("chunkwise", "native_autograd")(q, k, v, i, before_sigmoid(g), eps=EPS)
-
-
-@MLSTM_KERNELS.peer(NORMALIZED, multiple=64, **TORCH)
-def torch_chunkwise_own_backward(q: Array, k: Array, v: Array, g: Array, i: Array) -> Array:
-    return _normalized(_torch("chunkwise", "native_custbw")(q, k, v, i, before_sigmoid(g), eps=EPS))
-
-
-@MLSTM_KERNELS.peer(WITHOUT_EPS, **TORCH)
-def torch_recurrent(q: Array, k: Array, v: Array, g: Array, i: Array) -> Array:
-    only_self_attention(q, k, 2)
+def _recurrent_of_torch() -> Foreign:
     module = MLSTM_KERNELS.imported("mlstm_kernels.torch.recurrent.native_sequence")
-    run = module.mlstm_recurrent_sequence__native_fw
-    return run(q, k, v, i, before_sigmoid(g), eps=0.0)
+    return module.mlstm_recurrent_sequence__native_fw
 
 
-@MLSTM_KERNELS.peer("mlstm", **JAX)
-def jax_parallel(q: Array, k: Array, v: Array, g: Array, i: Array, eps: float) -> Array:
+def _of_jax(kernel: str) -> Foreign:
     module = MLSTM_KERNELS.imported("mlstm_kernels.jax.parallel.native")
-    return module.mlstm_parallel__native_autograd(q, k, v, i, before_sigmoid(g), eps=eps)
+    return getattr(module, f"mlstm_parallel__{kernel}")
 
 
-@MLSTM_KERNELS.peer(NORMALIZED, **JAX)
-def jax_parallel_own_backward(q: Array, k: Array, v: Array, g: Array, i: Array) -> Array:
-    module = MLSTM_KERNELS.imported("mlstm_kernels.jax.parallel.native")
-    run = module.mlstm_parallel__native_custbw
-    return _normalized(run(q, k, v, i, before_sigmoid(g), eps=0.0))
-
-
-@MLSTM_KERNELS.peer(WITHOUT_EPS, multiple=64, **JAX)
-def jax_chunkwise(q: Array, k: Array, v: Array, g: Array, i: Array) -> Array:
+def _chunkwise_of_jax() -> Foreign:
     # The package that contains this folder requires Triton.
-    module = imported_from(MLSTM_KERNELS, "mlstm_kernels", "jax/chunkwise/native", "fwbw")
-    return module.mlstm_chunkwise__native_autograd(q, k, v, i, before_sigmoid(g), eps=EPS)
+    module = MLSTM_KERNELS.imported_from("mlstm_kernels/jax/chunkwise/native", "fwbw")
+    return module.mlstm_chunkwise__native_autograd
+
+
+def _run(load: Callable[[], Foreign], normalizes: bool, *arrays: Array, eps: float) -> Array:
+    q, k, v, g, i = arrays
+    only_self_attention(q, k, 2)
+    out = load()(q, k, v, i, before_sigmoid(g), eps=eps)
+    return _normalized(out) if normalizes else out
+
+
+CHUNKS = {"multiple": 64}
+_arrangement: Foreign
+# The forms called "stable" use sums of gates, and no differences of sums.
+for _name, _kernel, _mechanism, _eps, _arrangement in (
+    ("torch_parallel", partial(_of_torch, "parallel", "native_autograd"), "mlstm", None, {}),
+    ("torch_parallel_own_backward", partial(_of_torch, "parallel", "native_custbw"), NORMALIZED,
+     0.0, {}),
+    ("torch_parallel_stable", partial(_of_torch, "parallel", "native_stablef_autograd"), "mlstm",
+     None, {}),
+    ("torch_parallel_stable_own_backward",
+     partial(_of_torch, "parallel", "native_stablef_custbw"), NORMALIZED, 0.0, {}),
+    ("torch_chunkwise", partial(_of_torch, "chunkwise", "native_autograd"), WITHOUT_EPS, EPS,
+     CHUNKS),
+    ("torch_chunkwise_own_backward", partial(_of_torch, "chunkwise", "native_custbw"), NORMALIZED,
+     EPS, CHUNKS),
+    ("torch_recurrent", _recurrent_of_torch, WITHOUT_EPS, 0.0, {}),
+    ("jax_parallel", partial(_of_jax, "native_autograd"), "mlstm", None, {}),
+    ("jax_parallel_own_backward", partial(_of_jax, "native_custbw"), NORMALIZED, 0.0, {}),
+    ("jax_chunkwise", _chunkwise_of_jax, WITHOUT_EPS, EPS, CHUNKS),
+):  # fmt: skip
+    _options = {} if _eps is None else {"eps": _eps}  # The option of the mechanism, if it has one.
+    _load = partial(partial, _run, _kernel, _mechanism == NORMALIZED, **_options)
+    _takes = "q k v g i eps=" if _eps is None else "q k v g i"
+    _arrangement = {"layout": "bhtd", "heads": "equal", **_arrangement}
+    _library = _name.partition("_")[0]
+    MLSTM_KERNELS.direct(_name, _mechanism, _load, _takes, library=_library, **_arrangement)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 
 from precondattn.arrays import Array
 from precondattn_conformance.peers import given
 from precondattn_conformance.peers.arrays import HALF32, equally_wide, equally_wide_by_default
-from precondattn_conformance.peers.project import Project, on_github
+from precondattn_conformance.peers.project import on_github
 
 IN_PYTORCH = on_github(
     "lucidrains/memory-efficient-attention-pytorch@d54f391370ecbf843a871f0e260425d076995550",
@@ -163,18 +162,8 @@ def _rezaei(
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     mask = visible.expand(shape)
     bias = None if bias is None else bias.expand(shape)
-    package = _package(REZAEI, "memory_efficient_attention", "attention_torch")
+    package = REZAEI.imported_from("memory_efficient_attention", "attention_torch")
     return package.efficient_dot_product_attention(q, k, v, mask, bias, **chunks)
-
-
-def _package(project: Project, folder: str, file: str) -> ModuleType:
-    """A file of a package whose other files are not imported."""
-    name = f"_precondattn_peer_{folder}"
-    if name not in sys.modules:
-        package = ModuleType(name)
-        package.__path__ = [str(project.folder / folder)]
-        sys.modules[name] = package
-    return project.imported(f"{name}.{file}")
 
 
 @REZAEI.peer("softmax", library="torch", heads="equal")

@@ -9,6 +9,7 @@ package index is imported from a checkout (`checkout.py`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import import_module
@@ -29,7 +30,7 @@ from precondattn_conformance.functions.parameters import State
 from precondattn_conformance.peers.arrays import Foreign
 from precondattn_conformance.peers.checkout import Checkout
 from precondattn_conformance.peers.files import MissingError, excerpt_of, module_of
-from precondattn_conformance.peers.released import day_of
+from precondattn_conformance.peers.released import RELEASED
 
 Function = Callable[..., object]
 
@@ -106,9 +107,8 @@ class Project:
     url: str
     package: str | None = None
     """The project's name on the package index."""
-    repository: str | None = None
-    """"owner/name" on GitHub, for a project that is not on an index."""
-    revision: str | None = None
+    checkout: Checkout | None = None
+    """The checkout of a project that is not on an index."""
     date: str | None = None
     """The date (year, month, day) of the revision, or of a version not in `released.py`."""
     peers: dict[str, Peer] = field(default_factory=dict)
@@ -174,13 +174,14 @@ class Project:
         MissingError
             if the project is not installed.
         """
-        if self.package is not None:
-            try:
-                return version(self.package)
-            except PackageNotFoundError:
-                raise MissingError(f"{self.package} is not installed") from None
-        self.folder  # noqa: B018 - It raises the error.
-        return str(self.revision)[:12]
+        if self.checkout is not None:
+            self.folder  # noqa: B018 - It raises the error.
+            return self.checkout.revision[:12]
+        assert self.package is not None
+        try:
+            return version(self.package)
+        except PackageNotFoundError:
+            raise MissingError(f"{self.package} is not installed") from None
 
     @property
     def day(self) -> str:
@@ -188,16 +189,9 @@ class Project:
         if self.date is not None or self.package is None:
             return self.date or ""
         try:
-            return day_of(self.package, self.version)
+            return RELEASED.get((self.package, self.version.partition("+")[0]), "")
         except MissingError:
             return ""
-
-    @property
-    def checkout(self) -> Checkout | None:
-        """The checkout of a project that is not on a package index; else None."""
-        if self.repository is None or self.revision is None:
-            return None
-        return Checkout(self.repository, self.revision)
 
     @property
     def folder(self) -> Path:
@@ -231,6 +225,18 @@ class Project:
         except ImportError as error:
             raise MissingError(f"{module} could not be imported: {error}") from error
 
+    def imported_from(self, folder: str, module: str) -> ModuleType:
+        """A module of a folder, which is imported as a package without the packages above it.
+
+        TIMM.imported_from("timm/layers", "attention")
+        """
+        alias = f"_precondattn_peer_{folder.replace('/', '_')}"
+        if alias not in sys.modules:
+            package = ModuleType(alias)
+            package.__path__ = [str(self.folder / folder)]
+            sys.modules[alias] = package
+        return self.imported(f"{alias}.{module}")
+
     def excerpt(self, path: str, *names: str, imported: Mapping[str, object]) -> ModuleType:
         """Functions and classes of a file whose imports are not installed (`excerpt_of`)."""
         return excerpt_of(self.folder / path, *names, imported=imported)
@@ -243,4 +249,4 @@ def on_github(source: str, date: str, title: str, name: str = "") -> Project:
     """
     repository, _, revision = source.partition("@")
     name, url = name or title.lower().replace(" ", "-"), f"https://github.com/{repository}"
-    return Project(name, title, url, repository=repository, revision=revision, date=date)
+    return Project(name, title, url, checkout=Checkout(repository, revision), date=date)

@@ -27,8 +27,3 @@ RELEASED = {
     ("x-transformers", "2.31.10"): "2026-10-23",
     ("xformers", "0.0.35"): "2026-02-20",
 }
-
-
-def day_of(package: str, version: str) -> str:
-    """The date (year, month, day) of a release, ignoring a build label (+cpu); empty if unknown."""
-    return RELEASED.get((package, version.partition("+")[0]), "")

@@ -7,7 +7,6 @@ without the package.
 from __future__ import annotations
 
 from functools import partial
-from types import ModuleType
 
 from precondattn.arrays import Array
 from precondattn_conformance.peers.arrays import (
@@ -15,17 +14,12 @@ from precondattn_conformance.peers.arrays import (
     only_self_attention,
     widened,
 )
-from precondattn_conformance.peers.folder import imported_from
 from precondattn_conformance.peers.project import Project
 
 TIMM = Project(
     "timm", "timm", "https://github.com/huggingface/pytorch-image-models", package="timm"
 )
 ALL = (TIMM,)
-
-
-def _layers(file: str) -> ModuleType:
-    return imported_from(TIMM, "timm", "layers", file)
 
 
 def _attention(q: Array, k: Array, v: Array, visible: Array, *, fused: bool) -> Array:
@@ -35,7 +29,7 @@ def _attention(q: Array, k: Array, v: Array, visible: Array, *, fused: bool) -> 
     e = v.shape[-1]
     q, k, v = equally_wide_by_default(q, k, v)
     b, t, h, d = q.shape
-    layer = _layers("attention").Attention(3 * h * d, h, d, h * d)
+    layer = TIMM.imported_from("timm/layers", "attention").Attention(3 * h * d, h, d, h * d)
     layer.qkv = layer.proj = torch.nn.Identity()
     layer.fused_attn = fused
     rows = torch.stack([q, k, v], 2).reshape(b, t, -1)
@@ -63,7 +57,8 @@ def _differential(
     pairs = (q * to_scale, q2 * to_scale), (k, k2)
     stacked = [torch.stack([widened(x, width) for x in pair], 3) for pair in pairs]
     rows = torch.cat([x.reshape(b, t, -1) for x in (*stacked, widened(v, 2 * width))], -1)
-    layer = _layers("diff_attention").DiffAttention(2 * h * width, h)
+    module = TIMM.imported_from("timm/layers", "diff_attention")
+    layer = module.DiffAttention(2 * h * width, h)
     layer.sub_norm = layer.proj = torch.nn.Identity()
     del layer.qkv  # A function can not replace a module.
     layer.qkv = lambda _: rows

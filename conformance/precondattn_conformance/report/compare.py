@@ -31,45 +31,32 @@ class CaseDifference(NamedTuple):
 
 @dataclass
 class Comparison:
-    """The cases in which two records differ, by kind. A case is in one list only."""
+    """The cases in which two records differ."""
 
-    began_to_fail: list[CaseDifference] = field(default_factory=list)
-    """Cases that fail now, and did not fail or did not exist before."""
-    lost: list[CaseDifference] = field(default_factory=list)
-    """Cases that were compared before and are no longer."""
-    grew: list[CaseDifference] = field(default_factory=list)
-    """Cases that pass, but whose error grew by more than the factor."""
-    excused: list[CaseDifference] = field(default_factory=list)
-    """Cases that are expected failures now."""
-    fixed: list[CaseDifference] = field(default_factory=list)
-    """Cases that failed before, expectedly or not, and pass now."""
-    gained: list[CaseDifference] = field(default_factory=list)
-    """Cases that are compared now and were not before."""
-    only_old: list[CaseDifference] = field(default_factory=list)
-    only_new: list[CaseDifference] = field(default_factory=list)
-    """Cases that are only in the new record and do not fail."""
-    same: int = 0
-    environment: list[str] = field(default_factory=list)
+    environment: list[str]
     """Other differences: versions, devices, filters."""
+    by_kind: dict[str, list[CaseDifference]] = field(default_factory=dict)
+    """The cases of each of `HEADINGS`. A case is in one list only."""
+    same: int = 0
 
     @property
     def is_worse(self) -> bool:
         """Whether a case began to fail, is no longer compared, or has a larger error."""
-        return bool(self.began_to_fail or self.lost or self.grew)
+        return not self.by_kind.keys().isdisjoint(("began_to_fail", "lost", "grew"))
 
 
 def compare_records(old: RunRecord, new: RunRecord, factor: float = FACTOR) -> Comparison:
     """The differences between two records, for every case of either."""
     before = {result.id: result for result in old.outcomes}
     after = {result.id: result for result in new.outcomes}
-    comparison = Comparison(environment=_environment(old, new))
+    comparison = Comparison(_environment(old, new))
     for name in {**before, **after}:
         difference = CaseDifference(name, before.get(name), after.get(name))
         kind = _kind(difference, factor)
         if kind == "same":
             comparison.same += 1
         else:
-            getattr(comparison, kind).append(difference)
+            comparison.by_kind.setdefault(kind, []).append(difference)
     return comparison
 
 
@@ -154,7 +141,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for text in comparison.environment:
         _print(console, text, "dim")
     for name, (heading, style) in HEADINGS.items():
-        differences = getattr(comparison, name)
+        differences = comparison.by_kind.get(name)
         if not differences:
             continue
         _print(console, f"{len(differences)} {heading}", style)

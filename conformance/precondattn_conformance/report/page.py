@@ -21,13 +21,8 @@ from precondattn_conformance.status import FAILED, PASSED, SKIPPED, STATUSES, UN
 BREAKS = re.compile(r"(?<=[_,])|(?=[\[(])")
 """Places at which a line may break within an expression."""
 
-DocsLink = Callable[[str], str | None]
-"""A function from the name of a check to the URL of its documentation, or None."""
 
-
-def write_page(
-    record: RunRecord, path: Path | str, *, docs_link: DocsLink = lambda check: None
-) -> None:
+def write_page(record: RunRecord, path: Path | str) -> None:
     """Write the page of a record.
 
     Raises
@@ -37,10 +32,10 @@ def write_page(
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(record, docs_link), encoding="utf-8", errors="replace")
+    path.write_text(page(record), encoding="utf-8", errors="replace")
 
 
-def page(record: RunRecord, docs_link: DocsLink = lambda check: None) -> str:
+def page(record: RunRecord) -> str:
     """The page as text."""
     try:
         import jinja2
@@ -61,7 +56,6 @@ def page(record: RunRecord, docs_link: DocsLink = lambda check: None) -> str:
         counts=[(s, WORDS[s], SYMBOLS.get(s, "✓"), record.count(s)) for s in STATUSES],
         environment=environment_of(record),
         grids=grids(record, failures),
-        checks={c: docs_link(c) for c in in_order(r.check for r in record.outcomes)},
         failures=failures,
         expected=[r for r in record.outcomes if r.status == XFAILED],
         refusals=refusals(record),

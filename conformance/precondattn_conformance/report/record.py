@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from precondattn.json_types import Json, JsonObject
     from precondattn_conformance.case import Case
     from precondattn_conformance.design.coverage import Pairs
+    from precondattn_conformance.enough import CheckShare
     from precondattn_conformance.promises import Promise
     from precondattn_conformance.runner import Outcome
 
@@ -166,7 +167,6 @@ class RecordWriter:
         level: str,
         device: str | None,
         filters: dict[str, tuple[str, ...]],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = None if path is None else Path(path)
         self.record = RunRecord(
@@ -178,9 +178,7 @@ class RecordWriter:
             filters={name: list(chosen) for name, chosen in filters.items() if chosen},
             environment={**environment.describe(), "accelerators": {}},
         )
-        self._clock = clock
-        self._began = clock()
-        self._due = self._began
+        self._began = self._due = time.monotonic()
         self._lines: list[str] = []
         self._file: IO[bytes] | None = None
 
@@ -222,7 +220,7 @@ class RecordWriter:
             layout = outcome.case.layout
             self.record.layouts.setdefault(result.layout, all_printable(layout._asdict()))
         self.record.running = None
-        if self._clock() >= self._due:
+        if time.monotonic() >= self._due:
             self._write()
 
     def put_in_order(self, ids: Iterable[str]) -> None:
@@ -235,17 +233,13 @@ class RecordWriter:
         self.record.outcomes = [results[i] for i in order]
         self._lines = [self._lines[i] for i in order]
 
-    def looked_at(self, pairs: Iterable[Pairs]) -> None:
-        """Set how many pairs of levels the run compared."""
+    def summarize(
+        self, pairs: Iterable[Pairs], promises: Iterable[Promise], shares: Iterable[CheckShare]
+    ) -> None:
+        """Set what was compared: pairs of levels, conventions, and shares of the checks."""
         self.record.pairs = [row.to_json() for row in pairs]
-
-    def has_promises(self, promises: Iterable[Promise]) -> None:
-        """Set which conventions the backend promises, and which hold."""
         self.record.promises = [promise.to_json() for promise in promises]
-
-    def compared(self, checks: Iterable[JsonObject]) -> None:
-        """Set how much of each check was compared."""
-        self.record.checks = [all_printable(row) for row in checks]
+        self.record.checks = [all_printable(share.to_json()) for share in shares]
 
     def close(self, *, complete: bool) -> None:
         """Write the record for the last time."""
@@ -257,7 +251,7 @@ class RecordWriter:
 
     def _write(self) -> None:
         """Replace the file by the record so far."""
-        start = self._clock()
+        start = time.monotonic()
         self.record.seconds = start - self._began
         self.record.environment["accelerators"] = environment.accelerators()
         if self.path is not None:
@@ -270,7 +264,7 @@ class RecordWriter:
             finally:
                 temporary.unlink(missing_ok=True)
             self._file = self.path.open("r+b", buffering=0)
-        now = self._clock()
+        now = time.monotonic()
         self._due = now + max(SECONDS, PATIENCE * (now - start))
 
     def _bytes(self) -> bytes:

@@ -8,8 +8,7 @@ import numpy as np
 
 from precondattn.arrays import Array, namespace
 from precondattn.cache import Append
-from precondattn.frame import Frame
-from precondattn.spec import lucid, nystrom, softmax, windowed
+from precondattn.spec import lucid, nystrom, softmax
 from precondattn.spec.array_functions import finite_or_zero
 from precondattn.spec.laser import LogMeanExp
 from precondattn_conformance.faults.fault import (
@@ -17,17 +16,16 @@ from precondattn_conformance.faults.fault import (
     FORWARD,
     STEP,
     Fault,
-    Function,
     MethodCall,
     MethodResult,
     Truth,
     inside,
     with_call,
 )
-from precondattn_conformance.faults.options import with_option
-from precondattn_conformance.faults.written_by_hand.written import blocked, written
-from precondattn_portable import block_conjugate_gradients, read_mean
+from precondattn_conformance.faults.written_by_hand.written import written
+from precondattn_portable import read_mean
 from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.block_conjugate_gradients import Residual
 
 RUN = (FORWARD, STEP)
 BOTH = (FORWARD, BACKWARD)
@@ -42,12 +40,6 @@ def faults() -> list[Fault]:
             RUN,
             "masked pairs at -1e9: a query without keys reads the mean",
             inside(softmax, "mask_scores", lambda _: _finite_mask),
-        ),
-        written(
-            "softmax",
-            FORWARD,
-            "keys more than 128 tokens back masked",
-            with_option("window", lambda _: 129),
         ),
         written("softmax", STEP, "new tokens do not attend to one another", with_call(_alone)),
         written("softmax", BOTH, "a prefix of the row, not of its segment", with_call(_of_row)),
@@ -67,32 +59,24 @@ def faults() -> list[Fault]:
         ),
         written("lucid_solve", STEP, "v kept in place of y", _keeping_v),
         written(
-            "windowed[size=3,shift=1,scale=0.3]",
-            BOTH,
-            "one grid for all packed sequences",
-            inside(windowed, "positions", lambda true: _in_one_grid(true)),
-        ),
-        written(
             "nystrom[landmarks=4]",
             BOTH,
             "padding in the means",
             inside(nystrom, "segment_means", lambda true: lambda m, like, *masks: true(m, like)),
         ),
-        blocked(
+        written(
             "softmax",
             FORWARD,
             "the maximum over a row's first keys as that of the whole row",
-            read_mean,
-            "exponentials",
-            lambda _: _shifted_by_first,
+            inside(read_mean, "exponentials", lambda _: _shifted_by_first),
+            carrier="blocks",
         ),
-        blocked(
+        written(
             "symmetric_lucid_solve",
             BOTH,
             "the residual not examined",
-            block_conjugate_gradients.Residual,
-            "is_large",
-            lambda _: lambda self: self.length < 0,
+            inside(Residual, "is_large", lambda _: lambda self: self.length < 0),
+            carrier="blocks",
         ),
     ]
 
@@ -137,13 +121,6 @@ def _laser_of_one_shift(self: LogMeanExp, log_weights: Array, log_total: Array, 
 def _keeping_v(truth: Truth, call: MethodCall) -> MethodResult:
     result = truth(call)
     return replace(result, updates={**result.updates, "solved": Append(call.inputs["v"])})
-
-
-def _in_one_grid(true: Function) -> Function:
-    def positions(frame: Frame) -> Array:
-        return true(frame.replaced(k_segment=None))
-
-    return positions
 
 
 def _shifted_by_first(

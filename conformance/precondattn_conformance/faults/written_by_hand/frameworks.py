@@ -1,4 +1,4 @@
-"""Faults that show only on PyTorch: of automatic differentiation, half precision and threads.
+"""Faults that show only on PyTorch: of half precision and threads.
 
 Inputs in half precision are exact; the quantities computed from them need more digits.
 """
@@ -6,7 +6,6 @@ Inputs in half precision are exact; the quantities computed from them need more 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from types import ModuleType
 
 from precondattn.arrays import Array
@@ -15,7 +14,6 @@ from precondattn.spec.recurrence import Stream
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
-    STEP,
     Change,
     Fault,
     Function,
@@ -23,7 +21,6 @@ from precondattn_conformance.faults.fault import (
     MethodResult,
     Truth,
     inside,
-    with_call,
 )
 from precondattn_conformance.faults.written_by_hand.written import written
 
@@ -37,13 +34,6 @@ def faults() -> list[Fault]:
     return [
         written(mechanism, stages, detail, change, carrier="autograd", library="torch")
         for mechanism, stages, detail, change in (
-            ("softmax", FORWARD, "k detached from the graph", with_call(_without_k)),
-            (
-                "gated_delta",
-                STEP,
-                "the past state detached from the graph",
-                with_call(_without_state),
-            ),
             ("linear", BOTH, "the state in bfloat16", _in_calls("bfloat16", _rounded_state)),
             (
                 "softmax",
@@ -60,14 +50,6 @@ def faults() -> list[Fault]:
             ("softmax", FORWARD, "inputs in memory that calls share", _through_shared_memory),
         )
     ]
-
-
-def _without_k(call: MethodCall) -> MethodCall:
-    return call.with_inputs(k=call.inputs["k"].detach())
-
-
-def _without_state(call: MethodCall) -> MethodCall:
-    return replace(call, past={**call.past, "state": call.past["state"].detach()})
 
 
 def _in_calls(dtype: str, change: Change) -> Change:

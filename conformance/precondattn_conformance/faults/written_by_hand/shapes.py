@@ -1,7 +1,7 @@
 """Faults of widths, batches, strides and workspaces that are right for common sizes.
 
-They are typical of kernels: a stride for equal widths, an index that is right for two sequences, a
-workspace that calls of the same shapes share, an option that is read only without another.
+They are typical of kernels: a width for equal widths, a workspace that calls of the same shapes
+share.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from precondattn.arrays import Array
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
-    STEP,
     Fault,
     MethodCall,
     MethodResult,
@@ -29,18 +28,13 @@ def faults() -> list[Fault]:
     return [
         written("gated_delta", FORWARD, "only d columns of wider values", _only_d_columns),
         written("linear", FORWARD, "no column of values from 128 on", _only_128_columns),
-        written("softmax", STEP, "the third sequence is the second", _third_sequence),
         written("path", FORWARD, "zeros after the first of an expanded axis", with_call(_dense)),
         written("gla", BACKWARD, "gradients summed over expanded axes", _summed),
-        written("delta", FORWARD, "the strides of k for v", with_call(_strides_of_k)),
         written(
             "softmax",
             (FORWARD, BACKWARD),
             "the output of the last forward of these shapes",
             _SharedWorkspace(),
-        ),
-        written(
-            "softmax", FORWARD, "a window, and so no bias", with_call(_no_bias), has_options=True
         ),
     ]
 
@@ -56,14 +50,6 @@ def _only_128_columns(truth: Truth, call: MethodCall) -> MethodResult:
     result = truth(call)
     out = np.array(result.out)
     out[..., 128:] = 0
-    return replace(result, out=out)
-
-
-def _third_sequence(truth: Truth, call: MethodCall) -> MethodResult:
-    result = truth(call)
-    out = np.array(result.out)
-    if len(out) > 2:
-        out[2:] = out[1]
     return replace(result, out=out)
 
 
@@ -90,16 +76,6 @@ def _summed(truth: Truth, call: MethodCall) -> MethodResult:
     return replace(result, gradients=gradients)
 
 
-def _strides_of_k(call: MethodCall) -> MethodCall:
-    """Values are read with the strides of keys; the two differ if k is expanded."""
-    k, v = call.inputs["k"], call.inputs["v"]
-    if k.shape == v.shape:
-        for axis, step in enumerate(k.strides):
-            if step == 0:
-                v = np.broadcast_to(v.take([0], axis=axis), v.shape)
-    return call.with_inputs(v=v)
-
-
 def _shapes(call: MethodCall) -> tuple[object, ...]:
     return tuple((name, array.shape, str(array.dtype)) for name, array in call.inputs.items())
 
@@ -116,9 +92,3 @@ class _SharedWorkspace:
             self.outputs[_shapes(call)] = result.out
             return result
         return truth(replace(call, out=self.outputs.get(_shapes(call), call.out)))
-
-
-def _no_bias(call: MethodCall) -> MethodCall:
-    if getattr(call.mechanism, "window", None) is None or "bias" not in call.inputs:
-        return call
-    return call.with_inputs(bias=0 * call.inputs["bias"])

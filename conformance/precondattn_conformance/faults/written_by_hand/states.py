@@ -8,19 +8,19 @@ import numpy as np
 
 from precondattn.arrays import Array, namespace
 from precondattn.cache import Replace
-from precondattn.spec import linear_family
 from precondattn_conformance.faults.fault import (
     FORWARD,
     STEP,
     STEP_BACKWARD,
     Fault,
+    Function,
     MethodCall,
     MethodResult,
     Truth,
     inside,
     with_call,
 )
-from precondattn_conformance.faults.written_by_hand.written import blocked, written
+from precondattn_conformance.faults.written_by_hand.written import written
 from precondattn_portable import chunkwise
 
 BLOCK = 16
@@ -31,24 +31,11 @@ def faults() -> list[Fault]:
     """All faults in this file."""
     return [
         written(
-            "elu1(linear[normalize=true])",
-            RUN,
-            "the features of a padded key are written",
-            inside(linear_family, "where_valid", lambda _: lambda x, frame: x),
-            subject="linear",
-        ),
-        blocked(
             "linear",
             RUN,
             "the state not carried from a group of chunks to the next",
-            chunkwise,
-            "_read",
-            lambda true: (
-                lambda works, part, queries, lasts, *kept: (
-                    true(works, part, queries, lasts, *kept)[0],
-                    [0 * last for last in lasts],
-                )
-            ),
+            inside(chunkwise, "_read", _without_last_states),
+            carrier="blocks",
         ),
         written("linear", FORWARD, "a state of the last 1024 tokens", with_call(_restarted)),
         written("retention", STEP, "a sequence without new tokens decays", with_call(_one_token)),
@@ -76,6 +63,14 @@ def faults() -> list[Fault]:
             operator="memory of a cache",
         ),
     ]
+
+
+def _without_last_states(true: Function) -> Function:
+    def read(*arguments: Array) -> tuple[Array, list[Array]]:
+        out, lasts = true(*arguments)[0], arguments[3]
+        return out, [0 * last for last in lasts]
+
+    return read
 
 
 def _restarted(call: MethodCall) -> MethodCall:

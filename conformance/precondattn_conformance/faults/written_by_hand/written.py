@@ -1,11 +1,9 @@
-"""Shorthands for faults of one piece of mathematics, or of one algorithm."""
+"""A shorthand for faults of one piece of mathematics, or of one algorithm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import precondattn as pa
-from precondattn_conformance.faults.fault import Change, Fault, Function, Owner, inside
+from precondattn_conformance.faults.fault import Change, Fault
 
 
 def written(
@@ -18,33 +16,9 @@ def written(
     subject: str = "",
     operator: str = "",
     library: str = "numpy",
-    has_options: bool = False,
 ) -> Fault:
     """A fault. By default its subject is the mechanism itself."""
     parsed = pa.parse(mechanism)
     stages = (stages,) if isinstance(stages, str) else stages
-    return Fault(
-        subject or parsed.name,
-        str(parsed),
-        stages,
-        carrier,
-        operator,
-        detail,
-        change,
-        library,
-        has_options,
-    )
-
-
-def blocked(
-    mechanism: str,
-    stages: tuple[str, ...] | str,
-    detail: str,
-    owner: Owner,
-    name: str,
-    change: Callable[[Function], Function],
-    subject: str = "",
-) -> Fault:
-    """A fault of the blocked carrier: `owner.name` is replaced by `change` of it."""
-    planted = inside(owner, name, change)
-    return written(mechanism, stages, detail, planted, carrier="blocks", subject=subject)
+    named = subject or parsed.name, str(parsed)
+    return Fault(*named, stages, carrier, operator, detail, change, library)
