@@ -4,6 +4,7 @@ from functools import cache
 
 import precondattn as pa
 from precondattn.layers.plan import plan_for
+from precondattn.layers.sizes import LayerSizes
 
 COMPOSITIONS = (
     "path[forget=unscaled]",
@@ -47,8 +48,7 @@ def covering(*first):
 
 
 def plan_of(expression):
-    sizes = sizes_for(expression)
-    return plan_for(sizes.pop("width"), sizes.pop("heads"), expression, recipes=None, **sizes)
+    return plan_for(expression, LayerSizes(**sizes_for(expression)), None)
 
 
 def sizes_for(expression):
