@@ -131,7 +131,7 @@ def compare(family, mechanism, kind, way, batch):
     close(logits, expected)
 
 
-@pytest.mark.thorough(but=("softmax", "lucid(laser)"))
+@pytest.mark.thorough(but=("softmax-dynamic", "lucid(laser)-static"))
 @kinds
 @pytest.mark.parametrize("mechanism", REPLACED)
 def test_with_a_cache_a_model_writes_what_it_writes_without(mechanism, kind):
