@@ -53,8 +53,7 @@ def stub() -> str:
     """The stub, as the formatter leaves it."""
     names = [name for name in sorted(pa.__all__) if registry.known(name)]
     listed = "".join(f'    "{name}",\n' for name in names)
-    made = (_function(name, getattr(pa, name)) for name in names)
-    functions = "\n\n".join("\n".join(lines) for lines in made)
+    functions = "\n\n".join("\n".join(_function(name, getattr(pa, name))) for name in names)
     return f"{STUB_HEAD}__all__ = [\n{listed}]\n\n{functions}\n"
 
 
