@@ -19,6 +19,7 @@ from precondattn.integrations.transformers import (
     static_cache,
 )
 from precondattn.integrations.transformers.attention import NAME
+from precondattn.integrations.transformers.learned import learned_inputs
 from tests.integrations.transformers.small_models import FAMILIES, model_of, prompts
 
 IDS, MASK = prompts()
@@ -215,3 +216,9 @@ def test_a_replaced_model_is_one_graph_without_a_mask_too(family):
         found = compiled(IDS, use_cache=False, **given).logits
         expected = model(IDS, use_cache=False, **given).logits
         torch.testing.assert_close(found, expected, msg=str(given))
+
+
+def test_a_model_with_sinks_gives_them_and_learns_the_other_inputs():
+    mechanism = pa.parse("temperature[per=head](softmax[sink=true])")
+    for has_sink, names in ((True, ["tau"]), (False, ["sink", "tau"])):
+        assert sorted(each.name for each in learned_inputs(mechanism, has_sink)) == names
