@@ -213,7 +213,6 @@ def test_the_pullback_of_a_mapped_extension(expression):
     require_mapped(m.extend_vjp(cache, **x)[2], weights)
 
 
-@pytest.mark.thorough(but=("lucid-kinds0",))
 @pytest.mark.parametrize(
     ("expression", "kinds"),
     [
