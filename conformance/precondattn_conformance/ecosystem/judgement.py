@@ -17,7 +17,6 @@ LIMIT, CONVENTIONAL, DEFECT = "limit", "convention", "defect"
 """Kinds of judgement: a documented limit; one of two conventions in use; a contradiction to its own
 description."""
 KINDS = (DEFECT, LIMIT, CONVENTIONAL)
-MOST_REPORTS = 10
 
 
 class StaleError(ValueError):
@@ -37,10 +36,6 @@ class Judgement:
     code: str = ""
     """A minimal example that a reader can paste. The page shows what it prints: the error against
     the float64 definition."""
-    expected: str = ""
-    """The expected result and the description that defines it, for a report."""
-    title: str = ""
-    """The title of the report; a judgement without a title has no report."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -49,8 +44,6 @@ class Judgement:
             raise ValueError(f"checks is a tuple of names of checks; found {self.checks!r}")
         if self.kind == DEFECT and not self.code:
             raise ValueError(f"a defect has code that shows it; {self.peers} has none")
-        if self.title and not (self.kind == DEFECT and self.expected):
-            raise ValueError(f"a report is of a defect and says what is expected: {self.title!r}")
 
     @property
     def patterns(self) -> list[str]:
@@ -66,10 +59,7 @@ class Judgement:
 
 def require_true(table: Table, judgements: Sequence[Judgement]) -> None:
     """Raise a StaleError unless each judgement applies to red cells and its code has run."""
-    reports = [each for each in judgements if each.title]
     faults = [fault for judgement in judgements for fault in _faults(table, judgement)]
-    if len(reports) > MOST_REPORTS:
-        faults.append(f"there are {len(reports)} reports, and at most {MOST_REPORTS} may be")
     if faults:
         raise StaleError("\n".join(["judgements do not fit the table:", *faults]))
 

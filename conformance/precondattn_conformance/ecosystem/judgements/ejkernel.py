@@ -12,10 +12,6 @@ JUDGEMENTS: tuple[Judgement, ...] = (
         "The gradient by keys is wrong: the derivative that the function has itself "
         "multiplies the gradient of the state with values over the axis of keys. "
         "Outputs, and the gradients by queries and values, are right.",
-        title="the gradient of recurrent attention by its keys is wrong",
-        expected="A gradient as by automatic differentiation. The docstring says `dL/dk_t = "
-        "dL/dh_t^T @ v_t`; as the state has the axes (keys, values), "
-        '`einsum("nhd,nd->nh", dh_current, v_t)` without the transpose is that.',
         code="""\
 import jax
 import numpy as np

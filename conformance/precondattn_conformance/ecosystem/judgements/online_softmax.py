@@ -12,9 +12,6 @@ JUDGEMENTS: tuple[Judgement, ...] = (
         "Keys count twice where their number is no multiple of `key_chunk_size`: the "
         "last chunk is moved back so that it is whole, and overlaps the one before it. "
         "With the default, 4096, this needs more than 4096 keys.",
-        title="keys count twice where they are no multiple of key_chunk_size",
-        expected="A mean of 1: all 17 logits are 0, and one value is 17. The docstring promises "
-        "dot-product attention, and names no condition for `key_chunk_size`.",
         code="""\
 import torch
 

@@ -13,10 +13,6 @@ JUDGEMENTS: tuple[Judgement, ...] = (
         "of the other rows of its sequence, as 0 times NaN is NaN. With "
         "`fused_attn=True` the row is 0, and gradients are right. The platform and an "
         "environment variable tell which of them runs.",
-        title="a row that sees no key makes gradients NaN without fused_attn",
-        expected="The same by both paths of one layer. A comment in the code says that the mask "
-        "has the semantics of SDPA, whose row is 0 here; at least, gradients of other "
-        "rows have to be finite, as padded tokens are such rows.",
         code="""\
 import torch
 

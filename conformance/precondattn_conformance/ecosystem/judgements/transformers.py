@@ -37,9 +37,6 @@ print("precondattn:", pa.softmax(q, k, v, key_mask=torch.zeros(1, 2, dtype=torch
         "A query that sees no key is 0 without a position bias, and the mean of all values with "
         "one: `create_position_bias_mask` writes the lowest finite number where no key is visible, "
         "and its docstring says −∞.",
-        title="rows of sdpa_attention_forward that see no key: 0, but the mean with a bias",
-        expected="The same with a bias of 0 as without one. With −∞, as the docstring of "
-        "`create_position_bias_mask` says, `scaled_dot_product_attention` returns 0 in both.",
         code="""\
 from types import SimpleNamespace
 
