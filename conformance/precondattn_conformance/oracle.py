@@ -7,7 +7,7 @@ computed by blocked algorithms that the reference has certified (`expecting.py`)
 from __future__ import annotations
 
 from copy import copy
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -117,17 +117,12 @@ class Oracle:
         return other
 
 
+@lru_cache(maxsize=256)
 def oracle(
     mechanism: str, layout: CallLayout, kind: str, dtype: str, by: str = REFERENCE
 ) -> Oracle:
     """The results of the reference in float64 on NumPy, or of another source `by`."""
-    return _kept(mechanism, layout, kind, dtype, by)
-
-
-def keep_all() -> None:
-    """Keep every result from now on, for a process that repeats the same cases."""
-    global _kept
-    _kept = cache(Oracle)
+    return Oracle(mechanism, layout, kind, dtype, by)
 
 
 def is_certifying(layout: CallLayout) -> bool:
@@ -137,9 +132,6 @@ def is_certifying(layout: CallLayout) -> bool:
     differences are expensive, and too inaccurate where a covariance of few tokens is inverted.
     """
     return not layout.block
-
-
-_kept = lru_cache(maxsize=256)(Oracle)
 
 
 @lru_cache(maxsize=256)

@@ -358,8 +358,3 @@ class Check:
     def written_out(self, case: Case, error: DisagreementError | None) -> str:
         """Code of the call whose result was wrong, for a check that makes several calls."""
         return self.snippet
-
-    @property
-    def anchor(self) -> str:
-        """The check's section in the documentation."""
-        return f"conformance.md#{self.name}"
