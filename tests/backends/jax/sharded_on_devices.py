@@ -117,7 +117,7 @@ def test_a_sharded_time_axis_is_gathered_with_one_warning(told):
     sharded = placed(x, HEADS, P(None, "model"))
     check(lambda x: m(**x), x, sharded, {"all-gather"})
     (message,) = messages(told)
-    assert "context parallelism" in message
+    assert "context_parallel" in message
     check(lambda x: pa.gla(**x), inputs_of("gla"), placed(inputs_of("gla"), HEADS, P("model")))
     assert len(messages(told)) == 1
 
