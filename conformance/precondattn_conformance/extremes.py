@@ -34,6 +34,7 @@ import precondattn as pa
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.recurrences import Recurrences
 from precondattn.arrays import Arrays
+from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn_conformance.harmless_keys import with_different_keys
 from precondattn_conformance.inputs import CallLayout, make_inputs
 
@@ -206,8 +207,7 @@ def _with_jumps_at_edges(gates: np.ndarray) -> np.ndarray:
 
 def _reads_exponentials(mechanism: pa.Mechanism) -> bool:
     """Whether values are averaged as exponentials, as in LASER."""
-    reading = pa.spec.laser.LOG_MEAN_EXP
-    return any(getattr(leaf, "read", None) == reading for leaf in mechanism.program.leaves)
+    return any(getattr(leaf, "read", None) == LOG_MEAN_EXP for leaf in mechanism.program.leaves)
 
 
 def _write_twice(arrays: Arrays) -> None:
