@@ -157,13 +157,13 @@ WIDE_SPILLS = 10400
 """Bytes that a thread may spill where rows are wider than 128. In float32 some kernels do; PaTH's
 at 256 spill most, on compute capability 8.0."""
 SPILLS = [
-    # On compute capability 8.0; in float16 the assembler keeps these two to 128 registers.
+    # The next three spill on compute capability 8.0. The assembler keeps float16 to 128 registers.
     (8, r"at_border .* packed"),
     (32, r"(key_value_gradient|carry_moments) .* float16 "),
     (4, r"_forward path\[flush=64\].* float32 "),
-    # Where factors have 32 bits and a chunk 32 tokens.
+    # It spills where factors have 32 bits and a chunk 32 tokens.
     (96, r"_chunk_gradient "),
-    # On compute capability 9.0.
+    # It spills on compute capability 9.0.
     (24, r"d_inputs preconditioned_key"),
 ]
 """Bytes that a thread may spill in other kernels, by the kernel and the name of its variant."""

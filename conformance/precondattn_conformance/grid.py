@@ -13,11 +13,11 @@ part of these cases a run has (`design/levels.py`).
 from __future__ import annotations
 
 from precondattn_conformance.declared import derived, is_class
+from precondattn_conformance.design.levels import NAMED
 from precondattn_conformance.extremes import EXTREMES
-from precondattn_conformance.inputs import REAL, REAL_GROUPED, CallLayout
+from precondattn_conformance.inputs import PLAIN, REAL, REAL_GROUPED, CallLayout
 from precondattn_conformance.libraries import HALF, SHARING, WIDE
 
-PLAIN = CallLayout("plain")
 RAGGED = CallLayout("ragged", mask="lengths", broadcast="bh")
 PACKED = CallLayout("packed", mask="segment_ids")
 MASKED = CallLayout("masked", mask="key_mask", broadcast="bh")
@@ -161,13 +161,13 @@ def data(
     """The layouts and kinds of keys of a check.
 
     `is_alone`: no other library is checked in this run. `is_narrow`: the backend computes this
-    mechanism in float32 at most (`widest.py`). `named`: what the run names (`levels.NAMED`).
+    mechanism in float32 at most (`widest.py`). `named`: what the run names, one of `NAMED`.
     """
     is_main, is_derived = library in SHARING, mechanism in derived()
     if level == "smoke":
         if check == "threads" and (library != "torch" or not is_class(mechanism)):
             return ()  # Long sequences. Among the libraries only PyTorch has a number of threads.
-        if library == "jax" and ("mechanism" in named or (named and is_class(mechanism))):
+        if library == "jax" and (named in NAMED[2:] or (named and is_class(mechanism))):
             return _smoke_of_named_jax(check, dtype, mechanism, named, is_narrow)
         if library == "jax" and (is_alone or is_narrow):
             return _smoke_of_jax(check, dtype, is_derived, is_narrow)

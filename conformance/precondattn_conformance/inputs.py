@@ -156,6 +156,7 @@ def _minilm() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return q, k, v
 
 
+PLAIN = CallLayout("plain")
 REAL = CallLayout("real", b=1, t=252, s=252, h=9, n=9, d=32, e=32)
 """Nine heads of a trained model, three of each of the layers 0, 2 and 5, on 252 tokens."""
 

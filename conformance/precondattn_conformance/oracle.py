@@ -110,7 +110,7 @@ class Oracle:
         return terms
 
     def with_arrays(self, **arrays: object) -> Oracle:
-        """The same results, with other arrays for some attributes."""
+        """A copy with other arrays for some attributes; gradients and terms are computed before."""
         _ = self.gradients, self.terms
         other = copy(self)
         vars(other).update(arrays)

@@ -12,7 +12,7 @@ from itertools import product
 from precondattn.dispatch import discovery
 from precondattn.dispatch.described import DEVICES, explain_described
 from precondattn_conformance.declared import mechanism_of
-from precondattn_conformance.grid import PLAIN
+from precondattn_conformance.inputs import PLAIN
 
 CALLS = (PLAIN, PLAIN._replace(h=2, n=2, d=8, e=8, values_per_head=1))
 """Sizes of test calls: with grouped heads and odd widths, and without."""

@@ -27,7 +27,7 @@ def train(seed, name, updates, size):
     model = pairs.decoder(name)
     before = alignments(model)
     torch.manual_seed(seed)
-    model = pairs.decoder(name)  # The same weights; what follows is drawn as from the seed.
+    model = pairs.decoder(name)  # It has the same weights; later draws are as from the seed.
     pairs.learn(model, updates, size)
     recall = pairs.recall(model, LENGTH, pairs.PAIRS)
     return {"before": before, "after": alignments(model), "recall": recall}

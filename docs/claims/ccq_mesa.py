@@ -41,7 +41,7 @@ def run(tokens=128):
     found = {}
     for kind in COLOURS:
         half = keys(kind, tokens // 2)
-        k = np.concatenate([half, -half])  # Of mean 0.
+        k = np.concatenate([half, -half])  # Their mean is 0.
         h = k.T @ k
         largest = float(np.linalg.eigvalsh(h)[-1])
         pairs = [by_library(k, ratio * largest) for ratio in RATIOS]

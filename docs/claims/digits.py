@@ -37,7 +37,7 @@ def load(made_up=None):
     if made_up is not None:
         rng = np.random.default_rng(0)
         return Data(rng.normal(size=(made_up, 1, 8, 8)), rng.integers(0, 10, made_up))
-    from sklearn.datasets import load_digits  # Of the extra `claims`.
+    from sklearn.datasets import load_digits  # The extra `claims` has it.
 
     found = load_digits()
     order = np.random.default_rng(0).permutation(len(found.target))

@@ -58,7 +58,7 @@ def run(updates=448, **options):
 
 
 def held_out(found, variant):
-    """The held-out losses of softmax and LASER (seeds)."""
+    """The losses on held-out text by seed, for softmax and for LASER."""
     return [over_seeds(found, f"{variant}, {name}", "held out") for name in MECHANISMS]
 
 

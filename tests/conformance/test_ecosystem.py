@@ -18,7 +18,7 @@ from precondattn_conformance.ecosystem.page import page
 from precondattn_conformance.ecosystem.run import Ran, run_all
 from precondattn_conformance.ecosystem.snippets import run_snippets
 from precondattn_conformance.ecosystem.table import Table, TableRow, load, row_of
-from precondattn_conformance.grid import PLAIN
+from precondattn_conformance.inputs import PLAIN
 from precondattn_conformance.runner import Outcome
 from precondattn_conformance.status import FAILED, PASSED, UNSUPPORTED
 

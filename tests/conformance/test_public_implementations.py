@@ -17,8 +17,7 @@ from precondattn.frame import full_frame
 from precondattn_conformance import libraries
 from precondattn_conformance.checks import CHECKS
 from precondattn_conformance.ecosystem import installation
-from precondattn_conformance.grid import PLAIN
-from precondattn_conformance.inputs import make_inputs
+from precondattn_conformance.inputs import PLAIN, make_inputs
 from precondattn_conformance.peers.arrays import equally_wide_by_default
 from precondattn_conformance.peers.checkout import FOLDER, Checkout
 from precondattn_conformance.peers.everyone import all_peers, peer_named

@@ -13,7 +13,8 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.cases import makes_sense
 from precondattn_conformance.checks import run
 from precondattn_conformance.declared import compositions, is_bounded
-from precondattn_conformance.grid import MASKED, PACKED, PLAIN, RAGGED
+from precondattn_conformance.grid import MASKED, PACKED, RAGGED
+from precondattn_conformance.inputs import PLAIN
 
 OUTER = ["differential", "laser", "lucid", "per_dim_scale", "qk_norm", "row_normalized"]
 OUTER += ["temperature", "lucid[beta=true]", "lucid[normalize=queries_and_keys]"]

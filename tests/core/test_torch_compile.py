@@ -18,7 +18,7 @@ from precondattn.frameworks.torch.autograd import operators
 from precondattn.runner import LeafRunner
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks import run
-from precondattn_conformance.grid import PLAIN
+from precondattn_conformance.inputs import PLAIN
 from tests.core.inputs import inputs_of
 
 SIZES = [(2, 9), (3, 17), (5, 40), (4, 11)]

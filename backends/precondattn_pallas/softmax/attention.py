@@ -26,7 +26,7 @@ from precondattn_pallas.masks import where_valid
 from precondattn_pallas.precision import LOG2_E, attention_products
 from precondattn_pallas.softmax.backward import d_keys_and_values, d_queries
 from precondattn_pallas.softmax.forward import SoftmaxTiling, attend
-from precondattn_pallas.softmax.score_tiles import StaticMask, segments_of
+from precondattn_pallas.softmax.score_tiles import SegmentRuns, StaticMask, segments_of
 
 WIDEST = {"float32": 128, "bfloat16": 256, "float16": 256}
 """The widest keys and values, limited by a multiprocessor's registers."""
@@ -98,16 +98,23 @@ def _backward(
         "log_total": log_total,
         "d_sum": jnp.swapaxes(d_sum, 1, 2),
     }
+    return dict(zip("qkv", gradients(plan, x, segments), strict=True))
+
+
+def gradients(
+    plan: SoftmaxPlan, x: Arrays, segments: SegmentRuns | None
+) -> tuple[Array, Array, Array]:
+    """The gradients of q, k and v by the kernels, whose inputs are `x`."""
     d_k, d_v = d_keys_and_values(plan.key_gradient, x, segments)
     d_q = d_queries(plan.query_gradient, x, segments)
-    return {"q": plan.scale * d_q, "k": plan.scale * d_k, "v": d_v}
+    return plan.scale * d_q, plan.scale * d_k, d_v
 
 
 class SoftmaxKernels:
     """Algorithm of `Softmax` whose output is the weighted mean of the values."""
 
     attended, pulled = staticmethod(_forward), staticmethod(_backward)
-    """Both directions of a call with a plan."""
+    """The functions that run a planned call and its gradient."""
 
     def __init__(self, *, interpret: bool) -> None:
         self.interpret = interpret

@@ -130,7 +130,7 @@ def launch_tiles(
         elif name in ("k", "v"):
             inputs[name] = padded(array, s_padded, width), of_keys(width)
         else:
-            # With λ = ∞ all weights are 0.
+            # All weights of a row with λ = ∞ are 0.
             filler = jnp.inf if name == "log_total" else 0.0
             missing = ((0, 0), (0, 0), (0, t_padded - t))
             inputs[name] = jnp.pad(array, missing, constant_values=filler), of_rows

@@ -31,8 +31,7 @@ from precondattn.spec.laser import RANGE
 from precondattn.spec.softmax import Softmax
 from precondattn_pallas.masks import where_valid
 from precondattn_pallas.softmax import laser_exact
-from precondattn_pallas.softmax.attention import Masks, SoftmaxKernels, SoftmaxPlan
-from precondattn_pallas.softmax.backward import d_keys_and_values, d_queries
+from precondattn_pallas.softmax.attention import Masks, SoftmaxKernels, SoftmaxPlan, gradients
 from precondattn_pallas.softmax.forward import attend
 from precondattn_pallas.softmax.score_tiles import SegmentRuns, segments_of
 
@@ -159,9 +158,8 @@ def _backward(
             "log_total": log_total,
             "d_sum": jnp.swapaxes(d_sum, 1, 2),
         }
-        d_k, d_w = d_keys_and_values(plan.key_gradient, x, call.segments)
-        d_q = d_queries(plan.query_gradient, x, call.segments)
-        return plan.scale * d_q, plan.scale * d_k, d_w * call.weights
+        d_q, d_k, d_w = gradients(plan, x, call.segments)
+        return d_q, d_k, d_w * call.weights
 
     def exact() -> Array:
         tiling, back = plan.forward, partial(jnp.swapaxes, axis1=1, axis2=2)

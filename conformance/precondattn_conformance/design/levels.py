@@ -22,7 +22,7 @@ from precondattn_conformance.declared import derived, is_class, mechanism_of
 from precondattn_conformance.design.covering import Row
 from precondattn_conformance.design.factors import LONG, NONE
 from precondattn_conformance.design.rows import Design, design
-from precondattn_conformance.inputs import CallLayout
+from precondattn_conformance.inputs import PLAIN
 from precondattn_conformance.libraries import SHARING, named
 
 LEVELS = ("smoke", "full", "stress")
@@ -42,7 +42,6 @@ ROWS = 3
 """The number of rows of options and compositions of which `smoke` runs one."""
 OF_CLASSES = ("outputs", "gradients", "caching")
 """The checks that each library runs for a class on the plain layout; for others, the first."""
-PLAIN = CallLayout("plain")
 
 
 def require_possible(level: str, *filters: tuple[Sequence[str], Sequence[str], str]) -> None:

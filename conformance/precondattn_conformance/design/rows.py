@@ -63,10 +63,8 @@ class Design:
         d, e, values = (int(row.get(x, y)) for x, y in (("d", "8"), ("e", "6"), ("values", "1")))
         layout = CallLayout("", int(row["batch"]), t, s, h, n, d, e, values_per_head=values)
         mask = None if row["mask"] == "none" else row["mask"]
-        order, broadcast = (
-            row["order"].replace("contiguous", ""),
-            BROADCAST[row.get("bias", "no axis")],
-        )
+        order = "" if row["order"] == "contiguous" else row["order"]
+        broadcast = BROADCAST[row.get("bias", "no axis")]
         layout = layout._replace(mask=mask, broadcast=broadcast, block=block, order=order)
         option, second = row.get("option", NONE), row.get("second", NONE)
         text = self.expression

@@ -20,8 +20,7 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.conventions import needed
 from precondattn_conformance.functions.backend import FunctionBackend
 from precondattn_conformance.functions.conventions import Inputs, by_oracle, guesses
-from precondattn_conformance.grid import PLAIN
-from precondattn_conformance.inputs import CallLayout, make_inputs
+from precondattn_conformance.inputs import PLAIN, CallLayout, make_inputs
 from precondattn_conformance.libraries import named
 from precondattn_conformance.tolerance import bound
 

@@ -20,8 +20,7 @@ from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Arrays, library_of, namespace, placement, vjp
 from precondattn.frame import Frame, full_frame
 from precondattn_conformance.conventions import FLOAT64
-from precondattn_conformance.grid import PLAIN
-from precondattn_conformance.inputs import numbers_in_range
+from precondattn_conformance.inputs import PLAIN, numbers_in_range
 from precondattn_conformance.libraries import named
 
 MOST_TOKENS = 320

@@ -117,7 +117,9 @@ def _nothing(*indices: Given) -> None:
 _AND = and_masks(_nothing).__code__
 _WINDOW = sliding_window_overlay(1).__code__
 _PACKED = packed_sequence_mask_function(None).__code__
-_remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # From 5.23 on.
+_remap = getattr(
+    masking_utils, "remap_positions_for_packed_sequence", None
+)  # Transformers 5.23 and newer have it.
 _REMAPPED = None if _remap is None else _remap(_nothing, None).__code__
 KNOWN = (_AND, _WINDOW, _PACKED, _REMAPPED)
 

@@ -143,7 +143,7 @@ class ContextParallel(DividedMechanism):
         way, refused = self._way_of(call)
         if way is None:
             raise ValueError(f"{self.owner}: {refused}")
-        if way == TOKENS:  # In the layout `heads` the mechanism checks all tokens.
+        if way == TOKENS:  # The mechanism checks all tokens of the layout `heads`.
             tokens.check(call, arguments, is_part=is_part)
         return arguments, call, way, is_part
 
