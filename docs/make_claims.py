@@ -8,8 +8,9 @@ Experiments that train save each finished training in `_build/claims`, and go on
 on digits need scikit-learn, of the extra `claims`.
 
 An experiment is a module of `claims`, with `run`, `rows`, `draw`, and for a test `SMALL`.
-Its page is `claims/NAME.md`, its results are `measurements/claims/NAME.json`, its figure is
-`figures/claims_NAME.svg`. Verdicts are written by hand, on the page and in `claims/index.md`.
+Its results are `measurements/claims/NAME.json`, its figure is `figures/claims_NAME.svg`, and its
+section, on the page of the paper it is about, shows this figure. Verdicts are written by hand, in
+the section and in `claims/index.md`.
 """
 
 import importlib
@@ -27,17 +28,18 @@ from recorded import DOCS, load, save, with_measured
 
 import precondattn as pa
 
-FRONT = DOCS / "claims" / "index.md"
-NAMES = re.findall(r"^\| \[.*\]\((\w+)\.md\) \|", FRONT.read_text(encoding="utf-8"), re.M)
+FIGURE = re.compile(r"^:::\{figure\} \.\./figures/claims_(\w+)\.svg$", re.M)
+SECTIONS = {
+    path: FIGURE.findall(path.read_text(encoding="utf-8"))
+    for path in sorted((DOCS / "claims").glob("*.md"))
+}
+"""The experiments of each page, in the order of its sections."""
+NAMES = [name for names in SECTIONS.values() for name in names]
 
 
 def experiment(name: str):
     """The module of an experiment."""
     return importlib.import_module(f"claims.{name}")
-
-
-def page(name: str) -> Path:
-    return DOCS / "claims" / f"{name}.md"
 
 
 def record(name: str) -> Path:
@@ -62,18 +64,19 @@ def run(name: str) -> dict:
     }
 
 
-def measured(name: str, saved: dict) -> str:
-    """The tables of a page."""
-    return experiment(name).rows(saved["results"])
+def page(path: Path) -> str:
+    """The text of a page with the tables of its experiments."""
+    rows = (experiment(name).rows(load(record(name))["results"]) for name in SECTIONS[path])
+    return with_measured(path, *rows)
 
 
 def main(names: list[str], only_draw: bool) -> None:
     for name in names or NAMES:
         if not only_draw:
             save(record(name), run(name))
-        saved = load(record(name))
-        drawing.save(f"claims_{name}", experiment(name).draw, saved["results"])
-        page(name).write_text(with_measured(page(name), measured(name, saved)), encoding="utf-8")
+        drawing.save(f"claims_{name}", experiment(name).draw, load(record(name))["results"])
+    for path in SECTIONS:
+        path.write_text(page(path), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ LISTS = (DOCS / "mechanisms" / "index.md", DOCS / "which_mechanism.md")
 FIRST = {DOCS.parent / "README.md": "docs/", DOCS / "index.md": ""}
 """The pages with the numbers, and how their links to other pages begin."""
 MEASUREMENTS = DOCS / "measurements"
-KERNELS, VERSIONS = MEASUREMENTS / "kernels", MEASUREMENTS / "versions"
+KERNELS, VERSIONS = MEASUREMENTS / "kernels", MEASUREMENTS / "versions.json"
 
 STUB_HEAD = '''\
 """The parameters of the shorthands, which `docs/make_pages.py` writes from the declarations.
@@ -241,7 +241,7 @@ def _versions(report: dict) -> str:
 
 def versions() -> tuple[str]:
     """The saved runs of the sessions of the noxfile, and the versions of each."""
-    records = load_all(VERSIONS)
+    records = load(VERSIONS)
     found = {(r["set"], r["python"].rpartition(".")[0], r["session"]): r for r in records}
     sets = (("lowest", "3.11"), ("newest", "3.12"), ("newest", "3.13"))
     every = [("pinned", "3.11", "everything")]

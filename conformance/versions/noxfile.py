@@ -15,12 +15,13 @@ import datetime
 import json
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import nox
 
 ROOT = Path(__file__).parents[2]
-RECORDS = ROOT / "docs" / "measurements" / "versions"
+RECORDS = ROOT / "docs" / "measurements" / "versions.json"
 
 SETS = {
     "lowest": ("--resolution=lowest-direct",),
@@ -163,11 +164,16 @@ class Tried:
             "runs": self.runs,
         }
         if "--save" in self.session.posargs:
-            RECORDS.mkdir(exist_ok=True)
-            minor = ".".join(record["python"].split(".")[:2])
-            path = RECORDS / f"{record['session']}_{self.versions}_{minor}.json"
-            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            records = json.loads(RECORDS.read_text(encoding="utf-8"))
+            records = [x for x in records if _same_run(x) != _same_run(record)] + [record]
+            records.sort(key=_same_run)
+            RECORDS.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
             # The next session tests the page.
             self.session.run("python", str(ROOT / "docs" / "make_pages.py"))
         if any(run["failed"] for run in self.runs) or not all(run["passed"] for run in self.runs):
             self.session.error("not everything passed")
+
+
+def _same_run(record: dict[str, Any]) -> tuple[str, str, list[str]]:
+    """What two records have in common if the later one replaces the earlier."""
+    return record["session"], record["set"], record["python"].split(".")[:2]

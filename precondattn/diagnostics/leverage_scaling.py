@@ -8,7 +8,7 @@ proof:
 
     log μ(A) − log μ(LA) ≥ k/2 KL(ℓ/k ‖ ‖A_i‖² / ‖A‖_F²) ≥ 0
 
-is on the page `claims/row_scaling`. Repeating the scaling is the multiplicative algorithm for
+is on the page `claims/row_norm`. Repeating the scaling is the multiplicative algorithm for
 D-optimal designs (Silvey, Titterington and Torsney 1978), whose limit has the smallest μ of all row
 scalings.
 """

@@ -252,7 +252,7 @@ def rows(seed, n, d):
 def test_mu_falls_by_at_least_the_divergence_and_exactly_where_there_are_no_more_rows(
     n, d, nearness
 ):
-    """docs/claims/row_scaling.md; rounding changes log mu by eps k kappa."""
+    """docs/claims/row_norm.md; rounding changes log mu by eps k kappa."""
     a = rows(n, n, d)
     a[:, 0] = a[:, -1] + nearness * a[:, 0]
     rounding = 1e-13 * min(a.shape) * kappa(a)
