@@ -26,7 +26,7 @@ from precondattn.spec.array_functions import (
     swap_time_and_heads,
     where_valid,
 )
-from precondattn.spec.recurrence import RECURRENT, Form, Stream
+from precondattn.spec.recurrence import Form, Stream
 from precondattn.spec.several_steps import at_last, of_last
 from precondattn.spec.stateful import Stateful
 
@@ -228,20 +228,12 @@ class LinearFamily(Stateful):
             gradients[name] = gradients[name] + d_erased if name in gradients else d_erased
         return gradients
 
-    def run(
-        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
-    ) -> tuple[Array, Arrays]:
+    def run(self, state: ByName, x: ByName, frame: Frame, form: Form) -> tuple[Array, Arrays]:
         o, final = form.forward(self.stream(x, frame), state["state"])
         return rows_of_states(of_last(o, self.steps_per_token)), {"state": final}
 
     def run_vjp(
-        self,
-        state: ByName,
-        x: ByName,
-        frame: Frame,
-        cotangent: Array,
-        d_state: ByName,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, cotangent: Array, d_state: ByName, form: Form
     ) -> tuple[Arrays, Arrays]:
         stream = self.stream(x, frame)
         d_o = at_last(queries_of_states(cotangent, stream.k.shape[1]), self.steps_per_token)

@@ -42,7 +42,7 @@ from precondattn.spec.array_functions import (
 from precondattn.spec.conditioned_query import KeyStatistics
 from precondattn.spec.linear_family import queries_of_rows, queries_of_states, rows_of_states
 from precondattn.spec.positive_definite import NotSolvedError, solve_positive
-from precondattn.spec.recurrence import RECURRENT, Form, Stream
+from precondattn.spec.recurrence import Form, Stream
 
 Read = Callable[[Array], Array]
 """H q of queries (…, t, r, d)"""
@@ -173,9 +173,7 @@ class MesaQuery(KeyStatistics):
         """λ (1, m, 1, r, d)"""
         return queries_of_states(x["lam_mesa"][None, None, ...], m)
 
-    def run(
-        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
-    ) -> tuple[Array, Arrays]:
+    def run(self, state: ByName, x: ByName, frame: Frame, form: Form) -> tuple[Array, Arrays]:
         stream, moment = self._stream(x, frame), _symmetric(state["moment"])
         m = stream.k.shape[1]
         q = queries_of_states(x["q"], m)
@@ -183,13 +181,7 @@ class MesaQuery(KeyStatistics):
         return rows_of_states(solution), {"moment": final}
 
     def run_vjp(
-        self,
-        state: ByName,
-        x: ByName,
-        frame: Frame,
-        cotangent: Array,
-        d_state: ByName,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, cotangent: Array, d_state: ByName, form: Form
     ) -> tuple[Arrays, Arrays]:
         xp = namespace(cotangent)
         stream, moment = self._stream(x, frame), _symmetric(state["moment"])

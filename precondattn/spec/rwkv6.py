@@ -35,7 +35,7 @@ from precondattn.spec.linear_family import (
     rows_of_states,
     same_segment_as_before,
 )
-from precondattn.spec.recurrence import RECURRENT, Form, Stream, StreamGradients
+from precondattn.spec.recurrence import Form, Stream, StreamGradients
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,7 @@ class RWKV6(LinearFamily):
 
     computes_with_states = True
 
-    def run(
-        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
-    ) -> tuple[Array, Arrays]:
+    def run(self, state: ByName, x: ByName, frame: Frame, form: Form) -> tuple[Array, Arrays]:
         stream = self.stream(x, frame)
         o, final = read_before(form, stream, state["state"], frame)
         k, v = _own_rows(stream)
@@ -86,13 +84,7 @@ class RWKV6(LinearFamily):
         return rows_of_states(o + bonus), {"state": final}
 
     def run_vjp(
-        self,
-        state: ByName,
-        x: ByName,
-        frame: Frame,
-        cotangent: Array,
-        d_state: ByName,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, cotangent: Array, d_state: ByName, form: Form
     ) -> tuple[Arrays, Arrays]:
         xp, stream = namespace(cotangent), self.stream(x, frame)
         d_o = queries_of_states(cotangent, stream.k.shape[1])
