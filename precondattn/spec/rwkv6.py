@@ -27,7 +27,12 @@ from precondattn.arrays import TIME, arange_like, namespace, zero_where_not
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.frameworks.types import Array, Arrays, ByName
-from precondattn.spec.array_functions import next_token, previous_token, row_sum
+from precondattn.spec.array_functions import (
+    after_zeros,
+    next_token,
+    previous_token,
+    row_sum,
+)
 from precondattn.spec.linear_family import (
     LinearFamily,
     queries_of_rows,
@@ -90,12 +95,12 @@ class RWKV6(LinearFamily):
         d_o = queries_of_states(cotangent, stream.k.shape[1])
         d = read_before_vjp(form, stream, state["state"], d_o, d_state["state"], frame)
 
-        q, (k, v), u = stream.q, _own_rows(stream), self._bonus(x)
+        q, (k, v), u, s = stream.q, _own_rows(stream), self._bonus(x), stream.k.shape[TIME]
         c, d_c = row_sum(q * u * k), row_sum(d_o * v)
         d_stream = d.stream._replace(
             q=d.stream.q + d_c * u * k,
-            k=d.stream.k + _of_all_tokens(xp.sum(d_c * u * q, axis=3), stream),
-            v=d.stream.v + _of_all_tokens(xp.sum(c * d_o, axis=3), stream),
+            k=d.stream.k + after_zeros(xp.sum(d_c * u * q, axis=3), s),
+            v=d.stream.v + after_zeros(xp.sum(c * d_o, axis=3), s),
         )
         d_u = xp.sum(d_c * q * k, axis=(0, TIME), keepdims=True)
         gradients = self.gradients(x, d_stream, frame)
@@ -161,13 +166,3 @@ def _own_rows(x: Stream) -> tuple[Array, Array]:
     """The keys and values (b, m, t, 1, …) of the queries' tokens."""
     start = x.k.shape[TIME] - x.q.shape[TIME]
     return x.k[:, :, start:, None, :], x.v[:, :, start:, None, :]
-
-
-def _of_all_tokens(rows: Array, x: Stream) -> Array:
-    """The transpose: rows (b, m, t, …) of the last t of s tokens, after zeros."""
-    missing = x.k.shape[TIME] - rows.shape[TIME]
-    if not missing:
-        return rows
-    xp, (b, m, _, width) = namespace(rows), rows.shape
-    zeros = xp.broadcast_to(xp.zeros_like(rows[:, :, :1, :]), (b, m, missing, width))
-    return xp.concat([zeros, rows], axis=TIME)
