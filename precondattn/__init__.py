@@ -45,8 +45,7 @@ from precondattn.execution.checked import checked
 from precondattn.execution.shorthand import shorthand
 from precondattn.frame import Frame
 from precondattn.frameworks.ordinary import ordinary_operators
-from precondattn.interop.head_pairs import pair_values, split_heads
-from precondattn.interop.mamba2 import mamba2, mamba2_inputs
+from precondattn.interop import mamba2, mamba2_inputs, pair_values, split_heads
 from precondattn.parallel.partial_attention import merge, with_lse, with_lse_vjp
 from precondattn.preconditioners.atk import ATK
 from precondattn.preconditioners.bidirectional import Bidirectional
@@ -120,7 +119,7 @@ from precondattn.version import __version__ as __version__
 
 def __getattr__(name: str) -> object:
     """Raise an error that gives the expression for another library's name of a mechanism."""
-    from precondattn.algebra.given_mechanism import attribute_elsewhere
+    from precondattn.algebra.text import attribute_elsewhere
 
     hint = "" if name.startswith("_") else attribute_elsewhere(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
