@@ -67,7 +67,7 @@ from precondattn.spec.comba import Comba
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.contraction_gate import ContractionGate
 from precondattn.spec.cross_covariance import CrossCovariance
-from precondattn.spec.delta import Delta, GatedDelta
+from precondattn.spec.delta import KDA, Delta, GatedDelta
 from precondattn.spec.delta_product import DeltaProduct
 from precondattn.spec.deltaformer import DeltaFormer
 from precondattn.spec.difference import Difference
@@ -75,11 +75,9 @@ from precondattn.spec.dplr import DPLR
 from precondattn.spec.elu_plus_one import EluPlusOne
 from precondattn.spec.erase_key import ErasingDelta, ErasingGatedDelta, ErasingGDN2, ErasingKDA
 from precondattn.spec.gdn2 import GDN2
-from precondattn.spec.gla import GLA
+from precondattn.spec.gla import GLA, HGRN2
 from precondattn.spec.gsa import GSA
 from precondattn.spec.hedgehog import HedgehogMap
-from precondattn.spec.hgrn2 import HGRN2
-from precondattn.spec.kda import KDA
 from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.layer_norm import LayerNorm
 from precondattn.spec.linear import Linear

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.arrays import Array, Arrays, arange_like, cast, namespace, upcast, upcast_all
 from precondattn.cache import Replace, Updates, append, updated
-from precondattn.cache.held import held_part, longest_held
+from precondattn.cache.slots import held_part, longest_held
 from precondattn.frame import Frame
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN, Read

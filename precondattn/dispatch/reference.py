@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from precondattn.arrays import Array, ByName, upcast_all
 from precondattn.backend import Backend, Request, Runner
 from precondattn.cache import Updates
-from precondattn.cache.held import held_part
+from precondattn.cache.slots import held_part
 from precondattn.frame import Frame
 from precondattn.runner import LeafRunner
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar
 
 from precondattn.algebra import Flops, Inputs, options
 from precondattn.algebra.flops import state_flops
@@ -49,16 +49,6 @@ Read = Callable[[Array], Array]
 
 ITERATIONS = 10
 """Products with H that are counted as the cost of a solve."""
-
-
-@runtime_checkable
-class Iterating(Protocol):
-    """A form that solves for queries by iteration, without forming H of every token."""
-
-    def solve_by_iteration(
-        self, leaf: MesaQuery, x: Stream, state: Array, q: Array, ridge: Array
-    ) -> tuple[Array, Array]:
-        """(H + diag λ)⁻¹ q of queries (b, m, t, r, d), and the final H."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +150,10 @@ class MesaQuery(KeyStatistics):
         self, x: Stream, state: Array, q: Array, ridge: Array, form: Form
     ) -> tuple[Array, Array]:
         """(H + diag λ)⁻¹ q of queries (b, m, t, r, d), and the final H."""
-        if isinstance(form, Iterating):
-            return form.solve_by_iteration(self, x, state, q, ridge)
+        iterative = getattr(form, "solve_by_iteration", None)
+        if iterative is not None:  # It does not form H of every token.
+            solved: tuple[Array, Array] = iterative(self, x, state, q, ridge)
+            return solved
         xp = namespace(q)
         one = identity_like(x.k[:, :, :, None, :])
         rows = xp.broadcast_to(one, (*q.shape[:3], *one.shape[3:])) + 0.0 * q[:, :, :, :1, :1]
