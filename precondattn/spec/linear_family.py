@@ -61,22 +61,22 @@ def queries_of_rows(d_q: Array, h: int) -> Array:
 
 def forget_other_segments(g: Array, frame: Frame) -> Array:
     """Log-decays (b, m, s, …), −∞ at the first token of every segment but the first."""
-    same = same_segment_as_before(frame, g.shape[2])
-    return g if same is None else namespace(g).where(same[:, None, :, None, None], g, -math.inf)
+    return where_same_segment(g, frame, other=-math.inf)
 
 
-def same_segment_as_before(frame: Frame, s: int) -> Array | None:
-    """Whether each of s tokens is in the segment of the one before (b, s); None without any."""
-    segment = None if frame.k_segment is None else frame.among_keys(s).q_segment
-    if segment is None:
-        return None
-    return ~differs_from_previous(segment)
+def where_same_segment(
+    x: Array, frame: Frame, *, other: float = 0.0, tokens: int | None = None
+) -> Array:
+    """x (b, m, t, …), 0 or `other` at the first token of every segment but the first.
 
-
-def where_same_segment(x: Array, frame: Frame) -> Array:
-    """x (b, m, s, d), 0 at the first token of every segment but the first."""
-    same = same_segment_as_before(frame, x.shape[2])
-    return x if same is None else namespace(x).where(same[:, None, :, None], x, 0.0)
+    They are the last t of `tokens` tokens, or all of them.
+    """
+    if frame.k_segment is None:
+        return x
+    xp, t = namespace(x), x.shape[2]
+    begins = differs_from_previous(frame.among_keys(t if tokens is None else tokens).q_segment)
+    begins = begins if tokens is None else begins[:, tokens - t :]
+    return xp.where(xp.reshape(begins, (-1, 1, t, *(1,) * (x.ndim - 3))), other, x)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra import Inputs, Recurrence
-from precondattn.arrays import TIME, arange_like, namespace, zero_where_not
+from precondattn.arrays import TIME, arange_like, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.frameworks.types import Array, Arrays, ByName
@@ -38,7 +38,7 @@ from precondattn.spec.linear_family import (
     queries_of_rows,
     queries_of_states,
     rows_of_states,
-    same_segment_as_before,
+    where_same_segment,
 )
 from precondattn.spec.recurrence import Form, Stream, StreamGradients
 
@@ -85,7 +85,7 @@ class RWKV6(LinearFamily):
         stream = self.stream(x, frame)
         o, final = read_before(form, stream, state["state"], frame)
         k, v = _own_rows(stream)
-        bonus = row_sum(stream.q * self._bonus(x) * k) * v
+        bonus = row_sum(stream.q * bonus_of(x, stream.k.shape[1]) * k) * v
         return rows_of_states(o + bonus), {"state": final}
 
     def run_vjp(
@@ -95,7 +95,12 @@ class RWKV6(LinearFamily):
         d_o = queries_of_states(cotangent, stream.k.shape[1])
         d = read_before_vjp(form, stream, state["state"], d_o, d_state["state"], frame)
 
-        q, (k, v), u, s = stream.q, _own_rows(stream), self._bonus(x), stream.k.shape[TIME]
+        q, (k, v), u, s = (
+            stream.q,
+            _own_rows(stream),
+            bonus_of(x, stream.k.shape[1]),
+            stream.k.shape[TIME],
+        )
         c, d_c = row_sum(q * u * k), row_sum(d_o * v)
         d_stream = d.stream._replace(
             q=d.stream.q + d_c * u * k,
@@ -107,14 +112,15 @@ class RWKV6(LinearFamily):
         gradients["u"] = queries_of_rows(d_u, x["q"].shape[2])[0, 0, ...]
         return gradients, {"state": d.state}
 
-    def _bonus(self, x: ByName) -> Array:
-        """u (1, m, 1, r, d)"""
-        return queries_of_states(x["u"][None, None, ...], self.state_heads(x))
+
+def bonus_of(x: ByName, m: int) -> Array:
+    """u (1, m, 1, r, d), for m heads with a state."""
+    return queries_of_states(x["u"][None, None, ...], m)
 
 
 def read_before(form: Form, x: Stream, state: Array, frame: Frame) -> tuple[Array, Array]:
     """The outputs S_{t−1}ᵀ q_t (b, m, t, r, e) of a stream, and its final state (b, m, d, e)."""
-    q, xp = _of_same_segment(x.q, x, frame), namespace(x.q)
+    q, xp = where_same_segment(x.q, frame, tokens=x.k.shape[TIME]), namespace(x.q)
     if q.shape[TIME] != x.k.shape[TIME]:
         o, final = form.forward(x._replace(q=_then_zero(q, x.q)), state)
         return o[:, :, :-1, ...], final
@@ -131,22 +137,15 @@ def read_before_vjp(
 ) -> StreamGradients:
     """The gradients of `read_before`, from those of its outputs and of the final state."""
     xp = namespace(d_o)
-    q_first, q_later = _first_and_later(_of_same_segment(x.q, x, frame), x)
+    q_first, q_later = _first_and_later(where_same_segment(x.q, frame, tokens=x.k.shape[TIME]), x)
     d_first, d_later = _first_and_later(d_o, x)
     earlier = x._replace(q=_then_zero(q_later, x.q))
     d = form.vjp(earlier, state, _then_zero(d_later, d_o), d_final)
     d_q_first = xp.sum(d_first[..., None, :] * state[:, :, None, None, ...], axis=-1)
     d_q = xp.concat([d_q_first, d.stream.q[:, :, :-1, ...]], axis=TIME)
+    d_q = where_same_segment(d_q, frame, tokens=x.k.shape[TIME])
     d_state = d.state + xp.sum(q_first[..., None] * d_first[..., None, :], axis=(2, 3))
-    return StreamGradients(d.stream._replace(q=_of_same_segment(d_q, x, frame)), d_state)
-
-
-def _of_same_segment(q: Array, x: Stream, frame: Frame) -> Array:
-    """Queries (b, m, t, r, d), 0 where the state before the token is that of another segment."""
-    same = same_segment_as_before(frame, x.k.shape[TIME])
-    if same is None:
-        return q
-    return zero_where_not(same[:, None, -q.shape[TIME] :, None, None], q)
+    return StreamGradients(d.stream._replace(q=d_q), d_state)
 
 
 def _first_and_later(rows: Array, x: Stream) -> tuple[Array, Array]:

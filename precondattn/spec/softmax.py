@@ -148,11 +148,11 @@ class SoftmaxAttention(Leaf):
         """The factor of the decay of the forget gate."""
         return self.scale_for(d) if self.forget == "scaled" else 1.0
 
-    def _logits(self, x: ByName, frame: Frame) -> Array:
-        """The scores s ⟨q, k⟩."""
+    def _logits(self, x: ByName, frame: Frame, past: ByName | None = None) -> Array:
+        """The scores s ⟨q, k⟩; with cached keys, those of new queries against all keys."""
         q, k = swap_time_and_heads(x["q"]), swap_time_and_heads(x["k"])
         h, d = q.shape[1], q.shape[3]
-        scores = self.metric.scores(q, repeat_heads(k, h), self._extra(x, h), frame)
+        scores = self.metric.scores(q, repeat_heads(k, h), self._extra(x, h), frame, past)
         return self.scale_for(d) * scores
 
     def _log_weights(
@@ -213,15 +213,11 @@ class SoftmaxAttention(Leaf):
         return (*self.metric.slots(), Slot("value", "{v}", "b c n e"), *gate)
 
     def step(self, past: ByName, x: ByName, frame: Frame) -> tuple[Array, Updates]:
-        xp = namespace(x["q"])
-        q, k = swap_time_and_heads(x["q"]), swap_time_and_heads(x["k"])
-        h, n, d = q.shape[1], k.shape[1], q.shape[3]
+        xp, k, h = namespace(x["q"]), swap_time_and_heads(x["k"]), x["q"].shape[2]
         past_keys = cached_keys(self.metric, past)
-        updates = self.metric.advance(past_keys, k, self._extra(x, n), frame)
+        updates = self.metric.advance(past_keys, k, self._extra(x, k.shape[1]), frame)
         repeated = {name: repeat_heads(buffer, h) for name, buffer in past_keys.items()}
-        logits = self.scale_for(d) * self.metric.extended_scores(
-            q, repeated, repeat_heads(k, h), self._extra(x, h), frame
-        )
+        logits = self._logits(x, frame, repeated)
         decay, bias = None, bias_of_keys(x["bias"], frame) if self.bias else None
         if self.forget != "none":
             decay, updates["decay"] = forget_gate.extended_decay(past["decay"], x["g"])
