@@ -111,7 +111,7 @@ def few_tokens_at_a_time(
     """A step computed as several shorter steps, which give the same output."""
     t = next(iter(x.values())).shape[1]
     is_whole = t <= TOKENS or frame.is_traced
-    past, frame = held_part(leaf, past, frame, room=0 if is_whole else t)
+    past, frame = held_part(leaf.slots(), past, frame, room=0 if is_whole else t)
     past = upcast_all(past)
     if is_whole:
         return step(past, x, frame)

@@ -5,7 +5,8 @@ If the lengths can be read, the time of a step depends on the longest one, not o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from precondattn.arrays import (
     HALF,
@@ -19,9 +20,6 @@ from precondattn.arrays import (
 )
 from precondattn.cache.kinds import REWRITTEN, STATE, TOKENS, Kind
 from precondattn.frame import Frame
-
-if TYPE_CHECKING:
-    from precondattn.algebra.leaf_protocol import LeafProtocol
 
 KEY_MASK = "key_mask"
 """The name of the buffer (b, c) with the mask of cached keys, in a cache with `key_mask=True`."""
@@ -66,10 +64,10 @@ def new_buffer(slot: Slot, shape: Shape, like: Array) -> Array:
 
 
 def held_part(
-    leaf: LeafProtocol, past: ByName, frame: Frame, *, room: int = 0
+    declared: Iterable[Slot], past: ByName, frame: Frame, *, room: int = 0
 ) -> tuple[Arrays, Frame]:
-    """A leaf's buffers up to the longest sequence's length plus `room`, and their frame."""
-    names = [slot.name for slot in leaf.slots() if "c" in slot.pattern.split()]
+    """The buffers of slots up to the longest sequence's length plus `room`, and their frame."""
+    names = [slot.name for slot in declared if "c" in slot.pattern.split()]
     if frame.is_traced or not names:
         return dict(past), frame
     capacity = past[names[0]].shape[1]
