@@ -73,10 +73,10 @@ def where_same_segment(
     """
     if frame.k_segment is None:
         return x
-    xp, t = namespace(x), x.shape[2]
+    t = x.shape[2]
     begins = differs_from_previous(frame.among_keys(t if tokens is None else tokens).q_segment)
     begins = begins if tokens is None else begins[:, tokens - t :]
-    return xp.where(xp.reshape(begins, (-1, 1, t, *(1,) * (x.ndim - 3))), other, x)
+    return namespace(x).where(begins[:, None, :, *(None,) * (x.ndim - 3)], other, x)
 
 
 @dataclass(frozen=True)
