@@ -30,9 +30,10 @@ from make_performance import load_curves
 from matplotlib.figure import Figure
 
 import precondattn as pa
-from precondattn.diagnostics.probabilities import DECADES
 from precondattn_conformance.bench.plot import ratios_to_plain
 from precondattn_conformance.inputs import REAL, make_inputs
+
+DECADES = 10.0 ** np.arange(-7, 0)
 
 
 def front():
@@ -566,8 +567,7 @@ def diagnostics_probabilities():
     """The share of probabilities below each power of ten, by layer, and the paper's."""
     figure, (ax,) = panels(1, height=2.9)
     a = pa.diagnostics.weights(pa.Softmax(causal=False), **_real())
-    shares = pa.diagnostics.probability_histogram(a, visible=np.ones((252, 252), dtype=bool))
-    below = np.cumsum(shares, axis=-1)[0, :, :-1]
+    below = np.stack([(a[0] < edge).mean(axis=(-2, -1)) for edge in DECADES], axis=-1)
     for i, (title, colour) in enumerate(LAYERS.items()):
         for head in below[3 * i : 3 * i + 3]:
             ax.plot(DECADES, head, color=colour, linewidth=1.2)
@@ -588,7 +588,7 @@ def diagnostics_alignment():
         left.hist(share[chosen].ravel(), bins, color=colour, alpha=0.7, density=True, label=label)
     left.set(xlabel="alignment", ylabel="density")
     left.legend(loc="upper left")
-    hits = pa.diagnostics.alignment_hits(k, needle)[0]
+    hits = needle[0][np.argsort(share, axis=0)[: needle.sum()]].mean(axis=0)
     right.bar(range(1, 10), hits, color=ORANGE)
     right.axhline(needle.mean(), color=INK, linewidth=0.8, linestyle="--")
     right.set(xlabel="head", ylabel="hits", ylim=(0, 1.02), xticks=range(1, 10))

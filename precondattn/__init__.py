@@ -45,8 +45,7 @@ from precondattn.execution.checked import checked
 from precondattn.execution.shorthand import shorthand
 from precondattn.frame import Frame
 from precondattn.frameworks.ordinary import ordinary_operators
-from precondattn.interop.head_pairs import pair_values, split_heads
-from precondattn.interop.mamba2 import mamba2, mamba2_inputs
+from precondattn.interop import mamba2, mamba2_inputs, pair_values, split_heads
 from precondattn.parallel.partial_attention import merge, with_lse, with_lse_vjp
 from precondattn.preconditioners.atk import ATK
 from precondattn.preconditioners.bidirectional import Bidirectional
@@ -68,7 +67,7 @@ from precondattn.spec.comba import Comba
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.contraction_gate import ContractionGate
 from precondattn.spec.cross_covariance import CrossCovariance
-from precondattn.spec.delta import Delta, GatedDelta
+from precondattn.spec.delta import KDA, Delta, GatedDelta
 from precondattn.spec.delta_product import DeltaProduct
 from precondattn.spec.deltaformer import DeltaFormer
 from precondattn.spec.difference import Difference
@@ -76,11 +75,9 @@ from precondattn.spec.dplr import DPLR
 from precondattn.spec.elu_plus_one import EluPlusOne
 from precondattn.spec.erase_key import ErasingDelta, ErasingGatedDelta, ErasingGDN2, ErasingKDA
 from precondattn.spec.gdn2 import GDN2
-from precondattn.spec.gla import GLA
+from precondattn.spec.gla import GLA, HGRN2
 from precondattn.spec.gsa import GSA
 from precondattn.spec.hedgehog import HedgehogMap
-from precondattn.spec.hgrn2 import HGRN2
-from precondattn.spec.kda import KDA
 from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.layer_norm import LayerNorm
 from precondattn.spec.linear import Linear
@@ -120,7 +117,7 @@ from precondattn.version import __version__ as __version__
 
 def __getattr__(name: str) -> object:
     """Raise an error that gives the expression for another library's name of a mechanism."""
-    from precondattn.algebra.given_mechanism import attribute_elsewhere
+    from precondattn.algebra.text import attribute_elsewhere
 
     hint = "" if name.startswith("_") else attribute_elsewhere(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

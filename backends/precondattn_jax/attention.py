@@ -14,8 +14,7 @@ from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
 from precondattn.spec.distance import added
 from precondattn.spec.metric import DOT
-from precondattn.spec.soft_cap import capped
-from precondattn.spec.softmax import SoftmaxAttention
+from precondattn.spec.softmax import SoftmaxAttention, capped
 from precondattn_jax.arithmetic import product_with_transposed
 from precondattn_jax.definition import SteppingAsDefined
 from precondattn_jax.grouped_attention import GroupedAttention, has_groups

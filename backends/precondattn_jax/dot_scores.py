@@ -12,7 +12,7 @@ from collections.abc import Callable
 from jax import Array
 
 from precondattn.arrays import Tree
-from precondattn.spec.soft_cap import capped, slope
+from precondattn.spec.softmax import capped, slope
 from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product, zeros
 from precondattn_jax.layout import QueryBlocks
 from precondattn_jax.loops import PLAIN, Loops
@@ -86,7 +86,7 @@ class DotScores:
 
 
 class CappedScores(DotScores):
-    """Scores with a soft cap (`spec/soft_cap.py`): S ← c tanh(S / c), dS ← dS ∘ (1 − tanh²(S / c)).
+    """Scores with a soft cap (`spec/softmax.py`): S ← c tanh(S / c), dS ← dS ∘ (1 − tanh²(S / c)).
 
     The gradient is written with a tile's scores computed again, which XLA merges with the first.
     """

@@ -23,8 +23,7 @@ from jax import Array, lax
 from precondattn.arrays import Arrays, Tree
 from precondattn.frame import Frame
 from precondattn.spec.metric import DOT
-from precondattn.spec.soft_cap import capped, slope
-from precondattn.spec.softmax import SoftmaxAttention
+from precondattn.spec.softmax import SoftmaxAttention, capped, slope
 from precondattn_jax import layout
 from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product, zeros
 from precondattn_jax.dot_scores import Sums

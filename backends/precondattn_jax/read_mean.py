@@ -2,7 +2,7 @@
 
     m' = max(m, max_J S),    l ← e^{m − m'} l + Σ_J e^{S − m'},    a ← e^{m − m'} a + e^{S − m'} v_J
 
-and finally o = a / l. A sink σ (`spec/sink.py`) is the state before the first tile: m = σ, l = 1.
+and finally o = a / l. A sink σ (`softmax.py`) is the state before the first tile: m = σ, l = 1.
 The result does not depend on m, which is therefore constant where JAX differentiates the sums.
 With the residual λ = m + log l, the gradient is
 

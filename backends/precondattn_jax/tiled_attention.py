@@ -25,8 +25,7 @@ from precondattn.spec.distance import INPUTS
 from precondattn.spec.laser import LOG_MEAN_EXP, RANGE
 from precondattn.spec.metric import DOT
 from precondattn.spec.read import MEAN_AND_LOG_SUM
-from precondattn.spec.sink import sink_vjp
-from precondattn.spec.softmax import SoftmaxAttention
+from precondattn.spec.softmax import SoftmaxAttention, sink_vjp
 from precondattn_jax.arithmetic import zeros
 from precondattn_jax.distance import ByDistance
 from precondattn_jax.dot_scores import CappedScores, Sums

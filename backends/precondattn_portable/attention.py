@@ -24,8 +24,7 @@ from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.metric import DOT
 from precondattn.spec.path import Path
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM, Read
-from precondattn.spec.sink import sink_vjp
-from precondattn.spec.softmax import SoftmaxAttention
+from precondattn.spec.softmax import SoftmaxAttention, sink_vjp
 from precondattn.spec.transported import Transported
 from precondattn_portable import prefix_and_window
 from precondattn_portable.algorithm import Algorithm

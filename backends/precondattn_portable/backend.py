@@ -19,8 +19,8 @@ from precondattn.algebra.piece import Piece
 from precondattn.algebra.recurrences import Recurrences, entry_of, lack_of
 from precondattn.arrays import Array, Residuals
 from precondattn.backend import ArraySpec, Backend, Request, Runner
-from precondattn.dispatch.recognition import is_lucid
 from precondattn.frame import Frame
+from precondattn.preconditioners.lucid import is_lucid
 from precondattn.runner import LeafRunner
 from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import TOKEN_WISE, AnyAlgorithm

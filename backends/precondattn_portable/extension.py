@@ -12,7 +12,7 @@ from typing import NamedTuple
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.arrays import Array, Arrays, arange_like, cast, namespace, upcast, upcast_all
 from precondattn.cache import Replace, Updates, append, updated
-from precondattn.cache.held import held_part, longest_held
+from precondattn.cache.slots import held_part, longest_held
 from precondattn.frame import Frame
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN, Read
@@ -111,7 +111,7 @@ def few_tokens_at_a_time(
     """A step computed as several shorter steps, which give the same output."""
     t = next(iter(x.values())).shape[1]
     is_whole = t <= TOKENS or frame.is_traced
-    past, frame = held_part(leaf, past, frame, room=0 if is_whole else t)
+    past, frame = held_part(leaf.slots(), past, frame, room=0 if is_whole else t)
     past = upcast_all(past)
     if is_whole:
         return step(past, x, frame)

@@ -22,7 +22,7 @@ from precondattn.spec.array_functions import (
     sum_heads,
     transpose,
 )
-from precondattn.spec.segment_means import segment_means
+from precondattn.spec.nystrom import segment_means
 from precondattn_portable import banded_convolution, layout
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.iterated_inverse import steps, steps_vjp

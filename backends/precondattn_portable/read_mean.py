@@ -1,6 +1,6 @@
 """The read of softmax, a mean:  o = Σ_j e^{S_ij − m_i} v_j / Σ_j e^{S_ij − m_i},  m_i = max_j S_ij.
 
-A sink (`spec/sink.py`) is one more term e^{σ − m_i} of the denominator. Backward, with the residual
+A sink (`softmax.py`) is one more term e^{σ − m_i} of the denominator. Backward, with the residual
 λ_i, m_i plus the logarithm of the denominator:
 
     A = e^{S − λ},    dv = Aᵀ do,    dS = A ∘ (do vᵀ − rowsum(do ∘ o)).

@@ -2,7 +2,7 @@
 
     S = q kᵀ,    dq = dS k,    dk = dSᵀ q
 
-for a block of query rows and a range of keys. A soft cap (`spec/soft_cap.py`) is applied to the
+for a block of query rows and a range of keys. A soft cap (`spec/softmax.py`) is applied to the
 scores of any metric:
 
     S ← c tanh(S / c),    dS ← dS ∘ (1 − tanh²(S / c))
@@ -16,7 +16,7 @@ from typing import Protocol
 
 from precondattn.arrays import Array, Arrays, Index, namespace
 from precondattn.spec.array_functions import sum_to, transpose
-from precondattn.spec.soft_cap import slope
+from precondattn.spec.softmax import slope
 from precondattn_portable.arithmetic import Arithmetic, Scratch, changed_at
 from precondattn_portable.layout import ALL_HEADS, Tile, by_query_head
 

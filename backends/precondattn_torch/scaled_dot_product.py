@@ -32,8 +32,7 @@ from precondattn.frame import Frame, has_lengths_only
 from precondattn.spec.laser import LOG_MEAN_EXP, RANGE
 from precondattn.spec.metric import DOT
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM
-from precondattn.spec.sink import sink_vjp
-from precondattn.spec.softmax import SoftmaxAttention
+from precondattn.spec.softmax import SoftmaxAttention, sink_vjp
 from precondattn_portable.attention import AttentionBlocks
 from precondattn_portable.layout import zero_padding
 from precondattn_portable.read_mean import are_far

@@ -28,12 +28,17 @@ def norms(q, k, v, factor):
     base = pa.Softmax(scale=factor * scale)
     lucid = pa.Lucid(base, scale=scale)
     size_q, size_k = (np.sqrt(np.mean(x * x)) for x in (q, k))
-    parts = pa.diagnostics.lucid_key_jacobian(lucid, q, k, v)
     of_queries, of_softmax = (
         size_q * pa.diagnostics.jacobian_norms(attn, q, k, v, of=("q",))["q"]
         for attn in (lucid, base)
     )
-    of_keys = [size_k * np.sqrt(np.sum(x**2, axis=(3, 4, 5))) for x in parts]
+    y, through_phi = lucid.solve().vjp(k, v)
+    by_softmax = pa.diagnostics.jacobian_norms(base, q, k, y, of=("k",))["k"]
+    out, through_values = base.vjp(q, k, y)
+    rows = np.eye(out.size).reshape(out.size, *out.shape)  # One output for each row.
+    squares = [np.sum(through_phi(through_values(x)["v"])["k"] ** 2) for x in rows]
+    by_phi = np.sqrt(np.sum(np.reshape(squares, out.shape), axis=-1))
+    of_keys = [size_k * norm for norm in (by_softmax, by_phi)]
     return [float(np.median(x)) for x in (of_queries, *of_keys, of_softmax)]
 
 

@@ -8,6 +8,7 @@ preconditioners import the names below from here.
 
 from precondattn.algebra.declaration import Inputs, Pattern, ShapeError
 from precondattn.algebra.flops import Flops
+from precondattn.algebra.leaf_protocol import Offers
 from precondattn.algebra.mechanism import (
     Leaf,
     Mechanism,
@@ -17,7 +18,6 @@ from precondattn.algebra.mechanism import (
     step,
     with_base,
 )
-from precondattn.algebra.offers import Offers
 from precondattn.algebra.recurrence import Recurrence
 
 __all__ = [

@@ -18,9 +18,8 @@ from precondattn import frameworks
 from precondattn.algebra import registry
 from precondattn.algebra.declaration import Inputs, Pattern
 from precondattn.algebra.flops import Flops
-from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
+from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol, Offers
 from precondattn.algebra.names import name_of
-from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import OptionValue, check_options, fields_of
 from precondattn.algebra.program import Program
 from precondattn.algebra.text import hint_at_option, plain, read, text_of_mechanism
@@ -254,6 +253,21 @@ class Preconditioner(Mechanism):
     def refuses(self) -> str | None:
         """The reason why this base is refused, or None if it is accepted."""
         return None
+
+    def _refuses_second_map(self) -> str | None:
+        """The reason to refuse a base with two score maps, of which it would reach one; or None."""
+        other = ", ".join(self.base.offers.paired)
+        return f"{self.name} would reach the first of two maps only, not {other}" if other else None
+
+    def _refuses_lost_length(self) -> str | None:
+        """The reason to refuse a base that normalises its queries, whose length it changes."""
+        lost = "the base normalises its queries, which divides out what {} does to their length"
+        return lost.format(self.name) if self.base.offers.normalizes_query else None
+
+    def _refuses_several_keys(self) -> str | None:
+        """The reason to refuse a base with two score maps, or several keys for a token; or None."""
+        several = f"a token of the base has several keys, and {self.name} has one"
+        return self._refuses_second_map() or (several if self.base.offers.several_keys else None)
 
     def _instead(self) -> Mechanism | None:
         """The mechanism that an error advises if the base is refused: this one further inside."""

@@ -67,10 +67,8 @@ def _accepted_count(value: OptionValue, lowest: int, highest: int | None) -> Opt
 
 
 def _count(highest: int | None = None) -> OptionKind:
-    def accept(value: OptionValue) -> OptionValue:
-        return _accepted_count(value, 1, highest)
-
     expected = f"a whole number, {'1 or above' if highest is None else f'1 to {highest}'}"
+    accept = partial(_accepted_count, lowest=1, highest=highest)
     return OptionKind(expected, accept, partial(_read_as, int))
 
 

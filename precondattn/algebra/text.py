@@ -165,3 +165,29 @@ def plain(value: OptionValue) -> str:
 def nearest(name: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(name[:SHOWN], list(names), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def name_given(value: OptionValue) -> str | None:
+    """The expression of a mechanism given as an object, text, class or shorthand; or None."""
+    if isinstance(value, str):
+        return value
+    cls = getattr(getattr(value, "__wrapped__", None), "cls", value)
+    if isinstance(cls, type):
+        name: str | None = getattr(cls, "name", None) if hasattr(cls, "variants") else None
+        return name
+    return str(value) if hasattr(value, "program") else None
+
+
+def not_a_mechanism(value: OptionValue) -> TypeError:
+    """The error for an argument that is not a mechanism where a layer expects one."""
+    expression = name_given(value)
+    advice = "" if expression is None else f"; write mechanism={expression!r}"
+    return TypeError(f"mechanism must be a text or a mechanism; found {value!r}{advice}")
+
+
+def attribute_elsewhere(name: str) -> str:
+    """The advice for an attribute that the package does not have; empty for unknown names."""
+    elsewhere = mechanism_elsewhere(name)
+    if elsewhere is not None:
+        return f"; here it is pa.parse({elsewhere!r})"
+    return nearest(in_our_spelling(name), registry.nameable())

@@ -10,6 +10,7 @@ layout, not the backend: one backend may prefill a cache, and another decode fro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from precondattn.arrays import Array, Arrays, Device, DType
@@ -17,10 +18,9 @@ from precondattn.cache import capacity as capacities
 from precondattn.cache import conversion, sequences
 from precondattn.cache.crop import crop, fixed_buffers
 from precondattn.cache.kept import checkpoints
-from precondattn.cache.kinds import Kinds, capacity_of
+from precondattn.cache.kinds import Kinds, capacity_of, kinds_of, names_of_states
 from precondattn.cache.saved import from_state_dict, state_dict
 from precondattn.cache.snapshots import Snapshot, restore, snapshot
-from precondattn.cache.states import states_of
 from precondattn.cache.windows import reach_of
 from precondattn.given import Given
 
@@ -71,7 +71,8 @@ class Cache(NamedTuple):
         >>> {name: state.shape for name, state in cache.states.items()}
         {'S': (2, 2, 4, 4), 'z': (2, 2, 4)}
         """
-        return states_of(self)
+        names = names_of_states(kinds_of(self))
+        return MappingProxyType({short: self.store[name] for short, name in names.items()})
 
     @property
     def can_crop(self) -> bool:

@@ -7,6 +7,8 @@ of the structure of the pytree, not of its data, without registration.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol, TypeVar
 
 from precondattn.arrays import Array, Arrays, is_compiling, is_distributed, namespace
@@ -121,6 +123,22 @@ def kinds_of(cache: CacheLike) -> dict[str, Kind]:
             f"and replace buffers by `cache._replace(store=...)`"
         )
     return {name: Kind.read(next(iter(cache.kinds[name]))) for name in cache.store}
+
+
+def names_of_states(kinds: Mapping[str, Kind]) -> dict[str, str]:
+    """The name of each state's buffer, by the state's short name.
+
+    If several states have one symbol, the inputs of the buffer follow it, as in "S(k2, v)".
+    """
+    symbols = {name: kind.symbol for name, kind in kinds.items() if kind.rows == STATE}
+    short = {name: symbol or name for name, symbol in symbols.items()}
+    for with_arguments in (True, False):
+        count = Counter(short.values())
+        for name, text in short.items():
+            if count[text] > 1:
+                arguments = name[name.find("(") :] if "(" in name else ""
+                short[name] = symbols[name] + arguments if with_arguments else name
+    return {text: name for name, text in short.items()}
 
 
 def empty_if_donated(cache: CacheLike, part: CacheLike) -> None:

@@ -1,11 +1,25 @@
-"""Slots, which declare the cache buffers of a leaf, and the creation of empty buffers."""
+"""Slots, which declare the cache buffers of a leaf; empty buffers, and the filled part of others.
+
+If the lengths can be read, the time of a step depends on the longest one, not on the capacity.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from precondattn.arrays import HALF, Array, Shape, dtype_name, namespace, placement
+from precondattn.arrays import (
+    HALF,
+    Array,
+    Arrays,
+    ByName,
+    Shape,
+    dtype_name,
+    namespace,
+    placement,
+)
 from precondattn.cache.kinds import REWRITTEN, STATE, TOKENS, Kind
+from precondattn.frame import Frame
 
 KEY_MASK = "key_mask"
 """The name of the buffer (b, c) with the mask of cached keys, in a cache with `key_mask=True`."""
@@ -47,3 +61,25 @@ def new_buffer(slot: Slot, shape: Shape, like: Array) -> Array:
     in_memory = (*others[:axis], shape[1], *others[axis:])
     buffer = xp.zeros(in_memory, dtype=dtype, **placement(like))
     return kind.from_memory_order(buffer + slot.empty if slot.empty else buffer)
+
+
+def held_part(
+    declared: Iterable[Slot], past: ByName, frame: Frame, *, room: int = 0
+) -> tuple[Arrays, Frame]:
+    """The buffers of slots up to the longest sequence's length plus `room`, and their frame."""
+    names = [slot.name for slot in declared if "c" in slot.pattern.split()]
+    if frame.is_traced or not names:
+        return dict(past), frame
+    capacity = past[names[0]].shape[1]
+    slots = min(longest_held(frame) + room, capacity)
+    if slots == capacity:
+        return dict(past), frame
+    held = {name: a[:, :slots, ...] if name in names else a for name, a in past.items()}
+    return held, frame.of_slots(slots)
+
+
+def longest_held(frame: Frame) -> int:
+    """The number of cached tokens of the longest sequence."""
+    if frame.longest is not None:
+        return frame.longest
+    return int(namespace(frame.q_position).max(frame.q_position[:, 0]))

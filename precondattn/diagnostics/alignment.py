@@ -9,9 +9,7 @@ App. H, Eq. 28 and 29.
 
 from __future__ import annotations
 
-import math
-
-from precondattn.arrays import Array, arange_like, cast, dtype_name, namespace, upcast
+from precondattn.arrays import Array, cast, dtype_name, namespace, upcast
 from precondattn.diagnostics.checks import check_floating, check_like
 from precondattn.given import whole_number
 from precondattn.spec.l2_norm import l2_norm
@@ -98,75 +96,13 @@ def alignment_gap(k: Array, needle: Array, context: Array | None = None, rank: i
     >>> pa.alignment_gap(k, needle, rank=1).round(2)
     array([[-0.96]])
     """
-    context = _context_of(k, needle, context, rank)
-    share = alignment(k, rank)
-    return _mean_of(share, needle) - _mean_of(share, context)
-
-
-def alignment_hits(k: Array, needle: Array, context: Array | None = None, rank: int = 16) -> Array:
-    """The share of the relevant keys that have the smallest alignments.
-
-    With m keys of the needle, a key is a hit if it is among the m least aligned keys of needle and
-    context. The share is 1 if the needle is less aligned than all other keys. If alignment says
-    nothing, it is on average m / (m + c), with c keys of the context. Hits among alignments that
-    are equal up to rounding are shared evenly.
-
-    Parameters
-    ----------
-    k, needle, context, rank
-        As in `alignment_gap`.
-
-    Returns
-    -------
-    array (b, n)
-        The share for each sequence and head, in [0, 1]; NaN if a sequence has no needle or no
-        context. Keys whose alignment is NaN are ignored.
-
-    Raises
-    ------
-    TypeError, ValueError
-        like `alignment_gap`.
-
-    Examples
-    --------
-    The last key is a hit, and one of the four others, which are equally aligned:
-
-    >>> import numpy as np, precondattn as pa
-    >>> k = np.asarray([[1.0, 0], [-1, 0], [1, 0], [-1, 0], [0, 1]]).reshape(1, 5, 1, 2)
-    >>> needle = np.asarray([[False, False, False, True, True]])
-    >>> pa.diagnostics.alignment_hits(k, needle, rank=1)
-    array([[0.625]])
-    """
-    context = _context_of(k, needle, context, rank)
-    xp = namespace(k)
-    share = alignment(k, rank)
-    needle, context = (tokens[:, :, None] & (share == share) for tokens in (needle, context))
-
-    def count(chosen: Array) -> Array:
-        return xp.sum(cast(chosen, share.dtype), axis=1, keepdims=True)
-
-    wanted = count(needle)
-    share = xp.where(needle | context, share, math.inf)
-    place = arange_like(k.shape[1], k)[None, :, None]
-    is_last = place == cast(wanted, place.dtype) - 1
-    last = xp.sum(xp.where(is_last, xp.sort(share, axis=1), 0.0), axis=1, keepdims=True)
-    rounding = 16 * k.shape[3] * xp.finfo(share.dtype).eps
-    less, equal = share < last - rounding, xp.abs(share - last) <= rounding
-    free, ties = wanted - count(less), count(equal)
-    hits = count(needle & less) + count(needle & equal) * free / xp.where(ties > 0, ties, 1.0)
-    is_some = (wanted > 0) & (count(context) > 0)
-    rate = xp.where(is_some, hits / xp.where(is_some, wanted, 1.0), float("nan"))
-    return rate[:, 0, :]
-
-
-def _context_of(k: Array, needle: Array, context: Array | None, rank: int) -> Array:
-    """The context, by default all tokens except the needle, after a check of the arguments."""
     _checked_rank(k, rank)
     _check_tokens("needle", needle, k)
     if context is None:
-        return namespace(k).logical_not(needle)
+        context = namespace(k).logical_not(needle)
     _check_tokens("context", context, k)
-    return context
+    share = alignment(k, rank)
+    return _mean_of(share, needle) - _mean_of(share, context)
 
 
 def _mean_of(share: Array, tokens: Array) -> Array:

@@ -102,23 +102,6 @@ def log_mu(a: Array) -> Array:
     return xp.where(is_full, math.log(2) + xp.sum(logs, axis=-1), math.inf)
 
 
-def mu(a: Array) -> Array:
-    """The bound μ of every matrix's condition number; ∞ if it is too large for the dtype.
-
-    The parameter, the errors and the source are those of `log_mu`.
-
-    Examples
-    --------
-    >>> import numpy as np, precondattn as pa
-    >>> pa.diagnostics.mu(np.diag([4.0, 2.0, 1.0])).round(2).item()
-    4.63
-    """
-    logarithm = log_mu(a)
-    xp = namespace(logarithm)
-    is_held = logarithm < math.log(xp.finfo(logarithm.dtype).max)
-    return xp.where(is_held, xp.exp(xp.where(is_held, logarithm, 0.0)), math.inf)
-
-
 def _singular_values(a: Array) -> Array:
     """The singular values σ / σ₁ of every matrix, in descending order; 0 for a matrix of zeros."""
     check_floating("a", a, "(..., n, d)")

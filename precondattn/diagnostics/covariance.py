@@ -49,7 +49,14 @@ def covariance_spectrum(k: Array, g: Array | None = None) -> Array:
            [1.  , 0.  ],
            [0.8 , 0.16]])
     """
-    check_keys_and_gate(k, g)
+    check_floating("k", k, "(b, s, n, d)")
+    if g is not None:
+        check_floating("g", g, "(b, s, h)")
+        check_like("g", g, k, "(b, s, h)", (*k.shape[:2], g.shape[2]))
+        if g.shape[2] % k.shape[2]:
+            raise ValueError(
+                f"g must have a multiple of n = {k.shape[2]} heads; found {g.shape[2]}"
+            )
     covariance = running_covariance(k, k.shape[1], g)
     return namespace(k).flip(namespace(k).linalg.eigvalsh(covariance), axis=-1)
 
@@ -70,14 +77,3 @@ def running_covariance(k: Array, t: int, g: Array | None = None) -> Array:
         gate = xp.repeat(cast(upcast(g), k.dtype), d, axis=2)
         contracted = ConditionedQuery(decay="head", eps=0.0)(q, k, contraction=one, g=gate)
     return basis - xp.reshape(contracted, rows.shape)
-
-
-def check_keys_and_gate(k: Array, g: Array | None) -> None:
-    check_floating("k", k, "(b, s, n, d)")
-    if g is None:
-        return
-    check_floating("g", g, "(b, s, h)")
-    b, s, n, _ = k.shape
-    check_like("g", g, k, "(b, s, h)", (b, s, g.shape[2]))
-    if g.shape[2] % n:
-        raise ValueError(f"g must have a multiple of n = {n} heads; found {g.shape[2]}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from precondattn.arrays import Array, ByName, upcast_all
 from precondattn.backend import Backend, Request, Runner
 from precondattn.cache import Updates
-from precondattn.cache.held import held_part
+from precondattn.cache.slots import held_part
 from precondattn.frame import Frame
 from precondattn.runner import LeafRunner
 
@@ -40,7 +40,7 @@ class _Definition(LeafRunner):
 
     def step(self, past: ByName, inputs: ByName, frame: Frame) -> tuple[Array, Updates]:
         buffers = {slot: past[key] for slot, key in self.keys.items()}
-        buffers, frame = held_part(self.methods, buffers, frame)
+        buffers, frame = held_part(self.methods.slots(), buffers, frame)
         out, updates = self.methods.step(upcast_all(buffers), upcast_all(inputs), frame)
         return out, {self.keys[slot]: update for slot, update in updates.items()}
 

@@ -8,8 +8,7 @@ from precondattn.algebra.declaration import ShapeError, Sizes
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.text import nearest
 from precondattn.arrays import HALF, Array, Arrays, dtype_name, fresh, library_of
-from precondattn.cache.kinds import STATE
-from precondattn.cache.states import names_of_states
+from precondattn.cache.kinds import STATE, names_of_states
 from precondattn.execution.array_checks import check_device, check_stored
 from precondattn.given import Given
 

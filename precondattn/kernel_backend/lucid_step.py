@@ -6,8 +6,8 @@ from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array
 from precondattn.backend import Request
 from precondattn.cache import Append, Updates
-from precondattn.dispatch.recognition import is_lucid
 from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
+from precondattn.preconditioners.lucid import is_lucid
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.softmax import Softmax
 

@@ -8,8 +8,8 @@ from math import prod
 from typing import NamedTuple
 
 from precondattn.algebra.declaration import Pattern
-from precondattn.algebra.given_mechanism import not_a_mechanism
 from precondattn.algebra.mechanism import Mechanism, parse
+from precondattn.algebra.text import not_a_mechanism
 from precondattn.arrays import Shape
 from precondattn.layers.maps import Map, Weight
 from precondattn.layers.meaning import meanings, origin, output_call

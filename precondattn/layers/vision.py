@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from precondattn.algebra.given_mechanism import not_a_mechanism
 from precondattn.algebra.mechanism import Mechanism, parse
+from precondattn.algebra.text import not_a_mechanism
 from precondattn.arrays import Array, cast, namespace
 from precondattn.execution.array_checks import check_stored
 from precondattn.given import Arguments, Given

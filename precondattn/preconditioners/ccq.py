@@ -17,7 +17,6 @@ from precondattn.algebra import (
     with_base,
 )
 from precondattn.preconditioners.qk_norm import QKNorm
-from precondattn.preconditioners.query_side import refuses_keys
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.query_weighted import QueryWeightedQuery
@@ -101,7 +100,7 @@ class CCQ(Preconditioner):
 
     def refuses(self) -> str | None:
         base = self.base.offers
-        if (missed := refuses_keys(self.name, self.base)) is not None:
+        if (missed := self._refuses_several_keys()) is not None:
             return missed
         if not base.causal:
             return "its covariance is that of the keys so far, and the base is not causal"

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra import Mechanism, Offers, Preconditioner, Step, TokenWise, options, step
-from precondattn.preconditioners.query_side import refuses_keys
 from precondattn.spec.elu_plus_one import EluPlusOne
 from precondattn.spec.hedgehog import HedgehogMap
 from precondattn.spec.softmax import Softmax
@@ -38,7 +37,7 @@ class FeatureMap(Preconditioner):
             return (
                 f"{', '.join(duplicates)} are inputs of the base already, and would be used twice"
             )
-        return refuses_keys(self.name, self.base)
+        return self._refuses_several_keys()
 
     def _of(self, name: str) -> Step:
         return step(f"{name}_map", self.feature_map(), x=name, **self.parameters(name))

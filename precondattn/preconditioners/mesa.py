@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra import Mechanism, Preconditioner, Step, options, step
-from precondattn.preconditioners.query_side import refuses_keys
 from precondattn.spec.mesa_query import MesaQuery
 from precondattn.spec.ssd import SSD
 from precondattn.spec.stateful import Stateful
@@ -64,7 +63,7 @@ class Mesa(Preconditioner):
     iterations: int | None = options.count_or_none()
 
     def refuses(self) -> str | None:
-        if (missed := refuses_keys(self.name, self.base)) is not None:
+        if (missed := self._refuses_several_keys()) is not None:
             return missed
         if not self.base.offers.causal:
             return "its regression is that of the keys so far, and the base is not causal"

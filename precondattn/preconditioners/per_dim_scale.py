@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra import Mechanism, Preconditioner, Step, options, step
-from precondattn.preconditioners.query_side import refuses_query_side
 from precondattn.spec.scaled_dims import ScaledDims
 from precondattn.spec.softmax import Softmax
 
@@ -42,7 +41,7 @@ class PerDimScale(Preconditioner):
     normalize: bool = options.flag(True)
 
     def refuses(self) -> str | None:
-        return refuses_query_side(self.name, self.base)
+        return self._refuses_second_map() or self._refuses_lost_length()
 
     def steps(self) -> tuple[Step, ...]:
         scaled = ScaledDims(self.normalize)

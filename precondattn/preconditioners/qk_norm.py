@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra import Mechanism, Offers, Preconditioner, Step, options, step, with_base
-from precondattn.preconditioners.query_side import refuses_keys
 from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.layer_norm import LayerNorm
 from precondattn.spec.norm import RowNorm
@@ -71,7 +70,7 @@ class QKNorm(Preconditioner):
         )
 
     def refuses(self) -> str | None:
-        missed = refuses_keys(self.name, self.base)
+        missed = self._refuses_several_keys()
         if missed is None and self.base.offers.normalizes_query:
             return "the base normalises its queries already"
         if missed is None and self.base.offers.unit_keys and (self.norm != "l2" or self.gain):

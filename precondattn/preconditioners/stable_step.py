@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra import Mechanism, Offers, Preconditioner, Step, options, step
-from precondattn.preconditioners.query_side import refuses_keys
 from precondattn.spec.delta import GatedDelta
 from precondattn.spec.stable_strength import StableBeta, StableChannels
 
@@ -62,7 +61,7 @@ class StableStep(Preconditioner):
         return self.base.offers._replace(unit_keys=False)
 
     def refuses(self) -> str | None:
-        if (missed := refuses_keys(self.name, self.base)) is not None:
+        if (missed := self._refuses_several_keys()) is not None:
             return missed
         if not self.base.offers.unit_keys:
             return (

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra import Mechanism, Preconditioner, Step, options, step
-from precondattn.preconditioners.query_side import refuses_query_side
 from precondattn.spec.softmax import Softmax
 from precondattn.spec.tempered import Tempered
 
@@ -43,7 +42,7 @@ class Temperature(Preconditioner):
     per: str = options.choice("layer", "head")
 
     def refuses(self) -> str | None:
-        return refuses_query_side(self.name, self.base)
+        return self._refuses_second_map() or self._refuses_lost_length()
 
     def steps(self) -> tuple[Step, ...]:
         return (step("q_tempered", Tempered(self.per)), step("out", self.base, q="q_tempered"))

@@ -66,6 +66,16 @@ def moved(x: Array, step: int, axis: int) -> Array:
     return xp.concat([kept, filled] if step > 0 else [filled, kept], axis=axis)
 
 
+def after_zeros(x: Array, s: int) -> Array:
+    """x (b, h, t, …) of the last t of s tokens, after zeros for the other tokens."""
+    missing = s - x.shape[2]
+    if not missing:
+        return x
+    xp, (b, h, _, *rest) = namespace(x), x.shape
+    zeros = xp.broadcast_to(xp.zeros_like(x[:, :, :1, ...]), (b, h, missing, *rest))
+    return xp.concat([zeros, x], axis=2)
+
+
 def repeat_heads(x: Array, heads: int) -> Array:
     """x (b, n, …) repeated to (b, heads, …): query head i gets key/value head ⌊i n / heads⌋."""
     xp, group = namespace(x), heads // x.shape[1]

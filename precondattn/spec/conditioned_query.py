@@ -49,7 +49,7 @@ from precondattn.spec.linear_family import (
     queries_of_states,
     rows_of_states,
 )
-from precondattn.spec.recurrence import RECURRENT, Form, Stream
+from precondattn.spec.recurrence import Form, Stream
 from precondattn.spec.retention import retention_decay
 from precondattn.spec.stateful import Stateful
 
@@ -184,9 +184,7 @@ class ConditionedQuery(KeyStatistics):
             (Stream(read_all, counted, one, g), state["count"][..., None, None]),
         ]
 
-    def run(
-        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
-    ) -> tuple[Array, Arrays]:
+    def run(self, state: ByName, x: ByName, frame: Frame, form: Form) -> tuple[Array, Arrays]:
         streams = self._streams(state, x, frame, form)
         q = streams[0][0].q
         contraction = queries_of_states(x["contraction"][..., None], q.shape[1])
@@ -196,13 +194,7 @@ class ConditionedQuery(KeyStatistics):
         return rows_of_states(out), new_state
 
     def run_vjp(
-        self,
-        state: ByName,
-        x: ByName,
-        frame: Frame,
-        cotangent: Array,
-        d_state: ByName,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, cotangent: Array, d_state: ByName, form: Form
     ) -> tuple[Arrays, Arrays]:
         streams = self._streams(state, x, frame, form)
         q = streams[0][0].q

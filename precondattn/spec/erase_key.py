@@ -13,9 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from precondattn.spec.delta import Delta, GatedDelta
+from precondattn.spec.delta import KDA, Delta, GatedDelta
 from precondattn.spec.gdn2 import GDN2
-from precondattn.spec.kda import KDA
 from precondattn.spec.linear_family import LinearFamily
 
 

@@ -17,6 +17,7 @@ table of relative positions is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 from precondattn.algebra.declaration import ShapeError
@@ -37,10 +38,7 @@ class GridWindows(NamedTuple):
     @property
     def entries(self) -> int:
         """The number of entries of the table, for each head."""
-        count = 1
-        for w in self.size:
-            count *= 2 * w - 1
-        return count
+        return prod(2 * w - 1 for w in self.size)
 
     def coordinates(self, position: Array) -> list[Array]:
         """The coordinates of tokens along each axis of the grid, from their positions."""

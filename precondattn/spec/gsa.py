@@ -27,7 +27,7 @@ from precondattn.spec.linear_family import (
     queries_of_states,
     rows_of_states,
 )
-from precondattn.spec.recurrence import RECURRENT, Form, Stream
+from precondattn.spec.recurrence import Form, Stream
 from precondattn.spec.stateful import Stateful
 
 
@@ -96,21 +96,13 @@ class GSA(Stateful):
         logits, last = form.forward(of_keys, state["keys"])
         return of_keys, Stream(softmax(logits), s, v, gate), last
 
-    def run(
-        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
-    ) -> tuple[Array, Arrays]:
+    def run(self, state: ByName, x: ByName, frame: Frame, form: Form) -> tuple[Array, Arrays]:
         _, of_values, keys = self._streams(state, x, frame, form)
         o, values = form.forward(of_values, state["values"])
         return rows_of_states(o), {"keys": keys, "values": values}
 
     def run_vjp(
-        self,
-        state: ByName,
-        x: ByName,
-        frame: Frame,
-        cotangent: Array,
-        d_state: ByName,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, cotangent: Array, d_state: ByName, form: Form
     ) -> tuple[Arrays, Arrays]:
         of_keys, of_values, _ = self._streams(state, x, frame, form)
         d_o = queries_of_states(cotangent, x["k"].shape[2])

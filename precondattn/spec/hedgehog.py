@@ -20,9 +20,6 @@ from precondattn.arrays import Array, Arrays, ByName, Residuals, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import softmax, softmax_vjp, transpose
 
-WEIGHT = {"layer": ("d d", "d"), "head": ("h d d", "h d")}
-"""Patterns of W and b: shared by all heads, or one per head."""
-
 
 @dataclass(frozen=True)
 class HedgehogMap(TokenWise):
@@ -48,8 +45,8 @@ class HedgehogMap(TokenWise):
 
     @property
     def inputs(self) -> Inputs:
-        weight, bias = WEIGHT[self.per]
-        return Inputs(x="b t h d", weight=weight, bias=bias)
+        each = "h " if self.per == "head" else ""
+        return Inputs(x="b t h d", weight=f"{each}d d", bias=f"{each}d")
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         """One product with a d × d matrix for each row."""

@@ -21,7 +21,7 @@ from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum
 from precondattn.spec.linear_family import LinearFamily, queries_of_states, rows_of_states
-from precondattn.spec.recurrence import RECURRENT, Form, Stream
+from precondattn.spec.recurrence import Form, Stream
 
 
 def with_mass(state: ByName) -> Array:
@@ -97,9 +97,7 @@ class Linear(LinearFamily):
     def computes_with_states(self) -> bool:
         return self.normalize
 
-    def run(
-        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
-    ) -> tuple[Array, Arrays]:
+    def run(self, state: ByName, x: ByName, frame: Frame, form: Form) -> tuple[Array, Arrays]:
         if not self.normalize:
             return super().run(state, x, frame, form)
         o, final = form.forward(self.stream(x, frame), with_mass(state))
@@ -108,13 +106,7 @@ class Linear(LinearFamily):
         return out, {"state": final[..., :-1], "mass": final[..., -1]}
 
     def run_vjp(
-        self,
-        state: ByName,
-        x: ByName,
-        frame: Frame,
-        cotangent: Array,
-        d_state: ByName,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, cotangent: Array, d_state: ByName, form: Form
     ) -> tuple[Arrays, Arrays]:
         if not self.normalize:
             return super().run_vjp(state, x, frame, cotangent, d_state, form)

@@ -26,7 +26,7 @@ from precondattn.spec.array_functions import (
     swap_time_and_heads,
     where_valid,
 )
-from precondattn.spec.recurrence import RECURRENT, Form, Stream
+from precondattn.spec.recurrence import Form, Stream
 from precondattn.spec.several_steps import at_last, of_last
 from precondattn.spec.stateful import Stateful
 
@@ -61,22 +61,22 @@ def queries_of_rows(d_q: Array, h: int) -> Array:
 
 def forget_other_segments(g: Array, frame: Frame) -> Array:
     """Log-decays (b, m, s, …), −∞ at the first token of every segment but the first."""
-    same = same_segment_as_before(frame, g.shape[2])
-    return g if same is None else namespace(g).where(same[:, None, :, None, None], g, -math.inf)
+    return where_same_segment(g, frame, other=-math.inf)
 
 
-def same_segment_as_before(frame: Frame, s: int) -> Array | None:
-    """Whether each of s tokens is in the segment of the one before (b, s); None without any."""
-    segment = None if frame.k_segment is None else frame.among_keys(s).q_segment
-    if segment is None:
-        return None
-    return ~differs_from_previous(segment)
+def where_same_segment(
+    x: Array, frame: Frame, *, other: float = 0.0, tokens: int | None = None
+) -> Array:
+    """x (b, m, t, …), 0 or `other` at the first token of every segment but the first.
 
-
-def where_same_segment(x: Array, frame: Frame) -> Array:
-    """x (b, m, s, d), 0 at the first token of every segment but the first."""
-    same = same_segment_as_before(frame, x.shape[2])
-    return x if same is None else namespace(x).where(same[:, None, :, None], x, 0.0)
+    They are the last t of `tokens` tokens, or all of them.
+    """
+    if frame.k_segment is None:
+        return x
+    t = x.shape[2]
+    begins = differs_from_previous(frame.among_keys(t if tokens is None else tokens).q_segment)
+    begins = begins if tokens is None else begins[:, tokens - t :]
+    return namespace(x).where(begins[:, None, :, *(None,) * (x.ndim - 3)], other, x)
 
 
 @dataclass(frozen=True)
@@ -228,20 +228,12 @@ class LinearFamily(Stateful):
             gradients[name] = gradients[name] + d_erased if name in gradients else d_erased
         return gradients
 
-    def run(
-        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
-    ) -> tuple[Array, Arrays]:
+    def run(self, state: ByName, x: ByName, frame: Frame, form: Form) -> tuple[Array, Arrays]:
         o, final = form.forward(self.stream(x, frame), state["state"])
         return rows_of_states(of_last(o, self.steps_per_token)), {"state": final}
 
     def run_vjp(
-        self,
-        state: ByName,
-        x: ByName,
-        frame: Frame,
-        cotangent: Array,
-        d_state: ByName,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, cotangent: Array, d_state: ByName, form: Form
     ) -> tuple[Arrays, Arrays]:
         stream = self.stream(x, frame)
         d_o = at_last(queries_of_states(cotangent, stream.k.shape[1]), self.steps_per_token)

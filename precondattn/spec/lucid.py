@@ -258,7 +258,7 @@ class LucidSolve(Leaf):
             past_r = swap_time_and_heads(past["rms"])[..., None]
             past_r = xp.where(past_r > 0, past_r, 1.0)
         among_keys = frame.among_keys(k.shape[2])
-        scores = self.metric.extended_scores(k / r, past_keys, k, self._extra(x), among_keys)
+        scores = self.metric.scores(k / r, k, self._extra(x), among_keys, past_keys)
         scores = scores / transpose(xp.concat([past_r, r], axis=2))
         system = self._system(x, scores, among_keys)
 

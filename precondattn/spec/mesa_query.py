@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar
 
 from precondattn.algebra import Flops, Inputs, options
 from precondattn.algebra.flops import state_flops
@@ -42,23 +42,13 @@ from precondattn.spec.array_functions import (
 from precondattn.spec.conditioned_query import KeyStatistics
 from precondattn.spec.linear_family import queries_of_rows, queries_of_states, rows_of_states
 from precondattn.spec.positive_definite import NotSolvedError, solve_positive
-from precondattn.spec.recurrence import RECURRENT, Form, Stream
+from precondattn.spec.recurrence import Form, Stream
 
 Read = Callable[[Array], Array]
 """H q of queries (…, t, r, d)"""
 
 ITERATIONS = 10
 """Products with H that are counted as the cost of a solve."""
-
-
-@runtime_checkable
-class Iterating(Protocol):
-    """A form that solves for queries by iteration, without forming H of every token."""
-
-    def solve_by_iteration(
-        self, leaf: MesaQuery, x: Stream, state: Array, q: Array, ridge: Array
-    ) -> tuple[Array, Array]:
-        """(H + diag λ)⁻¹ q of queries (b, m, t, r, d), and the final H."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +150,10 @@ class MesaQuery(KeyStatistics):
         self, x: Stream, state: Array, q: Array, ridge: Array, form: Form
     ) -> tuple[Array, Array]:
         """(H + diag λ)⁻¹ q of queries (b, m, t, r, d), and the final H."""
-        if isinstance(form, Iterating):
-            return form.solve_by_iteration(self, x, state, q, ridge)
+        iterative = getattr(form, "solve_by_iteration", None)
+        if iterative is not None:  # It does not form H of every token.
+            solved: tuple[Array, Array] = iterative(self, x, state, q, ridge)
+            return solved
         xp = namespace(q)
         one = identity_like(x.k[:, :, :, None, :])
         rows = xp.broadcast_to(one, (*q.shape[:3], *one.shape[3:])) + 0.0 * q[:, :, :, :1, :1]
@@ -173,9 +165,7 @@ class MesaQuery(KeyStatistics):
         """λ (1, m, 1, r, d)"""
         return queries_of_states(x["lam_mesa"][None, None, ...], m)
 
-    def run(
-        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
-    ) -> tuple[Array, Arrays]:
+    def run(self, state: ByName, x: ByName, frame: Frame, form: Form) -> tuple[Array, Arrays]:
         stream, moment = self._stream(x, frame), _symmetric(state["moment"])
         m = stream.k.shape[1]
         q = queries_of_states(x["q"], m)
@@ -183,13 +173,7 @@ class MesaQuery(KeyStatistics):
         return rows_of_states(solution), {"moment": final}
 
     def run_vjp(
-        self,
-        state: ByName,
-        x: ByName,
-        frame: Frame,
-        cotangent: Array,
-        d_state: ByName,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, cotangent: Array, d_state: ByName, form: Form
     ) -> tuple[Arrays, Arrays]:
         xp = namespace(cotangent)
         stream, moment = self._stream(x, frame), _symmetric(state["moment"])

@@ -1,8 +1,8 @@
 """Metrics: the score function ⟨q, k⟩ of a base, as an object that its preconditioners can use.
 
-A metric is linear in the key. It computes the scores of all pairs, their vjp, and, for caches, the
-scores of new queries against past and new keys, and the update of the cached keys. The frame has
-the positions and segments of queries and keys; the caller masks the scores.
+A metric is linear in the key. It computes the scores of all pairs, or in a step of a cache those of
+new queries with past and new keys; the vjp; and the update of the cached keys. The frame has the
+positions and segments of queries and keys; the caller masks the scores.
 
     dot:            ⟨q, k⟩ = q·k
     transported:    ⟨q_i, k_j⟩ = q_iᵀ H_i … H_{j+1} k_j         (transported.py)
@@ -39,18 +39,16 @@ class Metric(Protocol):
         """Its cache buffers; the one of the keys is named `key`."""
         ...
 
-    def scores(self, q: Array, k: Array, extra: Extra, frame: Frame) -> Array: ...
+    def scores(
+        self, q: Array, k: Array, extra: Extra, frame: Frame, past: ByName | None = None
+    ) -> Array:
+        """The scores (b, h, t, s); of new queries against past and new keys (b, h, t, c + t)."""
+        ...
 
     def vjp(
         self, q: Array, k: Array, extra: Extra, frame: Frame, d_scores: Array
     ) -> tuple[Array, Array, dict[str, Array]]:
         """The gradients of q, k and the extra inputs; `d_scores` is 0 at masked pairs."""
-        ...
-
-    def extended_scores(
-        self, q: Array, past: ByName, k: Array, extra: Extra, frame: Frame
-    ) -> Array:
-        """The scores (b, h, t, c + t) of new queries (b, h, t, d) against past and new keys."""
         ...
 
     def advance(self, past: ByName, k: Array, extra: Extra, frame: Frame) -> Updates:
@@ -77,19 +75,16 @@ class Dot:
     def slots(self) -> tuple[Slot, ...]:
         return (Slot("key", "{k}", "b c n d"),)
 
-    def scores(self, q: Array, k: Array, extra: Extra, frame: Frame) -> Array:
-        return q @ transpose(k)
+    def scores(
+        self, q: Array, k: Array, extra: Extra, frame: Frame, past: ByName | None = None
+    ) -> Array:
+        keys = k if past is None else namespace(k).concat([past["key"], k], axis=2)
+        return q @ transpose(keys)
 
     def vjp(
         self, q: Array, k: Array, extra: Extra, frame: Frame, d_scores: Array
     ) -> tuple[Array, Array, dict[str, Array]]:
         return d_scores @ k, transpose(d_scores) @ q, {}
-
-    def extended_scores(
-        self, q: Array, past: ByName, k: Array, extra: Extra, frame: Frame
-    ) -> Array:
-        keys = namespace(k).concat([past["key"], k], axis=2)
-        return q @ transpose(keys)
 
     def advance(self, past: ByName, k: Array, extra: Extra, frame: Frame) -> Updates:
         return {"key": Append(swap_time_and_heads(k))}

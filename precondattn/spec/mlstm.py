@@ -40,7 +40,7 @@ from precondattn.frame import Frame
 from precondattn.spec.array_functions import finite_or_zero, row_sum, swap_time_and_heads
 from precondattn.spec.linear import with_mass
 from precondattn.spec.linear_family import LinearFamily, queries_of_states, rows_of_states
-from precondattn.spec.recurrence import RECURRENT, Form, Stream
+from precondattn.spec.recurrence import Form, Stream
 
 
 class Scaled(NamedTuple):
@@ -143,9 +143,7 @@ class MLSTM(LinearFamily):
         inverse = xp.where(total == 0, 0.0, lifted / xp.where(total == 0, 1.0, total))
         return rows[..., :-1] * inverse, inverse, mass >= least
 
-    def run(
-        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
-    ) -> tuple[Array, Arrays]:
+    def run(self, state: ByName, x: ByName, frame: Frame, form: Form) -> tuple[Array, Arrays]:
         stream, _, maximum, _ = self._scaled(state["maximum"], x, frame)
 
         def output(rows: Array, m: Array) -> tuple[Array, ...]:
@@ -157,13 +155,7 @@ class MLSTM(LinearFamily):
         return rows_of_states(out), final
 
     def run_vjp(
-        self,
-        state: ByName,
-        x: ByName,
-        frame: Frame,
-        cotangent: Array,
-        d_state: ByName,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, cotangent: Array, d_state: ByName, form: Form
     ) -> tuple[Arrays, Arrays]:
         xp = namespace(cotangent)
         stream, weight, maximum, keeps = self._scaled(state["maximum"], x, frame)

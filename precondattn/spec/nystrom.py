@@ -1,6 +1,6 @@
 """Nyström attention: softmax attention through m landmarks, linear in tokens.
 
-    q̃ = M q,  k̃ = M k                      landmarks: means of m segments of tokens
+    q̃ = M q,  k̃ = M k,  M_ji = [i in segment j] / (tokens of segment j)      m landmarks
     F = softmax(s q k̃ᵀ)  (t, m),   A = softmax(s q̃ k̃ᵀ)  (m, m),   B = softmax(s q̃ kᵀ)  (m, s)
     o = F Z (B v) + skip,    Z ≈ A⁺          (`iterated_inverse.py`)
 
@@ -11,7 +11,7 @@ mean. With L ≤ m landmarks F = A = B, and o is softmax attention up to the err
 
 The skip is a convolution of the values over tokens, with weights w (h, c) per head:
 
-    skip_i = Σ_a w_a v_{i + a − ⌊c/2⌋}
+    skip_i = Σ_a w_a v_{i + a − ⌊c/2⌋},    dv_j = Σ_a w_a dskip_{j − a + ⌊c/2⌋}
 
 Source: Nyströmformer (arXiv 2102.03902), Eq. 13–15. Public code ignores masks in the means, in F
 and in A.
@@ -28,11 +28,19 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from precondattn.algebra import Flops, Inputs, Offers, ShapeError, options
-from precondattn.arrays import Array, Arrays, ByName, zero_where_not
-from precondattn.spec import token_convolution
+from precondattn.arrays import (
+    Array,
+    Arrays,
+    ByName,
+    arange_like,
+    cast,
+    namespace,
+    zero_where_not,
+)
 from precondattn.spec.array_functions import (
     input_gradients,
     mask_scores,
+    moved,
     repeat_heads,
     softmax,
     softmax_vjp,
@@ -40,21 +48,16 @@ from precondattn.spec.array_functions import (
     transpose,
 )
 from precondattn.spec.iterated_inverse import iterated_inverse, iterated_inverse_vjp
-from precondattn.spec.segment_means import Means, segment_means
 from precondattn.spec.whole_sequence import WholeSequence
 
 
-class LandmarkKernels(NamedTuple):
-    """Landmarks (b, h, m, d) and the three kernels."""
+class Means(NamedTuple):
+    """The matrix M and which of its rows are not 0."""
 
-    q: Array
-    k: Array
-    to_landmarks: Array
-    """F (b, h, t, m)"""
-    between: Array
-    """A (b, h, m, m)"""
-    from_landmarks: Array
-    """B (b, h, m, s)"""
+    matrix: Array
+    """(b or 1, 1, m, tokens)"""
+    is_any: Array
+    """(b or 1, m)"""
 
 
 @dataclass(frozen=True)
@@ -151,12 +154,13 @@ class Nystrom(WholeSequence):
 
     def _kernels(
         self, q: Array, k: Array, means: tuple[Means, Means], k_valid: Array | None
-    ) -> LandmarkKernels:
+    ) -> tuple[Array, ...]:
+        """q̃ and k̃ (b, h, m, d), F (b, h, t, m), A (b, h, m, m) and B (b, h, m, s)."""
         s, (of_queries, of_keys) = self.scale_for(q.shape[-1]), means
         q_mean, k_mean = of_queries.matrix @ q, of_keys.matrix @ k
         q_any, k_any = of_queries.is_any[:, None, :, None], of_keys.is_any[:, None, None, :]
         seen = q_any if k_valid is None else q_any & k_valid[:, None, None, :]
-        return LandmarkKernels(
+        return (
             q_mean,
             k_mean,
             softmax(mask_scores(k_any, s * (q @ transpose(k_mean)))),
@@ -179,7 +183,7 @@ class Nystrom(WholeSequence):
         f, a, b = self._kernels(q, k, self._means(q, k, q_valid, k_valid), k_valid)[2:]
         o = f @ (self._inverse(a) @ (b @ v))
         if self.skip:
-            o = o + token_convolution.convolved(v, x["skip"])
+            o = o + convolved(v, x["skip"])
         return swap_time_and_heads(o)
 
     def attend_vjp(
@@ -204,8 +208,53 @@ class Nystrom(WholeSequence):
         d_k = transpose(d_b) @ q_mean + transpose(means[1].matrix) @ d_k_mean
         d_v, gradients = transpose(b) @ d_read, {}
         if self.skip:
-            d_skipped, gradients["skip"] = token_convolution.convolved_vjp(v, x["skip"], d_o)
+            d_skipped, gradients["skip"] = convolved_vjp(v, x["skip"], d_o)
             d_v = d_v + d_skipped
         if k_valid is not None:
             d_v = zero_where_not(k_valid[:, None, :, None], d_v)
         return input_gradients(d_q, d_k, d_v, n) | gradients
+
+
+def segment_means(
+    m: int, like: Array, members: Array | None = None, counted: Array | None = None
+) -> Means:
+    """The means of x (b, heads, tokens, d) like `like`.
+
+    `members` (b, tokens) are the tokens of the sequence, which are divided into segments; `counted`
+    are those of them that a mean is of.
+    """
+    xp, tokens = namespace(like), like.shape[2]
+    if members is None:
+        segment = arange_like(tokens, like)[None, :] * m // tokens
+    else:
+        ones = cast(members, xp.int32)
+        rank = xp.cumulative_sum(ones, axis=1, dtype=xp.int32) - 1
+        length = xp.sum(ones, axis=1, keepdims=True, dtype=xp.int32)
+        segment = rank * m // xp.clip(length, min=1)
+    is_in = segment[:, None, :] == arange_like(m, like)[None, :, None]
+    for mask in (members, counted):
+        is_in = is_in if mask is None else is_in & mask[:, None, :]
+    matrix = cast(is_in, like.dtype)
+    total = xp.sum(matrix, axis=2, keepdims=True)
+    matrix = matrix / xp.clip(total, min=1.0)
+    return Means(matrix[:, None, :, :], total[:, :, 0] > 0)
+
+
+def convolved(v: Array, weight: Array) -> Array:
+    """Σ_a w_a v_{i + a − ⌊c/2⌋} (b, h, t, e), 0 for tokens that do not exist, from w (h, c)."""
+    shifts = _shifts(weight)
+    return sum(weight[None, :, None, a, None] * moved(v, shift, axis=2) for a, shift in shifts)
+
+
+def convolved_vjp(v: Array, weight: Array, d_y: Array) -> tuple[Array, Array]:
+    """The gradients of v and of w."""
+    xp, shifts = namespace(v), _shifts(weight)
+    d_v = sum(weight[None, :, None, a, None] * moved(d_y, -shift, axis=2) for a, shift in shifts)
+    d_weight = [xp.sum(d_y * moved(v, shift, axis=2), axis=(0, 2, 3)) for _, shift in shifts]
+    return d_v, xp.stack(d_weight, axis=1)
+
+
+def _shifts(weight: Array) -> list[tuple[int, int]]:
+    """a and a − ⌊c/2⌋ of each weight."""
+    c = weight.shape[1]
+    return [(a, a - c // 2) for a in range(c)]

@@ -27,6 +27,7 @@ from precondattn.spec.linear_family import (
     rows_of_states,
 )
 from precondattn.spec.recurrence import Stream
+from precondattn.spec.rwkv6 import bonus_of
 from precondattn.spec.several_steps import at_last, of_last
 from precondattn.spec.whole_sequence import check_same_tokens
 
@@ -103,14 +104,9 @@ class OwnToken(TokenWise):
         stream, n = self.recurrent.stream(x, frame), self.recurrent.steps_per_token
         q, k, v = (of_last(rows, n) for rows in (stream.q, stream.k, stream.v))
         if "u" in x:
-            q = q * self._bonus(x, k.shape[1])
+            q = q * bonus_of(x, k.shape[1])
         beta = None if stream.beta is None else of_last(stream.beta, n)
         return stream, Stream(q, k[:, :, :, None, :], v[:, :, :, None, :], stream.g, beta)
-
-    @staticmethod
-    def _bonus(x: ByName, m: int) -> Array:
-        """u (1, m, 1, r, d)"""
-        return queries_of_states(x["u"][None, None, ...], m)
 
     def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         _, token = self._rows(x, frame)
@@ -133,7 +129,7 @@ class OwnToken(TokenWise):
             q, h = of_last(stream.q, n), x["q"].shape[2]
             d_u = xp.sum(d_q * q, axis=(0, 2), keepdims=True)
             gradients["u"] = queries_of_rows(d_u, h)[0, 0, ...]
-            d_q = d_q * self._bonus(x, token.k.shape[1])
+            d_q = d_q * bonus_of(x, token.k.shape[1])
         d = Stream(
             at_last(d_q, n),
             at_last(d_k, n),

@@ -6,8 +6,8 @@ A x = b:    L z = b,    Lᵀ x = z
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
+from precondattn.algebra.registry import AnyMechanism
 from precondattn.arrays import Array, cholesky, namespace
 from precondattn.spec.array_functions import identity_like, solve_lower, solve_upper, transpose
 
@@ -38,14 +38,7 @@ def solve_positive(matrix: Array, right: Array) -> Array:
     return xp.where(is_finite, solution, math.nan)
 
 
-class Iterated(Protocol):
-    """A leaf that solves by iteration."""
-
-    @property
-    def tolerance(self) -> float | None: ...
-
-
-def tolerance_of(leaf: Iterated, x: Array) -> float:
+def tolerance_of(leaf: AnyMechanism, x: Array) -> float:
     """τ of a leaf that solves by iteration, for right sides like x."""
     if leaf.tolerance is not None:
         return float(leaf.tolerance)

@@ -27,7 +27,7 @@ from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum, swap_time_and_heads, where_valid
 from precondattn.spec.linear_family import forget_other_segments
-from precondattn.spec.recurrence import RECURRENT, Form, Stream
+from precondattn.spec.recurrence import Form, Stream
 from precondattn.spec.stateful import Stateful
 
 
@@ -131,9 +131,7 @@ class PreconditionedKey(Stateful):
         filled = squares[:, :, :, 0, :] + self.eps
         return filled, namespace(squares).log(filled) - (center[0] if center else self.center)
 
-    def run(
-        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
-    ) -> tuple[Array, Arrays]:
+    def run(self, state: ByName, x: ByName, frame: Frame, form: Form) -> tuple[Array, Arrays]:
         k = swap_time_and_heads(x["k"])
 
         def written(squares: Array, k: Array, *center: Array) -> tuple[Array, ...]:
@@ -145,13 +143,7 @@ class PreconditionedKey(Stateful):
         return swap_time_and_heads(out), {"squares": last[:, :, 0, :]}
 
     def run_vjp(
-        self,
-        state: ByName,
-        x: ByName,
-        frame: Frame,
-        cotangent: Array,
-        d_state: ByName,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, cotangent: Array, d_state: ByName, form: Form
     ) -> tuple[Arrays, Arrays]:
         k, d_out = swap_time_and_heads(x["k"]), swap_time_and_heads(cotangent)
         stream, initial = self._stream(x, frame), state["squares"][:, :, None, :]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from precondattn.algebra import Flops, Inputs, Leaf, options
 from precondattn.algebra.flops import state_flops
@@ -35,21 +35,6 @@ from precondattn.spec.array_functions import (
     transpose,
 )
 from precondattn.spec.l2_norm import l2_norm, l2_norm_vjp
-
-
-class _Terms(NamedTuple):
-    """The terms of the equations for all queries and keys, with heads before time."""
-
-    q: Array
-    k: Array
-    p: Array
-    centred: Array
-    """s̃ (b, h, t, s)."""
-    contraction: Array
-
-    @property
-    def c(self) -> Array:
-        return (self.p * self.centred) @ self.k
 
 
 @dataclass(frozen=True)
@@ -91,43 +76,44 @@ class QueryWeightedQuery(Leaf):
         d = sizes["d"]
         return state_flops(sizes["s"], d, d).times(sizes["h"])
 
-    def _terms(self, x: ByName, keys: Array, frame: Frame) -> _Terms:
-        """The terms for the new queries and all `keys` (b, s, n, d)."""
+    def _terms(self, x: ByName, keys: Array, frame: Frame) -> tuple[Array, ...]:
+        """q̄, k̄, p, s̃ (b, h, t, s), c and λ for the new queries and all `keys` (b, s, n, d)."""
         q = swap_time_and_heads(l2_norm(x["q"], self.eps))
         k = repeat_heads(swap_time_and_heads(l2_norm(keys, self.eps)), q.shape[1])
         scores = q @ transpose(k)
-        logits = mask_scores(frame.visible(causal=True), scores / self.tau)
-        p = softmax(logits)
+        p = softmax(mask_scores(frame.visible(causal=True), scores / self.tau))
         centred = scores - row_sum(p * scores)
         contraction = swap_time_and_heads(x["contraction"])[..., None]
-        return _Terms(q, k, p, centred, contraction)
+        return q, k, p, centred, (p * centred) @ k, contraction
+
+    def _contracted(self, x: ByName, keys: Array, frame: Frame) -> Array:
+        q, *_, c, contraction = self._terms(x, keys, frame)
+        return swap_time_and_heads(q - contraction * c)
 
     def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
-        terms = self._terms(x, x["k"], frame)
-        return swap_time_and_heads(terms.q - terms.contraction * terms.c), ()
+        return self._contracted(x, x["k"], frame), ()
 
     def backward(
         self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
-        terms = self._terms(x, x["k"], frame)
+        q, k, p, centred, c, contraction = self._terms(x, x["k"], frame)
         g = swap_time_and_heads(cotangent)
-        h = -terms.contraction * g
-        u = h @ transpose(terms.k)
-        u = u - row_sum(terms.p * u)
-        covariance = row_sum(terms.p * terms.centred * u)
-        d_s = terms.p * u + terms.p * (terms.centred * u - covariance) / self.tau
-        d_k = transpose(terms.p * terms.centred) @ h + transpose(d_s) @ terms.q
+        h = -contraction * g
+        u = h @ transpose(k)
+        u = u - row_sum(p * u)
+        covariance = row_sum(p * centred * u)
+        d_s = p * u + p * (centred * u - covariance) / self.tau
+        d_k = transpose(p * centred) @ h + transpose(d_s) @ q
         d_k = swap_time_and_heads(sum_heads(d_k, x["k"].shape[2]))
         return {
-            "q": l2_norm_vjp(x["q"], self.eps, swap_time_and_heads(g + d_s @ terms.k)),
+            "q": l2_norm_vjp(x["q"], self.eps, swap_time_and_heads(g + d_s @ k)),
             "k": l2_norm_vjp(x["k"], self.eps, d_k),
-            "contraction": swap_time_and_heads(-row_sum(g * terms.c))[..., 0],
+            "contraction": swap_time_and_heads(-row_sum(g * c))[..., 0],
         }
 
     def slots(self) -> tuple[Slot, ...]:
         return (Slot("key", "{k}", "b c n d"),)
 
     def step(self, past: ByName, x: ByName, frame: Frame) -> tuple[Array, Updates]:
-        terms = self._terms(x, namespace(x["k"]).concat([past["key"], x["k"]], axis=1), frame)
-        out = swap_time_and_heads(terms.q - terms.contraction * terms.c)
-        return out, {"key": Append(x["k"])}
+        keys = namespace(x["k"]).concat([past["key"], x["k"]], axis=1)
+        return self._contracted(x, keys, frame), {"key": Append(x["k"])}

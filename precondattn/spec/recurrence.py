@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from precondattn.arrays import TIME, Array, Step, Token, namespace, scan
-from precondattn.spec.array_functions import row_sum, sum_to, transpose
+from precondattn.spec.array_functions import after_zeros, row_sum, sum_to, transpose
 
 
 class Stream(NamedTuple):
@@ -73,12 +73,8 @@ def erased(x: Stream) -> Array:
 
 def recurrent(x: Stream, state: Array) -> tuple[Array, Array]:
     """The outputs (b, m, t, r, e), and the final state (b, m, d, e)."""
-    inputs = (_for_every_token(x.q, x.k), x.k, x.v, x.g)
-    if x.beta is None:
-        state, o = scan(_add_and_read, state, inputs)
-    else:
-        step = _correct_and_read if x.undecayed is None else _correct_undecayed_and_read
-        state, o = scan(step, state, (*inputs, x.beta, erased(x)))
+    step = _write_and_read if x.undecayed is None else _write_undecayed_and_read
+    state, o = scan(step, state, (after_zeros(x.q, x.k.shape[TIME]), x.v, *_written(x)))
     return o[:, :, o.shape[TIME] - x.q.shape[TIME] :, ...], state
 
 
@@ -86,30 +82,20 @@ def recurrent_vjp(x: Stream, state: Array, d_o: Array, d_final: Array) -> Stream
     """The gradients, from those of the outputs and of the final state."""
     xp = namespace(x.k)
     t, s = x.q.shape[TIME], x.k.shape[TIME]
-    q, d_o = _for_every_token(x.q, x.k), _for_every_token(d_o, x.k)
+    q, d_o = after_zeros(x.q, s), after_zeros(d_o, s)
 
-    write = (x.k, x.v, x.g)
-    if x.beta is None:
-        _, before = scan(_add, state, write)
-    else:
-        step = _correct if x.undecayed is None else _correct_undecayed
-        _, before = scan(step, state, (*write, x.beta, erased(x)))
+    step = _write if x.undecayed is None else _write_undecayed
+    _, before = scan(step, state, (x.v, *_written(x)))
     decayed = xp.exp(x.g) * before
     erased_from = decayed if x.undecayed is None else before
-    if x.beta is None:
-        residual, u = x.v, x.v
-    else:
+    residual, u = x.v, x.v
+    if x.beta is not None:
         residual = x.v - _read(erased_from, erased(x))
         u = x.beta[..., None] * residual
     d_q = d_o @ transpose(decayed + _outer(x.k, u))
 
-    back = (q, d_o, x.k, x.g)
-    if x.beta is None:
-        d_first, d_state = scan(_back_from_addition, d_final, back, reverse=True)
-    else:
-        corrected = (*back, x.beta, erased(x))
-        pull = _back_from_correction if x.undecayed is None else _back_from_undecayed
-        d_first, d_state = scan(pull, d_final, corrected, reverse=True)
+    pull = _pull if x.undecayed is None else _pull_undecayed
+    d_first, d_state = scan(pull, d_final, (q, d_o, *_written(x)), reverse=True)
     d_u = _read(d_state, x.k)
     d_k = (d_state @ u[..., None])[..., 0]
     d_v, d_decayed, d_beta = d_u, d_state, None
@@ -176,15 +162,9 @@ RECURRENT: Form = TokenByToken()
 """The definition of the recurrence: one token after another."""
 
 
-def _for_every_token(queries: Array, k: Array) -> Array:
-    """Queries of the last t tokens, preceded by zeros for the other tokens."""
-    b, m, t, r, width = queries.shape
-    missing = k.shape[TIME] - t
-    if not missing:
-        return queries
-    xp = namespace(queries)
-    zeros = xp.broadcast_to(xp.zeros_like(queries[:, :, :1, ...]), (b, m, missing, r, width))
-    return xp.concat([zeros, queries], axis=TIME)
+def _written(x: Stream) -> tuple[Array, ...]:
+    """k and g, and for the delta rule β and the key that is erased."""
+    return (x.k, x.g) if x.beta is None else (x.k, x.g, x.beta, erased(x))
 
 
 def _outer(a: Array, b: Array) -> Array:
@@ -199,59 +179,48 @@ def _read(state: Array, q: Array) -> Array:
 # The steps of the scans: (state, token) to (state, output).
 
 
-def _add(state: Array, token: Token) -> tuple[Array, Array]:
-    """The new state, and the old one."""
-    k, v, g = token
-    return namespace(k).exp(g) * state + _outer(k, v), state
+def _writing(*, undecayed: bool) -> Step:
+    """The step to the new state, which returns the old one."""
 
+    def step(state: Array, token: Token) -> tuple[Array, Array]:
+        v, k, g, *delta = token
+        decayed = namespace(k).exp(g) * state
+        if delta:
+            beta, erase = delta
+            v = beta[..., None] * (v - _read(state if undecayed else decayed, erase))
+        return decayed + _outer(k, v), state
 
-def _correct(state: Array, token: Token) -> tuple[Array, Array]:
-    """The new state, and the old one."""
-    k, v, g, beta, erase = token
-    decayed = namespace(k).exp(g) * state
-    return decayed + _outer(k, beta[..., None] * (v - _read(decayed, erase))), state
-
-
-def _correct_undecayed(state: Array, token: Token) -> tuple[Array, Array]:
-    """The new state, and the old one."""
-    k, v, g, beta, erase = token
-    u = beta[..., None] * (v - _read(state, erase))
-    return namespace(k).exp(g) * state + _outer(k, u), state
+    return step
 
 
 def _and_read(write: Step) -> Step:
     """The step that also reads the new state."""
 
     def step(state: Array, token: Token) -> tuple[Array, Array]:
-        q, *written = token
-        state, _ = write(state, tuple(written))
-        return state, q @ state
+        state, _ = write(state, token[1:])
+        return state, token[0] @ state
 
     return step
 
 
-_add_and_read, _correct_and_read = _and_read(_add), _and_read(_correct)
-_correct_undecayed_and_read = _and_read(_correct_undecayed)
+def _pulling(*, undecayed: bool) -> Step:
+    """The step to the contribution to the gradient of the previous state, which returns Λ."""
+
+    def step(d_state: Array, token: Token) -> tuple[Array, Array]:
+        q, d_o, k, g, *delta = token
+        d_state = d_state + transpose(q) @ d_o
+        decay = namespace(q).exp(g)
+        if not delta:
+            return decay * d_state, d_state
+        beta, erase = delta
+        d_erased = _outer(erase, beta[..., None] * _read(d_state, k))
+        if undecayed:
+            return decay * d_state - d_erased, d_state
+        return decay * (d_state - d_erased), d_state
+
+    return step
 
 
-def _back_from_addition(d_state: Array, token: Token) -> tuple[Array, Array]:
-    """The contribution to the gradient of the previous state, and Λ."""
-    q, d_o, _, g = token
-    d_state = d_state + transpose(q) @ d_o
-    return namespace(q).exp(g) * d_state, d_state
-
-
-def _back_from_correction(d_state: Array, token: Token) -> tuple[Array, Array]:
-    """The contribution to the gradient of the previous state, and Λ."""
-    q, d_o, k, g, beta, erase = token
-    d_state = d_state + transpose(q) @ d_o
-    d_v = beta[..., None] * _read(d_state, k)
-    return namespace(q).exp(g) * (d_state - _outer(erase, d_v)), d_state
-
-
-def _back_from_undecayed(d_state: Array, token: Token) -> tuple[Array, Array]:
-    """The contribution to the gradient of the previous state, and Λ."""
-    q, d_o, k, g, beta, erase = token
-    d_state = d_state + transpose(q) @ d_o
-    d_v = beta[..., None] * _read(d_state, k)
-    return namespace(q).exp(g) * d_state - _outer(erase, d_v), d_state
+_write, _write_undecayed = _writing(undecayed=False), _writing(undecayed=True)
+_write_and_read, _write_undecayed_and_read = _and_read(_write), _and_read(_write_undecayed)
+_pull, _pull_undecayed = _pulling(undecayed=False), _pulling(undecayed=True)

@@ -19,19 +19,13 @@ from precondattn.spec.array_functions import repeat_heads, swap_time_and_heads, 
 from precondattn.spec.linear_family import LinearFamily
 
 
-def log_retention(heads: int, like: Array) -> Array:
-    """log γ_h = log(1 − 2^{−5−h}) for h = 0, 1, 2 …, of shape (heads,)."""
-    xp = namespace(like)
-    h = cast(arange_like(heads, like), like.dtype)
-    return xp.log1p(-(2.0 ** (-5.0 - h)))
-
-
 def retention_decay(x: ByName, frame: Frame) -> Array:
     """log γ_h of every token (b, h, s, 1, 1), for each query head; 0 at masked tokens."""
-    h = x["q"].shape[2]
-    k = repeat_heads(swap_time_and_heads(x["k"]), h)[..., :1]
-    g = log_retention(h, k)[None, :, None, None]
-    return where_valid(namespace(k).broadcast_to(g, k.shape), frame)[..., None]
+    heads = x["q"].shape[2]
+    k = repeat_heads(swap_time_and_heads(x["k"]), heads)[..., :1]
+    xp, h = namespace(k), cast(arange_like(heads, k), k.dtype)
+    g = xp.log1p(-(2.0 ** (-5.0 - h)))[None, :, None, None]
+    return where_valid(xp.broadcast_to(g, k.shape), frame)[..., None]
 
 
 @dataclass(frozen=True)

@@ -23,19 +23,24 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra import Inputs, Recurrence
-from precondattn.arrays import TIME, arange_like, namespace, zero_where_not
+from precondattn.arrays import TIME, arange_like, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.frameworks.types import Array, Arrays, ByName
-from precondattn.spec.array_functions import next_token, previous_token, row_sum
+from precondattn.spec.array_functions import (
+    after_zeros,
+    next_token,
+    previous_token,
+    row_sum,
+)
 from precondattn.spec.linear_family import (
     LinearFamily,
     queries_of_rows,
     queries_of_states,
     rows_of_states,
-    same_segment_as_before,
+    where_same_segment,
 )
-from precondattn.spec.recurrence import RECURRENT, Form, Stream, StreamGradients
+from precondattn.spec.recurrence import Form, Stream, StreamGradients
 
 
 @dataclass(frozen=True)
@@ -76,48 +81,46 @@ class RWKV6(LinearFamily):
 
     computes_with_states = True
 
-    def run(
-        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
-    ) -> tuple[Array, Arrays]:
+    def run(self, state: ByName, x: ByName, frame: Frame, form: Form) -> tuple[Array, Arrays]:
         stream = self.stream(x, frame)
         o, final = read_before(form, stream, state["state"], frame)
         k, v = _own_rows(stream)
-        bonus = row_sum(stream.q * self._bonus(x) * k) * v
+        bonus = row_sum(stream.q * bonus_of(x, stream.k.shape[1]) * k) * v
         return rows_of_states(o + bonus), {"state": final}
 
     def run_vjp(
-        self,
-        state: ByName,
-        x: ByName,
-        frame: Frame,
-        cotangent: Array,
-        d_state: ByName,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, cotangent: Array, d_state: ByName, form: Form
     ) -> tuple[Arrays, Arrays]:
         xp, stream = namespace(cotangent), self.stream(x, frame)
         d_o = queries_of_states(cotangent, stream.k.shape[1])
         d = read_before_vjp(form, stream, state["state"], d_o, d_state["state"], frame)
 
-        q, (k, v), u = stream.q, _own_rows(stream), self._bonus(x)
+        q, (k, v), u, s = (
+            stream.q,
+            _own_rows(stream),
+            bonus_of(x, stream.k.shape[1]),
+            stream.k.shape[TIME],
+        )
         c, d_c = row_sum(q * u * k), row_sum(d_o * v)
         d_stream = d.stream._replace(
             q=d.stream.q + d_c * u * k,
-            k=d.stream.k + _of_all_tokens(xp.sum(d_c * u * q, axis=3), stream),
-            v=d.stream.v + _of_all_tokens(xp.sum(c * d_o, axis=3), stream),
+            k=d.stream.k + after_zeros(xp.sum(d_c * u * q, axis=3), s),
+            v=d.stream.v + after_zeros(xp.sum(c * d_o, axis=3), s),
         )
         d_u = xp.sum(d_c * q * k, axis=(0, TIME), keepdims=True)
         gradients = self.gradients(x, d_stream, frame)
         gradients["u"] = queries_of_rows(d_u, x["q"].shape[2])[0, 0, ...]
         return gradients, {"state": d.state}
 
-    def _bonus(self, x: ByName) -> Array:
-        """u (1, m, 1, r, d)"""
-        return queries_of_states(x["u"][None, None, ...], self.state_heads(x))
+
+def bonus_of(x: ByName, m: int) -> Array:
+    """u (1, m, 1, r, d), for m heads with a state."""
+    return queries_of_states(x["u"][None, None, ...], m)
 
 
 def read_before(form: Form, x: Stream, state: Array, frame: Frame) -> tuple[Array, Array]:
     """The outputs S_{t−1}ᵀ q_t (b, m, t, r, e) of a stream, and its final state (b, m, d, e)."""
-    q, xp = _of_same_segment(x.q, x, frame), namespace(x.q)
+    q, xp = where_same_segment(x.q, frame, tokens=x.k.shape[TIME]), namespace(x.q)
     if q.shape[TIME] != x.k.shape[TIME]:
         o, final = form.forward(x._replace(q=_then_zero(q, x.q)), state)
         return o[:, :, :-1, ...], final
@@ -134,22 +137,15 @@ def read_before_vjp(
 ) -> StreamGradients:
     """The gradients of `read_before`, from those of its outputs and of the final state."""
     xp = namespace(d_o)
-    q_first, q_later = _first_and_later(_of_same_segment(x.q, x, frame), x)
+    q_first, q_later = _first_and_later(where_same_segment(x.q, frame, tokens=x.k.shape[TIME]), x)
     d_first, d_later = _first_and_later(d_o, x)
     earlier = x._replace(q=_then_zero(q_later, x.q))
     d = form.vjp(earlier, state, _then_zero(d_later, d_o), d_final)
     d_q_first = xp.sum(d_first[..., None, :] * state[:, :, None, None, ...], axis=-1)
     d_q = xp.concat([d_q_first, d.stream.q[:, :, :-1, ...]], axis=TIME)
+    d_q = where_same_segment(d_q, frame, tokens=x.k.shape[TIME])
     d_state = d.state + xp.sum(q_first[..., None] * d_first[..., None, :], axis=(2, 3))
-    return StreamGradients(d.stream._replace(q=_of_same_segment(d_q, x, frame)), d_state)
-
-
-def _of_same_segment(q: Array, x: Stream, frame: Frame) -> Array:
-    """Queries (b, m, t, r, d), 0 where the state before the token is that of another segment."""
-    same = same_segment_as_before(frame, x.k.shape[TIME])
-    if same is None:
-        return q
-    return zero_where_not(same[:, None, -q.shape[TIME] :, None, None], q)
+    return StreamGradients(d.stream._replace(q=d_q), d_state)
 
 
 def _first_and_later(rows: Array, x: Stream) -> tuple[Array, Array]:
@@ -169,13 +165,3 @@ def _own_rows(x: Stream) -> tuple[Array, Array]:
     """The keys and values (b, m, t, 1, …) of the queries' tokens."""
     start = x.k.shape[TIME] - x.q.shape[TIME]
     return x.k[:, :, start:, None, :], x.v[:, :, start:, None, :]
-
-
-def _of_all_tokens(rows: Array, x: Stream) -> Array:
-    """The transpose: rows (b, m, t, …) of the last t of s tokens, after zeros."""
-    missing = x.k.shape[TIME] - rows.shape[TIME]
-    if not missing:
-        return rows
-    xp, (b, m, _, width) = namespace(rows), rows.shape
-    zeros = xp.broadcast_to(xp.zeros_like(rows[:, :, :1, :]), (b, m, missing, width))
-    return xp.concat([zeros, rows], axis=TIME)

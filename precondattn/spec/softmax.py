@@ -2,15 +2,20 @@
 
     S = s ⟨q, k⟩ + bias,    A = softmax(S + mask),    o = A v
 
-with s = d^{-1/2} unless given, and optionally a soft cap (`soft_cap.py`) of s ⟨q, k⟩, a forget gate
-(`forget_gate.py`) and what a distance adds (`distance.py`) in S, and a sink (`sink.py`) in the
-softmax. Source: Vaswani et al. 2017; LUCID 3.1, LASER Eq. 2.
+with s = d^{-1/2} unless given, and optionally a forget gate (`forget_gate.py`) and what a distance
+adds (`distance.py`) in S. Source: Vaswani et al. 2017; LUCID 3.1, LASER Eq. 2.
 
-The weights are computed as logarithms, log a_ij = S_ij − log Σ_l e^{S_il} over the unmasked keys.
+The weights are computed as logarithms, log a_ij = S_ij − λ_i, λ_i = log Σ_l e^{S_il} over the
+unmasked keys. A sink is one more column in the denominator, without a value, with a learnt logit σ
+for each query head: λ_i = log(e^σ + Σ_l e^{S_il}). A row without visible keys then has λ = σ and
+o = 0. Sources: gpt-oss (arXiv 2508.10925) 2; Xiao et al. 2023 (arXiv 2309.17453), where the sink
+has a key and a value. A soft cap c replaces s ⟨q, k⟩ by c tanh(s ⟨q, k⟩ / c), before a decay or a
+bias is added. Source: Gemma 2 (arXiv 2408.00118) 2.
 
-Gradient, with dS from the read (`read.py`, `laser.py`):
+Gradient, with dS and dλ from the read (`read.py`, `laser.py`):
 
-    (dq, dk) = s · vjp of ⟨q, k⟩ at dS (times the slope of the cap),    dbias = dS.
+    (dq, dk) = s · vjp of ⟨q, k⟩ at dS (times 1 − tanh²(s ⟨q, k⟩ / c)),    dbias = dS,
+    dσ = Σ_i e^{σ − λ_i} dλ_i.
 
 Cache: keys and values, and the decay of a forget gate.
 """
@@ -27,7 +32,7 @@ from precondattn.algebra.flops import visible_keys, visible_pairs
 from precondattn.arrays import Array, Arrays, ByName, Residuals, as_index, namespace
 from precondattn.cache import Append, Slot, Updates
 from precondattn.frame import Frame
-from precondattn.spec import forget_gate, soft_cap
+from precondattn.spec import forget_gate
 from precondattn.spec.array_functions import (
     input_gradients,
     log_softmax,
@@ -49,7 +54,6 @@ from precondattn.spec.distance import (
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.metric import DOT, Metric, cached_keys
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM, Read
-from precondattn.spec.sink import column, sink_vjp
 
 
 @dataclass(frozen=True)
@@ -144,36 +148,36 @@ class SoftmaxAttention(Leaf):
         """The factor of the decay of the forget gate."""
         return self.scale_for(d) if self.forget == "scaled" else 1.0
 
-    def _visible(self, frame: Frame) -> Array:
-        return frame.visible(causal=self.causal, window=self.window)
-
-    def _logits(self, x: ByName, frame: Frame) -> Array:
-        """The scores s ⟨q, k⟩."""
+    def _logits(self, x: ByName, frame: Frame, past: ByName | None = None) -> Array:
+        """The scores s ⟨q, k⟩; with cached keys, those of new queries against all keys."""
         q, k = swap_time_and_heads(x["q"]), swap_time_and_heads(x["k"])
         h, d = q.shape[1], q.shape[3]
-        scores = self.metric.scores(q, repeat_heads(k, h), self._extra(x, h), frame)
+        scores = self.metric.scores(q, repeat_heads(k, h), self._extra(x, h), frame, past)
         return self.scale_for(d) * scores
 
-    def _capped(self, logits: Array) -> Array:
-        return logits if self.softcap is None else soft_cap.capped(logits, self.softcap)
-
-    def _scores(self, x: ByName, frame: Frame) -> Array:
-        scores, d = self._capped(self._logits(x, frame)), x["q"].shape[3]
-        if self.forget != "none":
-            scores = scores + self._gate_scale(d) * forget_gate.decay(x["g"], x["q"].shape[1])
-        if self.bias:
-            scores = scores + x["bias"]
+    def _log_weights(
+        self, x: ByName, frame: Frame, logits: Array, decay: Array | None, bias: Array | None
+    ) -> tuple[Array, Array]:
+        """log A (b, h, t, s) and λ (b, h, t, 1)."""
+        scores = logits if self.softcap is None else capped(logits, self.softcap)
+        if decay is not None:
+            scores = scores + self._gate_scale(x["q"].shape[3]) * decay
+        if bias is not None:
+            scores = scores + bias
         if self.distance != "none":
             scores = scores + distance_scores(self, x, frame)
-        return mask_scores(self._visible(frame), scores)
+        scores = mask_scores(frame.visible(causal=self.causal, window=self.window), scores)
+        return log_softmax(scores, x["sink"][None, :, None, None] if self.sink else None)
 
-    def _log_weights(self, x: ByName, scores: Array) -> tuple[Array, Array]:
-        """log A (b, h, t, s) and λ (b, h, t, 1) from masked scores."""
-        return log_softmax(scores, column(x["sink"]) if self.sink else None)
+    def _full_log_weights(self, x: ByName, frame: Frame, logits: Array) -> tuple[Array, Array]:
+        """log A and λ of a full call."""
+        is_gated, t = self.forget != "none", x["q"].shape[1]
+        decay = forget_gate.decay(x["g"], t) if is_gated else None
+        return self._log_weights(x, frame, logits, decay, x["bias"] if self.bias else None)
 
     def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         v = repeat_heads(swap_time_and_heads(x["v"]), x["q"].shape[2])
-        o = self.read.forward(*self._log_weights(x, self._scores(x, frame)), v)
+        o = self.read.forward(*self._full_log_weights(x, frame, self._logits(x, frame)), v)
         return swap_time_and_heads(o), ()
 
     def backward(
@@ -182,11 +186,12 @@ class SoftmaxAttention(Leaf):
         q, k, v = (swap_time_and_heads(x[name]) for name in ("q", "k", "v"))
         h, n, d = q.shape[1], k.shape[1], q.shape[3]
         o, d_o = swap_time_and_heads(out), swap_time_and_heads(cotangent)
-        log_weights, log_total = self._log_weights(x, self._scores(x, frame))
+        logits = self._logits(x, frame)
+        log_weights, log_total = self._full_log_weights(x, frame, logits)
         d_scores, d_v = self.read.backward(log_weights, repeat_heads(v, h), o, d_o)
         d_logits = d_scores
         if self.softcap is not None:
-            d_logits = d_scores * soft_cap.slope(self._logits(x, frame), self.softcap)
+            d_logits = d_scores * slope(logits, self.softcap)
         d_q, d_k, d_extra = self.metric.vjp(
             q, repeat_heads(k, h), self._extra(x, h), frame, self.scale_for(d) * d_logits
         )
@@ -208,27 +213,36 @@ class SoftmaxAttention(Leaf):
         return (*self.metric.slots(), Slot("value", "{v}", "b c n e"), *gate)
 
     def step(self, past: ByName, x: ByName, frame: Frame) -> tuple[Array, Updates]:
-        xp = namespace(x["q"])
-        q, k = swap_time_and_heads(x["q"]), swap_time_and_heads(x["k"])
-        h, n, d = q.shape[1], k.shape[1], q.shape[3]
+        xp, k, h = namespace(x["q"]), swap_time_and_heads(x["k"]), x["q"].shape[2]
         past_keys = cached_keys(self.metric, past)
-        updates = self.metric.advance(past_keys, k, self._extra(x, n), frame)
+        updates = self.metric.advance(past_keys, k, self._extra(x, k.shape[1]), frame)
         repeated = {name: repeat_heads(buffer, h) for name, buffer in past_keys.items()}
-        scores = self.scale_for(d) * self.metric.extended_scores(
-            q, repeated, repeat_heads(k, h), self._extra(x, h), frame
-        )
-        scores = self._capped(scores)
+        logits = self._logits(x, frame, repeated)
+        decay, bias = None, bias_of_keys(x["bias"], frame) if self.bias else None
         if self.forget != "none":
             decay, updates["decay"] = forget_gate.extended_decay(past["decay"], x["g"])
-            scores = scores + self._gate_scale(d) * decay
-        if self.bias:
-            scores = scores + bias_of_keys(x["bias"], frame)
-        if self.distance != "none":
-            scores = scores + distance_scores(self, x, frame)
-        scores = mask_scores(self._visible(frame), scores)
         values = swap_time_and_heads(xp.concat([past["value"], x["v"]], axis=1))
-        o = self.read.forward(*self._log_weights(x, scores), repeat_heads(values, h))
+        log_weights = self._log_weights(x, frame, logits, decay, bias)
+        o = self.read.forward(*log_weights, repeat_heads(values, h))
         return swap_time_and_heads(o), {**updates, "value": Append(x["v"])}
+
+
+def capped(scores: Array, cap: float) -> Array:
+    """c tanh(S / c)."""
+    return cap * namespace(scores).tanh(scores / cap)
+
+
+def slope(scores: Array, cap: float) -> Array:
+    """The derivative 1 − tanh²(S / c) at the scores before the cap."""
+    bounded = namespace(scores).tanh(scores / cap)
+    return (1.0 - bounded) * (1.0 + bounded)
+
+
+def sink_vjp(sink: Array, log_total: Array, d_log_total: Array) -> Array:
+    """dσ (h,) from λ (b, h, t, 1) and the cotangent of λ through all of its uses."""
+    xp = namespace(log_total)
+    weight = xp.exp(sink[None, :, None, None] - log_total)
+    return xp.sum(weight * d_log_total, axis=(0, 2, 3))
 
 
 def bias_of_keys(bias: Array, frame: Frame) -> Array:

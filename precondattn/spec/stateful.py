@@ -51,20 +51,12 @@ class Stateful(Leaf):
         """Whether `run` does more with states than pass them to a form, and return them."""
         return False
 
-    def run(
-        self, state: ByName, x: ByName, frame: Frame, form: Form = RECURRENT
-    ) -> tuple[Array, Arrays]:
+    def run(self, state: ByName, x: ByName, frame: Frame, form: Form) -> tuple[Array, Arrays]:
         """The output, and the new state by slot."""
         raise missing_method(self, "run", "every call needs")
 
     def run_vjp(
-        self,
-        state: ByName,
-        x: ByName,
-        frame: Frame,
-        cotangent: Array,
-        d_state: ByName,
-        form: Form = RECURRENT,
+        self, state: ByName, x: ByName, frame: Frame, cotangent: Array, d_state: ByName, form: Form
     ) -> tuple[Arrays, Arrays]:
         """The gradients of the inputs and of the state, from those of output and new state."""
         raise missing_method(self, "run_vjp", "gradients need")
@@ -93,22 +85,23 @@ class Stateful(Leaf):
         return {name: namespace(array).zeros_like(array) for name, array in state.items()}
 
     def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
-        return self.run(self.zero_state(x), x, frame)[0], ()
+        return self.run(self.zero_state(x), x, frame, RECURRENT)[0], ()
 
     def backward(
         self, x: ByName, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         state = self.zero_state(x)
-        return self.run_vjp(state, x, frame, cotangent, self.no_cotangents(state))[0]
+        d_state = self.no_cotangents(state)
+        return self.run_vjp(state, x, frame, cotangent, d_state, RECURRENT)[0]
 
     def step(self, past: ByName, x: ByName, frame: Frame) -> tuple[Array, Updates]:
-        out, state = self.run(past, x, frame)
+        out, state = self.run(past, x, frame, RECURRENT)
         return out, {name: Replace(value) for name, value in state.items()}
 
     def step_backward(
         self, past: ByName, x: ByName, frame: Frame, cotangent: Array, d_buffers: ByName
     ) -> tuple[Arrays, Arrays]:
-        return self.run_vjp(past, x, frame, cotangent, d_buffers)
+        return self.run_vjp(past, x, frame, cotangent, d_buffers, RECURRENT)
 
 
 DESCRIBED = frozenset(

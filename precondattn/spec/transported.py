@@ -122,9 +122,14 @@ class Transported:
             Slot("pending_beta", "pending({beta})", f"b {self.flush} n", wide=True),
         )
 
-    def scores(self, q: Array, k: Array, extra: Extra, frame: Frame) -> Array:
+    def scores(
+        self, q: Array, k: Array, extra: Extra, frame: Frame, past: ByName | None = None
+    ) -> Array:
         q_tokens, k_tokens = _tokens(frame)
         reflections = Reflections(extra["w"], extra["beta"][..., None], k_tokens)
+        if past is not None:
+            k = namespace(k).concat([past["key"], k], axis=2)
+            reflections = self._since_flush(past, extra, frame)
         return _scores(q, q_tokens, k, k_tokens, reflections)
 
     def vjp(
@@ -149,13 +154,6 @@ class Transported:
         d_k = transpose(d_scores) @ q + transpose(d_r) @ w
         d_w = transpose(d_b) @ q + d_r @ k + (d_g + transpose(d_g)) @ w
         return d_q, d_k, {"w": d_w, "beta": row_sum(left * right)[..., 0]}
-
-    def extended_scores(
-        self, q: Array, past: ByName, k: Array, extra: Extra, frame: Frame
-    ) -> Array:
-        q_tokens, k_tokens = _tokens(frame)
-        keys = namespace(k).concat([past["key"], k], axis=2)
-        return _scores(q, q_tokens, keys, k_tokens, self._since_flush(past, extra, frame))
 
     def advance(self, past: ByName, k: Array, extra: Extra, frame: Frame) -> Updates:
         xp = namespace(k)

@@ -135,13 +135,15 @@ def of_the_token_before(gate):
 STATE_FAULTS = {
     "forgets the first state": (
         "run",
-        lambda run: lambda self, state, x, frame: run(self, zeros(state), x, frame),
+        lambda run: lambda self, state, *call: run(self, zeros(state), *call),
         {"caching", "states"},
     ),
     "drops the gradient of the last state": (
         "run_vjp",
         lambda vjp: (
-            lambda self, state, x, frame, d, last: vjp(self, state, x, frame, d, zeros(last))
+            lambda self, state, x, frame, d, last, form: vjp(
+                self, state, x, frame, d, zeros(last), form
+            )
         ),
         {"states"},
     ),

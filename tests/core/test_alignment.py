@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import precondattn as pa
-from precondattn.diagnostics import alignment_hits
 from tests.mathematics.identities import assert_close
 
 
@@ -80,24 +79,8 @@ def with_needle(rng, d=6, s=20):
     return k, needle
 
 
-def hits(k, needle, context, rank):
-    """The mean over all orders of equal alignments, which are rounded."""
-    share = np.round(shares(k, rank), 11)
-    out = np.full(share.shape[::2], np.nan)
-    for b, n in np.ndindex(out.shape):
-        counted = (needle[b] | context[b]) & ~np.isnan(share[b, :, n])
-        m = np.sum(needle[b] & counted)
-        found = []
-        for i in np.flatnonzero(needle[b] & counted):
-            others = share[b, counted, n]
-            less, equal = np.sum(others < share[b, i, n]), np.sum(others == share[b, i, n])
-            found.append(np.clip((m - less) / equal, 0, 1))
-        out[b, n] = np.mean(found)
-    return out
-
-
 @given(keys(shortest=4), st.data())
-def test_gaps_and_hits_are_those_of_the_definition(given, data):
+def test_gaps_are_those_of_the_definition(given, data):
     rng, k, rank = given
     b, s = k.shape[:2]
     needle, context = np.zeros((2, b, s), dtype=bool)
@@ -109,8 +92,6 @@ def test_gaps_and_hits_are_those_of_the_definition(given, data):
     for others, of in ((None, ~needle), (context, context)):
         gap = pa.alignment_gap(k, needle, others, rank=rank)
         assert_close(gap, gaps(k, needle, of, rank), size=10)
-        found = alignment_hits(k, needle, others, rank)
-        assert_close(found, hits(k, needle, of, rank), size=1)
 
 
 @pytest.mark.parametrize("empty", ["needle", "context"])
@@ -118,17 +99,6 @@ def test_a_sequence_without_needle_or_context_is_nan_without_a_warning(empty):
     k, needle = with_needle(np.random.default_rng(0))
     masks = {"needle": needle, "context": ~needle}
     masks[empty][1] = False
-    out, found = (function(k, **masks, rank=2) for function in (pa.alignment_gap, alignment_hits))
-    assert np.all(np.isnan([out[1], found[1]]))
+    out = pa.alignment_gap(k, **masks, rank=2)
+    assert np.all(np.isnan(out[1]))
     assert_close(out[:1], gaps(k[:1], masks["needle"][:1], masks["context"][:1], 2))
-    assert np.all(found[0] == 1)
-
-
-def test_equal_alignments_share_the_hits_evenly():
-    """Three pairs of opposite keys on axes of equal weight, of which the last varies least."""
-    k = np.repeat(np.eye(4)[[0, 0, 1, 1, 1, 2]], 2, axis=0) * np.resize([1, -1], 12)[:, None]
-    k = k.reshape(1, 12, 1, 4)
-    needle = np.zeros((1, 12), dtype=bool)
-    needle[0, [0, 4, 10]] = True  # The most aligned axis is that of keys 4 to 9.
-    out = alignment_hits(k, needle, rank=1)
-    assert_close(out, np.array([[2 * 3 / 6 / 3]]))  # Two of six keys with share 0, for three hits.

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 import precondattn as pa
 from tests.mathematics.identities import assert_close
 
-condition_number, log_mu, mu = (
-    getattr(pa.diagnostics, name) for name in ("condition_number", "log_mu", "mu")
-)
+condition_number, log_mu = pa.diagnostics.condition_number, pa.diagnostics.log_mu
 
 
 @st.composite
@@ -42,7 +40,6 @@ def test_kappa_and_mu_are_those_of_the_gram_matrix_and_no_factor_matters(a, expo
     norm = np.sqrt(np.sum(a**2, axis=(-1, -2)) / size)
     expected = math.log(2) - log_determinant / 2 + size * np.log(norm)
     assert np.all(np.abs(log_mu(a) - expected) <= 1e-13 * size * kappa**2)
-    assert_close(np.log(mu(a)), log_mu(a))
     assert np.all(np.log(kappa) < log_mu(a))
     scaled = 10.0**exponent * a
     assert_close(condition_number(scaled) / kappa, np.ones((2, 3)))
@@ -51,10 +48,9 @@ def test_kappa_and_mu_are_those_of_the_gram_matrix_and_no_factor_matters(a, expo
 
 @pytest.mark.parametrize("a", [np.zeros((3, 2)), np.diag([2.0, 1.0, 0.0])], ids=["zero", "rank 2"])
 def test_a_singular_value_of_0_gives_infinity_without_a_warning(a):
-    assert [condition_number(a), log_mu(a), mu(a)] == [math.inf] * 3
+    assert [condition_number(a), log_mu(a)] == [math.inf] * 2
 
 
-def test_a_mu_beyond_the_dtype_is_infinite_and_its_logarithm_is_not():
+def test_the_logarithm_of_a_mu_beyond_the_dtype_is_finite():
     a = np.diag(10.0 ** np.arange(-40, 40))
-    assert mu(a) == math.inf
     assert 1e3 < log_mu(a) < 1e4

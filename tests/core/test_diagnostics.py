@@ -1,4 +1,4 @@
-"""Diagnostics: every library, half precision, bad arguments; and the histogram of probabilities."""
+"""Diagnostics: every library, half precision and bad arguments."""
 
 import re
 
@@ -8,21 +8,15 @@ import pytest
 import precondattn as pa
 from precondattn.arrays import dtype_name
 from precondattn.diagnostics import (
-    alignment_hits,
     condition_number,
     covariance_spectrum,
     jacobian_norms,
     leverage_scaling,
     log_mu,
-    lucid_key_jacobian,
     margin_gain,
-    mu,
-    probability_histogram,
     weights,
 )
 from tests.core.in_every_library import LIBRARIES, assert_same_in
-from tests.mathematics.attention_problems import logits
-from tests.mathematics.identities import causal_mask
 
 RNG = np.random.default_rng(0)
 Q, K, V = (
@@ -41,38 +35,16 @@ QUERIES, TARGET = RNG.normal(size=(2, 4, 4, 5)), RNG.integers(0, 4, size=(2, 4))
 CONTRACTION = RNG.uniform(size=(2, 4, 4))
 
 
-def softmax(t=5, s=8, causal=True):
-    """Sharp attention of 4 query heads to 2 key heads, of which some keys are equal or zero."""
-    rng = np.random.default_rng(0)
-    q, k = rng.normal(size=(2, t, 4, 3)), rng.normal(size=(2, s, 2, 3))
-    k[:, 1:3], k[:, -1] = k[:, :1], 0
-    scores = logits(12 * q, k)
-    if causal:
-        scores[..., ~causal_mask(t, s)] = -np.inf
-    a = np.exp(scores - scores.max(-1, keepdims=True))
-    return a / a.sum(-1, keepdims=True)
-
-
 FUNCTIONS = {
     "jacobian of q": (lambda *x: jacobian_norms(LUCID, *x, tokens=(1,))["q"], Q[:, -2:], K, V),
     "jacobian of k": (lambda *x: jacobian_norms(LUCID, *x, tokens=(1,))["k"], Q[:, -2:], K, V),
     "leverage": (leverage_scaling, ROWS),
-    "key jacobian": (
-        lambda *x: sum(lucid_key_jacobian(pa.Lucid(beta=True), *x)),
-        *(Q[:, -1:], K, V, BETA),
-    ),
-    "probabilities": (probability_histogram, softmax(8, 8)),
-    "visible": (
-        lambda a, visible: probability_histogram(a, visible=visible),
-        *(softmax(8, 8), causal_mask(8, 8, window=3)),
-    ),
     "weights": (lambda *x: weights(LUCID, *x), Q, K, V),
     "alignment": (lambda k: pa.alignment(k, rank=2), KEYS),
     "gap": (lambda *x: pa.alignment_gap(*x, rank=2), KEYS, NEEDLE),
     "gap to a context": (lambda *x: pa.alignment_gap(*x, rank=2), KEYS, NEEDLE, CONTEXT),
-    "hits": (lambda *x: alignment_hits(*x, rank=2), KEYS, NEEDLE),
     "kappa": (condition_number, MATRICES),
-    "mu": (mu, MATRICES),
+    "mu": (log_mu, MATRICES),
     "spectrum": (covariance_spectrum, KEYS),
     "gated spectrum": (covariance_spectrum, KEYS, GATES),
     "margin": (margin_gain, QUERIES, KEYS, TARGET, CONTRACTION),
@@ -81,7 +53,7 @@ FUNCTIONS = {
         *(QUERIES, KEYS, TARGET, CONTRACTION),
     ),
 }
-COMPILED = {"weights", "probabilities", "alignment"}
+COMPILED = {"weights", "alignment"}
 """JAX compiles every operation, so that its other rows belong to the second tier."""
 
 
@@ -102,7 +74,7 @@ def test_every_library_gives_equal_results_in_its_own_arrays(name, library):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n not in ("visible", "hits")])
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_half_precision_is_computed_in_float32(name, dtype):
     torch = pytest.importorskip("torch")
     function, *arrays = FUNCTIONS[name]
@@ -122,12 +94,6 @@ def margin(q=QUERIES, k=KEYS, target=TARGET, contraction=CONTRACTION):
     margin_gain(q, k, target, contraction)
 
 
-def of_keys(attn, *arrays):
-    lucid_key_jacobian(attn, *(arrays or (Q, K, V)))
-
-
-A = softmax()
-HIDDEN = np.ones((8, 5), dtype=bool)
 REFUSED = [
     (lambda: norms(of="qk"), ValueError, "with a batch axis, among q, k, v; found 'qk'"),
     (lambda: norms(of=()), ValueError, "of must be names"),
@@ -144,30 +110,6 @@ REFUSED = [
     (lambda: leverage_scaling(ROWS[0]), ValueError, "an array (..., n, d); found shape (4,)"),
     (lambda: leverage_scaling(ROWS, 0), ValueError, "a whole number, 1 or above; found 0"),
     (lambda: leverage_scaling(ROWS, True), ValueError, "found True"),
-    (lambda: of_keys(SOFTMAX), TypeError, "attn must be a Lucid; found"),
-    (lambda: of_keys(pa.Lucid(normalize="rows")), ValueError, "normalize='keys'; found 'rows'"),
-    *(
-        (lambda text=text: of_keys(pa.Lucid(pa.parse(text))), ValueError, f"found {text}")
-        for text in ("softmax[bias=true]", "softmax[causal=false]", "path")
-    ),
-    (lambda: of_keys(LUCID, Q, K[..., :2], V), ValueError, "d"),
-    (lambda: of_keys(pa.Lucid(beta=True)), TypeError, "lucid_beta"),
-    *(
-        (lambda e=e: probability_histogram(A, e), ValueError, "positive numbers that ascend")
-        for e in ((), (0.1, 0.1), (0.0, 0.1), (np.nan,))
-    ),
-    (lambda: probability_histogram(A - 1e-9), ValueError, "at least 0 where they are visible"),
-    (lambda: probability_histogram(A[0, 0, 0]), ValueError, "must be an array (..., t, s)"),
-    (
-        lambda: probability_histogram(A, visible=HIDDEN * 1.0),
-        TypeError,
-        "must be a boolean array of numpy",
-    ),
-    (
-        lambda: probability_histogram(A, visible=HIDDEN),
-        ValueError,
-        "broadcast to the shape (2, 4, 5, 8)",
-    ),
     (
         lambda: weights(pa.ConditionedQuery(), K, K, contraction=K[..., 0]),
         TypeError,
@@ -190,7 +132,7 @@ REFUSED = [
     (lambda: pa.alignment_gap(KEYS, NEEDLE, CONTEXT[:, 1:], rank=2), ValueError, "context"),
     (lambda: condition_number([[1.0]]), TypeError, "a must be an array of "),
     (lambda: log_mu(np.ones((2, 2), dtype=int)), TypeError, "a floating dtype; found int64"),
-    (lambda: mu(np.ones(3)), ValueError, "a must be an array (..., n, d); found shape (3,)"),
+    (lambda: log_mu(np.ones(3)), ValueError, "a must be an array (..., n, d); found shape (3,)"),
     (lambda: log_mu(np.ones((2, 0, 3))), ValueError, "a must have a row and a column; found"),
     (lambda: covariance_spectrum(KEYS, [0.0]), TypeError, "g must be an array of "),
     (lambda: covariance_spectrum(KEYS, GATES[:, 1:]), ValueError, "(b, s, h) = (2, 7, 4)"),
@@ -209,37 +151,3 @@ REFUSED = [
 def test_bad_arguments_are_named(call, error, words):
     with pytest.raises(error, match=re.escape(words)):
         call()
-
-
-# ------------------------------------ the histogram of attention probabilities (LASER, Fig. 1)
-
-
-@pytest.mark.parametrize(("t", "s"), [(8, 8), (5, 8), (1, 8), (8, 6)])
-def test_shares_are_counts_of_what_a_causal_query_sees(t, s):
-    a, seen = softmax(t, s, causal=t <= s), causal_mask(t, s)
-    out = probability_histogram(a)
-    for b, h in np.ndindex(2, 4):
-        counts, _ = np.histogram(a[b, h][seen], bins=[-1, *DECADES, 2])
-        np.testing.assert_allclose(out[b, h], counts / seen.sum(), rtol=1e-14)
-    np.testing.assert_allclose(out.sum(-1), 1)
-
-
-def test_the_cumulative_sum_is_the_share_below_each_edge():
-    a, edges = softmax(causal=False), (1e-20, 3e-4, 0.2)
-    visible = np.ones(a.shape[-2:], dtype=bool)
-    below = np.cumsum(probability_histogram(a, edges, visible), axis=-1)
-    for i, edge in enumerate(edges):
-        np.testing.assert_allclose(below[..., i], np.mean(a < edge, axis=(-1, -2)))
-    assert probability_histogram(np.full((4, 4), 0.25), (0.25,)).tolist() == [0, 1]  # Not below.
-    # The smaller of two scores that differ by x has the probability 1 / (1 + eˣ).
-    for x, place in ((1.0, 7), (5.0, 5), (10.0, 3), (17.0, 0)):
-        assert probability_histogram(1 / (1 + np.exp(np.array([[-x, x]]))))[place] >= 0.5
-
-
-def test_pairs_that_are_not_visible_are_not_counted():
-    a = softmax(8, 8)
-    visible = causal_mask(8, 8)[None] & (np.arange(2) < 1)[:, None, None]
-    out = probability_histogram(a, visible=visible[:, None])
-    np.testing.assert_array_equal(out[0], probability_histogram(a)[0])
-    assert np.all(np.isnan(out[1]))
-    probability_histogram(np.where(causal_mask(8, 8), a, -1))  # Nor are their values read.

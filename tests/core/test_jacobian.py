@@ -1,4 +1,4 @@
-"""Matrices of diagnostics: weights o = W v, norms of Jacobians, ∂o/∂k of LUCID, row scalings."""
+"""Matrices of diagnostics: weights o = W v, norms of Jacobians, row scalings."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import pytest
 
 import precondattn as pa
 from precondattn.diagnostics import condition_number as kappa
-from precondattn.diagnostics import jacobian_norms, leverage_scaling, log_mu, lucid_key_jacobian
+from precondattn.diagnostics import jacobian_norms, leverage_scaling, log_mu
 from tests.core.inputs import inputs_of
 from tests.mathematics.identities import assert_close, grouped
 from tests.representatives import CALLED
@@ -69,71 +69,6 @@ def test_chosen_tokens_have_the_norms_of_all_and_masked_keys_have_none():
     assert_close(masked["k"][1], every["k"][1])
     of_one = jacobian_norms(pa.Nystrom(2, start="batch"), Q[:1], K[:1], V[:1], tokens=(0,))
     assert of_one["q"].shape == (1, 1, 4)
-
-
-# ----------------------------------------------------------------------------- ∂o/∂k of LUCID
-
-
-def by_gradient(attn, q, k, v, **inputs):
-    """∂o/∂k (b, t, h, e, s, d), one gradient for each output of a sequence."""
-    out, pullback = attn.vjp(q, k, v, **inputs)
-    _, t, h, e = out.shape
-    rows = []
-    for index in np.ndindex(t, h, e):
-        cotangent = np.zeros_like(out)
-        cotangent[:, *index] = 1
-        rows.append(pullback(cotangent)["k"][:, :, index[1] * k.shape[2] // h])
-    return np.stack(rows, axis=1).reshape(k.shape[0], t, h, e, *k.shape[1::2])
-
-
-ATTNS = {
-    "default": pa.Lucid(),
-    "eps=0": pa.Lucid(eps=0),
-    "beta": pa.Lucid(beta=True),
-    "window, scales": pa.Lucid(pa.Softmax(window=4, scale=0.8), scale=0.4),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *(("default", kind) for kind in KEYS),
-        *(("eps=0", "duplicate"), ("beta", "clustered"), ("window, scales", "clustered")),
-    ],
-)
-def test_the_closed_form_is_the_gradient_of_every_output(name, kind):
-    attn, k = ATTNS[name], KEYS[kind]
-    inputs = {"lucid_beta": BETA} if attn.beta else {}
-    parts = lucid_key_jacobian(attn, Q, k, V, **inputs)
-    expected = by_gradient(attn, Q, k, V, **inputs)
-    assert_close(sum(parts), expected, size=1 + np.abs(expected).max())
-    assert np.abs(expected).max() > 0.05
-    for part in parts:
-        for t in range(S):
-            assert np.all(part[:, t, ..., t + 1 :, :] == 0)
-    last = lucid_key_jacobian(attn, Q[:, -2:], k, V, **inputs)
-    for some, part in zip(last, parts, strict=True):
-        assert_close(some, part[:, -2:], size=1 + np.abs(part).max())
-
-
-def test_both_parts_agree_with_central_differences():
-    """A change of keys in softmax alone, and in Φ alone."""
-    attn, step = pa.Lucid(), 1e-5
-    direction = RNG.normal(size=K.shape)
-    y = attn.solve()
-
-    def difference(f):
-        return (f(K + step * direction) - f(K - step * direction)) / (2 * step)
-
-    expected = (
-        difference(lambda k: pa.softmax(Q, k, y(K, V))),
-        difference(lambda k: pa.softmax(Q, K, y(k, V))),
-    )
-    group = np.repeat(direction, 2, axis=2)
-    for part, along in zip(lucid_key_jacobian(attn, Q, K, V), expected, strict=True):
-        found = np.einsum("bthesd,bshd->bthe", part, group)
-        assert np.abs(along).max() > 0.01
-        np.testing.assert_allclose(found, along, atol=1e-9)
 
 
 weights = pa.diagnostics.weights

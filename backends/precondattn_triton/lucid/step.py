@@ -13,10 +13,10 @@ from torch import Tensor
 from precondattn.algebra.piece import Piece
 from precondattn.backend import Request
 from precondattn.cache import Updates
-from precondattn.dispatch.recognition import is_lucid
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import MOST_HEADS, NARROWEST, padded_width
 from precondattn.kernel_backend.lucid_step import WIDEST, LucidStepKernels, leaves_of
+from precondattn.preconditioners.lucid import is_lucid
 from precondattn_triton.configurations import configuration
 from precondattn_triton.decoding import splits_of, step_masks
 from precondattn_triton.launching import launch

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from precondattn.algebra.given_mechanism import not_a_mechanism
 from precondattn.algebra.mechanism import Mechanism, parse
+from precondattn.algebra.text import not_a_mechanism
 from precondattn.given import Given
 from precondattn.integrations.transformers import learned
 from precondattn.integrations.transformers.attention import (

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from precondattn.spec import token_convolution
+from precondattn.spec import nystrom
 from precondattn_portable import banded_convolution
 from precondattn_portable.arithmetic import IN_PLACE
 from precondattn_torch.arithmetic import TORCH
@@ -29,8 +29,8 @@ def test_it_is_that_of_the_definition_and_so_are_its_gradients(tokens, taps, dty
     )
     v, d_y, weight = (x.astype(np.float64) for x in (v, d_y, weight))
     expected = (
-        token_convolution.convolved(v, weight),
-        *token_convolution.convolved_vjp(v, weight, d_y),
+        nystrom.convolved(v, weight),
+        *nystrom.convolved_vjp(v, weight, d_y),
     )
     for one, other in zip(found, expected, strict=True):
         size = 1e-12 if dtype == "float64" else 1e-5

@@ -75,7 +75,7 @@ def _bfloat16_state(true: Function) -> Function:
     return stepped
 
 
-_rounded_state = inside(recurrence, "_add_and_read", _bfloat16_state)
+_rounded_state = inside(recurrence, "_write_and_read", _bfloat16_state)
 
 
 def _rounded_argument(module: ModuleType, name: str) -> Change:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from precondattn.algebra.given_mechanism import not_a_mechanism
 from precondattn.algebra.mechanism import Mechanism, parse
+from precondattn.algebra.text import not_a_mechanism
 from precondattn.given import Given
 from precondattn.integrations.transformers.model.recipes import from_json, to_json
 from precondattn.json_types import JsonObject

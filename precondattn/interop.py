@@ -1,9 +1,17 @@
-"""The conversion of Mamba-2's inputs to the inputs of `SSD`.
+"""Arguments and layouts of other projects: those of Mamba-2, and the heads of differential layers.
+
+Mamba-2's arguments become inputs of `SSD`:
 
     q = C,  k = B,  v = Δ x,  g = Δ A,      y = ssd(q, k, v, g) + D x
 
 with one B and C for each group of heads, A < 0, and Δ = softplus(dt + bias), clipped, or Δ = dt.
 Source: Mamba-2 (arXiv 2405.21060) 5–7.
+
+A differential layer with 2h query heads has h pairs. Weights trained with one of the two published
+layouts can not be used with the other:
+
+    adjacent:   (2i, 2i + 1)      microsoft/unilm
+    halves:     (i, i + h)        Hugging Face Transformers' diffllama
 """
 
 from __future__ import annotations
@@ -128,7 +136,7 @@ def mamba2(
     arrays = x, dt, A, B, C
     options = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
     if is_compiling():
-        of = "precondattn.interop.mamba2:compute"
+        of = "precondattn.interop:compute"
         return frameworks.in_graph.captured(of, D, arrays, options)
     return compute(D, arrays, options)
 
@@ -165,3 +173,62 @@ def _checked(arguments: Arrays) -> Arrays:
     check_arrays("mamba2", declared, arguments)
     declared.sizes("mamba2", {name: tuple(array.shape) for name, array in arguments.items()})
     return arguments
+
+
+def split_heads(x: Array, layout: str) -> tuple[Array, Array]:
+    """The first and the second heads of all pairs, each (b, t, h, d), from x (b, t, 2h, d).
+
+    Use it for queries and for keys: `q, q2 = split_heads(queries, "halves")`. Keys with fewer heads
+    are split in the same way; both numbers of heads must be even. (unilm's flash-attention code
+    does this; its other version repeats key heads before pairing.)
+
+    Parameters
+    ----------
+    x : array (b, t, 2h, d)
+        The heads of all pairs.
+    layout : {"adjacent", "halves"}
+        "adjacent" pairs heads 2i and 2i + 1 (microsoft/unilm), "halves" i and i + h (diffllama).
+
+    Raises
+    ------
+    TypeError, ValueError
+        if x is not an array of four axes, for an odd number of heads, or an unknown layout.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.arange(4).reshape(1, 1, 4, 1)
+    >>> [half.ravel().tolist() for half in split_heads(x, "adjacent")]
+    [[0, 2], [1, 3]]
+    >>> [half.ravel().tolist() for half in split_heads(x, "halves")]
+    [[0, 1], [2, 3]]
+    """
+    from precondattn.execution.array_checks import check_stored
+
+    if layout not in ("adjacent", "halves"):
+        raise ValueError(f"layout must be 'adjacent' or 'halves'; found {layout!r}")
+    check_stored("x", x)
+    if x.ndim != 4 or x.shape[2] % 2:
+        raise ValueError(
+            f"x must have shape (b, t, 2h, d), with an even number of heads; found {tuple(x.shape)}"
+        )
+    if layout == "halves":
+        half = x.shape[2] // 2
+        return x[:, :, :half, :], x[:, :, half:, :]
+    return x[:, :, 0::2, :], x[:, :, 1::2, :]
+
+
+def pair_values(v: Array, layout: str) -> Array:
+    """The values of all pairs (b, t, n, 2e), from v (b, t, 2n, e), by concatenating paired heads.
+
+    The values of differential attention are twice as wide as its keys. unilm projects to n heads of
+    that width. diffllama projects to 2n heads in the layout "halves", which this function joins.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> pair_values(np.arange(4).reshape(1, 1, 4, 1), "halves").reshape(2, 2).tolist()
+    [[0, 2], [1, 3]]
+    """
+    halves = split_heads(v, layout)
+    return namespace(v).concat(list(halves), axis=3)

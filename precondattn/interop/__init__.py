@@ -1,1 +1,0 @@
-"""Functions that translate the names and layouts of other projects to those of this library."""
