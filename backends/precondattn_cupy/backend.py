@@ -41,7 +41,7 @@ KERNELS: KernelTable = {
     pa.UnitRows: "precondattn_cupy.unit_rows:UnitRowsKernels",
     **dict.fromkeys(
         (*SCANNED, pa.ConditionedQuery, pa.PreconditionedKey),
-        "precondattn_cupy.recurrence.leaves:RecurrenceKernels",
+        "precondattn_cupy.scan:RecurrenceKernels",
     ),
     pa.LucidSolve: "precondattn_cupy.lucid.solve:LucidSolveKernels",
     pa.Softmax: ByOption(

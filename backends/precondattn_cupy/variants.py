@@ -20,8 +20,7 @@ from precondattn.frame import Frame
 from precondattn.kernel_backend.backend import KernelRunner
 from precondattn.kernel_backend.limits import LEAST_EPS
 from precondattn_cupy.backend import Cupy
-from precondattn_cupy.launch import CudaLaunch, recorded
-from precondattn_cupy.sources import source
+from precondattn_cupy.launch import CudaLaunch, recorded, source
 from precondattn_kernel_tools.cuda_compiler import Variant
 
 HALF, ALL = ("bfloat16", "float16"), ("bfloat16", "float16", "float32")

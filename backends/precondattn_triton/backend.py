@@ -55,7 +55,7 @@ SHARING = (
 )
 """Recurrences whose pass over the keys can also compute the moments of the keys for CCQ's query."""
 
-_RECURRENCE = "precondattn_triton.recurrence.leaves:RecurrenceKernels"
+_RECURRENCE = "precondattn_triton.recurrence.chunkwise:RecurrenceKernels"
 _CONDITIONED_READ = "precondattn_triton.ccq.conditioned_read:ConditionedRead"
 
 KERNELS: KernelTable = {
@@ -130,7 +130,9 @@ class Triton(KernelBackend):
 
     def refuses_kernels(self, kernels: Kernels, request: Request) -> str | None:
         widest = max(shape[-1] for name, shape in request.shapes if name in ("k", "v", "o"))
-        if widest > WIDEST_ON_AMD and _is_amd():
+        from precondattn_triton.target import is_amd
+
+        if widest > WIDEST_ON_AMD and is_amd():
             return f"its tiles for AMD's GPUs are for widths up to {WIDEST_ON_AMD}; found {widest}"
         return None
 
@@ -140,18 +142,12 @@ class Triton(KernelBackend):
         return capability()
 
     def assembler(self) -> str:
-        from precondattn_triton.assembler import name
+        from precondattn_triton.target import assembler
 
-        return name()
+        return assembler()
 
     def launching(self, inputs: Mapping[str, Array]) -> AbstractContextManager[None]:
         return _on_device(inputs)
-
-
-def _is_amd() -> bool:
-    from precondattn_triton.target import is_amd
-
-    return is_amd()
 
 
 @cache
@@ -171,7 +167,7 @@ def _on_device(inputs: Mapping[str, Array]) -> AbstractContextManager[None]:
         return _interpreted()
     is_elsewhere = tensor.is_cuda and tensor.device.index != torch.cuda.current_device()
     if tensor.is_cuda:
-        from precondattn_triton.assembler import warn_of_old_assembler
+        from precondattn_triton.target import warn_of_old_assembler
 
         warn_of_old_assembler(tensor.device)
     # Most calls need neither, and each takes as long as a third of a launch.

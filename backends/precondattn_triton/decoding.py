@@ -1,11 +1,9 @@
-"""Functions that the decoding kernels share: steps by one token with a cache."""
+"""Host code that the decoding kernels share: masks of a step, and how its cache is divided."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from precondattn.frame import Frame
@@ -15,17 +13,6 @@ from precondattn_triton.tiles import bytes_of
 
 PROGRAMS_PER_PROCESSOR = 2
 """Programs per multiprocessor that read the cache: enough to hide the latency of memory."""
-
-
-@triton.jit
-def query_rows(
-    q, head, heads, group, width, q_b, q_h, q_d, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """The queries of a group of heads (ROWS, d); the remaining rows are 0."""
-    row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH).to(tl.int64)
-    at = q + head // heads * q_b + (head % heads * group + row[:, None]) * q_h
-    inside = (row < group)[:, None] & (channel < width)[None, :]
-    return tl.load(at + channel[None, :] * q_d, mask=inside, other=0.0).to(tl.float32)
 
 
 class StepMasks(NamedTuple):

@@ -45,31 +45,6 @@ def is_token(valid, batch, tokens, count):
 
 
 @triton.jit
-def may_attend(row, column, is_key, batch, t, s, segment, CAUSAL: tl.constexpr):
-    """The attention mask: query `row` of t may attend to key `column` of s. Shapes broadcast."""
-    mask = is_key
-    position = row + (s - t)
-    if CAUSAL:
-        mask = mask & (column <= position)
-    if segment is not None:
-        begins = segment + batch * 2 * s
-        is_present = (position >= 0) & (position < s)
-        of_query = tl.load(begins + position, mask=is_present, other=-1)
-        of_key = tl.load(begins + column, mask=column < s, other=0)
-        mask = mask & (of_query == of_key)
-    return mask
-
-
-@triton.jit
-def segments_met(segment, batch, s, first, count):
-    """The first token of the segment of token `first`, and the end of that of `count` − 1 later."""
-    begins = segment + batch * 2 * s
-    last = tl.minimum(tl.maximum(first + count, 1), s) - 1
-    first = tl.minimum(tl.maximum(first, 0), s - 1)
-    return tl.load(begins + first), tl.load(begins + s + last)
-
-
-@triton.jit
 def addresses(start, tokens, token_stride, channels, channel_stride):
     """Addresses (tokens, channels) of a head that begins at `start`."""
     rows = tokens.to(tl.int64)[:, None] * token_stride
@@ -78,27 +53,13 @@ def addresses(start, tokens, token_stride, channels, channel_stride):
 
 @triton.jit
 def load_tile(
-    start,
-    tokens,
-    is_present,
-    token_stride,
-    channel_stride,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """A tile (tokens, PADDED); 0 for tokens that are not present and in channels from WIDTH on."""
-    channels = tl.arange(0, PADDED)
-    at = addresses(start, tokens, token_stride, channels, channel_stride)
-    return tl.load(at, mask=is_present[:, None] & (channels < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def store_tile(start, tokens, is_present, token_stride, tile, WIDTH: tl.constexpr):
-    """Store the first WIDTH channels of a tile, contiguously, in the dtype of the array."""
-    channels = tl.arange(0, tile.shape[1])
+    start, tokens, is_present, token_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, first=0
+):  # fmt: skip
+    """PADDED channels of tokens from channel `first` on, of a head with contiguous channels; 0 for
+    tokens that are not present and from channel WIDTH on."""
+    channels = first + tl.arange(0, PADDED)
     at = addresses(start, tokens, token_stride, channels, 1)
-    mask = is_present[:, None] & (channels < WIDTH)[None, :]
-    tl.store(at, tile.to(start.dtype.element_ty), mask=mask)
+    return tl.load(at, mask=is_present[:, None] & (channels < WIDTH)[None, :], other=0.0)
 
 
 class Heads(NamedTuple):
@@ -114,6 +75,16 @@ class Heads(NamedTuple):
 def heads(array: torch.Tensor) -> Heads:
     """The argument of a kernel that reads heads of the array."""
     return Heads(array, *array.stride())
+
+
+class CallSizes(NamedTuple):
+    """The sizes of a call, as an argument of a kernel."""
+
+    scale: float
+    t: int
+    s: int
+    h: int
+    n: int
 
 
 @triton.jit

@@ -10,6 +10,7 @@ underflows. Grid: one program per block of rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,23 +24,40 @@ from precondattn.kernel_backend.limits import padded_width, refuses_eps
 from precondattn.spec.unit_rows import UnitRows
 from precondattn_triton.configurations import configuration
 from precondattn_triton.launching import cdiv, launch
+from precondattn_triton.tiles import heads
 
 WIDEST = 512
 SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 """The smallest normal float32, the dtype in which rows are computed."""
 
 
+class RowSizes(NamedTuple):
+    """The sizes of an array (b, tokens, heads, width), as an argument of a kernel."""
+
+    rows: int
+    tokens: int
+    heads: int
+    width: int
+
+
 @triton.jit
-def load_row_tile(
-    array, row, tokens, heads, width, array_b, array_t, array_h, array_e,
-    rows, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Rows (b, t, h, ·) by their index in (b t h), in float32; 0 outside the array."""
-    b, t, h = row // (tokens * heads), row // heads % tokens, row % heads
+def load_row_tile(x, row, sizes, WIDTH: tl.constexpr):
+    """Rows of `Heads` (b, t, h, ·) by their index in (b t h), in float32; 0 outside the array."""
+    h, t = sizes.heads, sizes.tokens
+    of_row = row // (t * h) * x.batch + row // h % t * x.token + row % h * x.head
     channel = tl.arange(0, WIDTH).to(tl.int64)
-    at = array + (b * array_b + t * array_t + h * array_h)[:, None] + channel[None, :] * array_e
-    inside = (row < rows)[:, None] & (channel < width)[None, :]
+    inside = (row < sizes.rows)[:, None] & (channel < sizes.width)[None, :]
+    at = x.array + of_row[:, None] + channel[None, :] * x.channel
     return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_row_tile(array, row, sizes, tile, WIDTH: tl.constexpr):
+    """Store rows by their index in a contiguous array."""
+    channel = tl.arange(0, WIDTH)
+    inside = (row < sizes.rows)[:, None] & (channel < sizes.width)[None, :]
+    at = array + row[:, None] * sizes.width + channel[None, :]
+    tl.store(at, tile.to(array.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -56,41 +74,28 @@ def divisors(o, eps):
 
 
 @triton.jit
-def unit_rows(
-    o, y, rows, tokens, heads, width, eps, o_b, o_t, o_h, o_e,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def unit_rows(o, y, sizes, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Write `y` (b, t, h, e), which is contiguous."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    rows_in = load_row_tile(o, row, tokens, heads, width, o_b, o_t, o_h, o_e, rows, WIDTH)
+    rows_in = load_row_tile(o, row, sizes, WIDTH)
     size, root, _ = divisors(rows_in, eps)
-    channel = tl.arange(0, WIDTH)
-    inside = (row < rows)[:, None] & (channel < width)[None, :]
-    result = rows_in / size[:, None] / root[:, None]
-    tl.store(
-        y + row[:, None] * width + channel[None, :], result.to(y.dtype.element_ty), mask=inside
-    )
+    store_row_tile(y, row, sizes, rows_in / size[:, None] / root[:, None], WIDTH)
 
 
 @triton.jit
 def unit_rows_vjp(
-    o, d_y, d_o, rows, tokens, heads, width, eps, o_b, o_t, o_h, o_e, y_b, y_t, y_h, y_e,
-    DETACH: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    o, d_y, d_o, sizes, eps, DETACH: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """Write `d_o` (b, t, h, e), which is contiguous."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    rows_in = load_row_tile(o, row, tokens, heads, width, o_b, o_t, o_h, o_e, rows, WIDTH)
-    cotangent = load_row_tile(d_y, row, tokens, heads, width, y_b, y_t, y_h, y_e, rows, WIDTH)
+    rows_in = load_row_tile(o, row, sizes, WIDTH)
+    cotangent = load_row_tile(d_y, row, sizes, WIDTH)
     size, root, longer = divisors(rows_in, eps)
     if not DETACH:
         unit = rows_in / size[:, None] / root[:, None]
         along = tl.where(longer, tl.sum(unit * cotangent, axis=1), 0.0)
         cotangent -= unit * along[:, None]
-    channel = tl.arange(0, WIDTH)
-    inside = (row < rows)[:, None] & (channel < width)[None, :]
-    gradient = cotangent / root[:, None] / size[:, None]
-    at = d_o + row[:, None] * width + channel[None, :]
-    tl.store(at, gradient.to(d_o.dtype.element_ty), mask=inside)
+    store_row_tile(d_o, row, sizes, cotangent / root[:, None] / size[:, None], WIDTH)
 
 
 class UnitRowsKernels:
@@ -112,17 +117,7 @@ class UnitRowsKernels:
         o = x["o"]
         y = torch.empty_like(o, memory_format=torch.contiguous_format)
         grid, sizes, constants = _launch(o)
-        eps = leaf.eps_above(SMALLEST_NORMAL)
-        launch(
-            unit_rows,
-            grid,
-            o,
-            y,
-            *sizes,
-            eps,
-            *o.stride(),
-            **constants,
-        )
+        launch(unit_rows, grid, heads(o), y, sizes, leaf.eps_above(SMALLEST_NORMAL), **constants)
         return y, ()
 
     def backward(
@@ -137,10 +132,9 @@ class UnitRowsKernels:
         o = x["o"]
         d_o = torch.empty_like(o, memory_format=torch.contiguous_format)
         grid, sizes, constants = _launch(o)
-        eps = leaf.eps_above(SMALLEST_NORMAL)
         launch(
             unit_rows_vjp, grid,
-            o, cotangent, d_o, *sizes, eps, *o.stride(), *cotangent.stride(),
+            heads(o), heads(cotangent), d_o, sizes, leaf.eps_above(SMALLEST_NORMAL),
             DETACH=leaf.detach, **constants,
         )  # fmt: skip
         return {"o": d_o}
@@ -157,13 +151,9 @@ class UnitRowsKernels:
         return ()
 
 
-def _launch(o: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
+def _launch(o: Tensor) -> tuple[tuple[int], RowSizes, dict[str, int]]:
     b, t, h, e = o.shape
     width = padded_width(e)
     tuned = configuration("unit_rows", width, o.dtype.itemsize == 2, o)
-    grid = (cdiv(b * t * h, tuned.rows),)
-    return (
-        grid,
-        (b * t * h, t, h, e),
-        {"ROWS": tuned.rows, "WIDTH": width, "num_warps": tuned.warps},
-    )
+    constants = {"ROWS": tuned.rows, "WIDTH": width, "num_warps": tuned.warps}
+    return (cdiv(b * t * h, tuned.rows),), RowSizes(b * t * h, t, h, e), constants

@@ -30,7 +30,7 @@ from precondattn.kernel_backend.code_hash import code_of
 from precondattn.kernel_backend.kernel_table import recurrences_in
 from precondattn.kernel_backend.ledger import LedgerEntry
 from precondattn_cupy import backend as cupy_backend
-from precondattn_cupy.sources import FOLDER
+from precondattn_cupy.launch import FOLDER
 from precondattn_triton import backend as triton_backend
 from precondattn_triton.backend import Triton
 
@@ -194,7 +194,7 @@ MAKER = SimpleNamespace(
     **runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make_kernels.py"))
 )
 TRITON = MAKER.COLUMNS[0]
-CLASS = "precondattn_triton.recurrence.leaves:RecurrenceKernels"
+CLASS = "precondattn_triton.recurrence.chunkwise:RecurrenceKernels"
 
 
 @pytest.mark.thorough

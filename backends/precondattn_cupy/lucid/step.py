@@ -13,9 +13,8 @@ from precondattn.frame import Frame
 from precondattn.kernel_backend.lucid_step import LucidStepKernels, leaves_of
 from precondattn_cupy.configurations import configuration, padded_width
 from precondattn_cupy.launch import cpp_type, launch
-from precondattn_cupy.layout import by_16, empty, in_one_piece
+from precondattn_cupy.layout import by_16, empty, in_one_piece, past_of, processors
 from precondattn_cupy.lucid.solve import LOG2_E
-from precondattn_cupy.past import past_of, processors
 
 BLOCKS_PER_PROCESSOR = 8
 """Blocks of `lucid_read` per multiprocessor: enough to hide memory latency with few warps each."""

@@ -12,8 +12,7 @@ from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.softmax import Softmax
 from precondattn_cupy.configurations import padded_width
 from precondattn_cupy.launch import GRID_LIMITS, cpp_type, launch
-from precondattn_cupy.layout import empty, in_one_piece
-from precondattn_cupy.past import past_of, processors
+from precondattn_cupy.layout import empty, in_one_piece, past_of, processors
 from precondattn_cupy.softmax.attention import LOG2_E, refusal
 
 WARPS, COLUMNS, ROWS = 4, 16, 16

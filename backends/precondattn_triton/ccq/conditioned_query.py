@@ -27,14 +27,13 @@ from precondattn.spec.linear_family import forget_other_segments, queries_of_sta
 from precondattn.spec.recurrence import Stream
 from precondattn_triton.ccq import contraction, contraction_gradient, moments_gradient, row_lengths
 from precondattn_triton.precision import is_half, product_precision
-from precondattn_triton.recurrence import moments as moments_of_keys
 from precondattn_triton.recurrence.chunk_arrays import (
-    Arguments,
     ChunkCall,
-    strides_of,
+    shared_heads,
     tokens_of_chunk,
 )
 from precondattn_triton.recurrence.chunkwise import prepare_numbers
+from precondattn_triton.recurrence.moments import Moments, carry_moments
 from precondattn_triton.tiles import bytes_of, factor_dtype
 
 Tensors = Mapping[str, Tensor]
@@ -50,7 +49,7 @@ class KeyGradients(NamedTuple):
 class Conditioned:
     """One call: queries (b, t, h, d), keys (b, s, n, d), and λ (b, t, h).
 
-    First `carry` computes the moments, or a backbone's pass with `moment_arguments` does. Then
+    First `carry` computes the moments, or a backbone's pass with `moments` does. Then
     `contract` computes the queries, or `backward` the gradients.
     """
 
@@ -71,8 +70,8 @@ class Conditioned:
         if has_segments:
             prepare_numbers(call, stream)
         valid = bytes_of(frame.among_keys(s).q_valid, b)
-        call.arguments |= {"valid": valid, "contraction": x["contraction"]}
-        call.arguments["l_strides"] = strides_of(x["contraction"].transpose(1, 2))
+        of_queries = shared_heads(x["contraction"].transpose(1, 2))
+        call.arguments |= {"valid": valid, "contraction": of_queries}
         self.unit = torch.empty((b, s, n, d), dtype=k.dtype, device=k.device)
         """k̄"""
         call.arguments |= {"least": math.sqrt(eps), "k_scale": call.empty(b * n, call.tokens)}
@@ -80,43 +79,31 @@ class Conditioned:
             row_lengths.unit_keys,
             "row_lengths",
             (call.count, b * n),
-            x=k,
+            x=shared_heads(k),
             inverse=call.arguments["k_scale"],
             unit=self.unit,
-            x_strides=strides_of(k),
         )
-        unit = self.unit.transpose(1, 2)
-        call.arguments |= {"k": unit, "k_strides": strides_of(unit)}
+        call.arguments["k"] = shared_heads(self.unit.transpose(1, 2))
 
-    def _allocate_moments(self) -> dict[str, Tensor]:
-        """Allocate moments in the dtype of factors (m, chunks, d, d), sums and counts."""
+    def moments(self, *, reads_unit_keys: bool = True) -> Moments:
+        """The moments, to be computed in a pass over the keys k̄, or over k."""
         call = self.call
-        heads, width = call.b * call.m, call.width
-        workspace = {
-            "moments": call.empty(
-                heads, call.count, width, width, dtype=factor_dtype(self.unit.dtype)
-            ),
-            "sums": call.empty(heads, call.count, width),
-            "counts": call.empty(heads, call.count),
-        }
-        call.arguments |= workspace
-        return workspace
-
-    def moment_arguments(self, reads_unit_keys: bool) -> Arguments:
-        """The arguments of a backbone's pass that also computes the moments."""
-        arguments = self.call.arguments
-        of_call = {f"unit_{name}": arguments[name] for name in ("valid", "writing", "total")}
-        scale = None if reads_unit_keys else arguments["k_scale"]
-        return {"unit": self.unit, "unit_scale": scale, **of_call, **self._allocate_moments()}
+        heads, width, dtype = call.b * call.m, call.width, factor_dtype(self.unit.dtype)
+        second = call.empty(heads, call.count, width, width, dtype=dtype)
+        sums, counts = call.empty(heads, call.count, width), call.empty(heads, call.count)
+        call.arguments |= {"moments": second, "sums": sums, "counts": counts}
+        scale = None if reads_unit_keys else call.arguments["k_scale"]
+        valid, writing, total = (call.arguments[name] for name in ("valid", "writing", "total"))
+        return Moments(self.unit, scale, valid, writing, total, second, sums, counts)
 
     def carry(self) -> None:
         """Compute the moments in a separate pass."""
         call, block = self.call, self.call.keys("chunk_moments")
-        self._allocate_moments()
         call.launch(
-            moments_of_keys.carry_moments,
+            carry_moments,
             "chunk_moments",
             (call.width // block, call.b * call.m),
+            moments=self.moments(),
             BLOCK=block,
         )
 
@@ -136,7 +123,7 @@ class Conditioned:
         call = self.call
         heads, (b, t, m, r, d) = call.b * call.m, (call.b, call.t, call.m, call.r, call.d)
         d_o = queries_of_states(d_o, m)
-        call.arguments |= {"d_o": d_o, "o_strides": strides_of(d_o)}
+        call.arguments["d_o"] = shared_heads(d_o)
         for name in ("q_scale", "weight", "mean_q", "mean_h"):
             call.arguments[name] = call.empty(heads * r, call.tokens)
         d_q = call.empty(b, t, m, r, d, dtype=self.unit.dtype)

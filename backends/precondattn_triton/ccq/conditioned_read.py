@@ -37,9 +37,14 @@ from precondattn.spec.stateful import Stateful
 from precondattn_triton.ccq.conditioned_query import Conditioned, KeyGradients
 from precondattn_triton.precision import is_half
 from precondattn_triton.recurrence.chunk_arrays import ChunkCall, tokens_of_chunk
-from precondattn_triton.recurrence.chunkwise import carry, prepare, read_states
+from precondattn_triton.recurrence.chunkwise import (
+    RecurrenceKernels,
+    carry,
+    form_of,
+    prepare,
+    read_states,
+)
 from precondattn_triton.recurrence.chunkwise_gradient import gradients
-from precondattn_triton.recurrence.leaves import RecurrenceKernels, form_of
 
 Tensors = Mapping[str, Tensor]
 
@@ -201,7 +206,8 @@ class _Both:
             d_o = queries_of_states(cotangent.to(self.stream.v.dtype), self.call.m)
         prepare(self.call, self.stream, d_o)
         has_unit_keys = wires.reads_unit_keys or is_by_channel
-        carry(self.call, self.query.moment_arguments(has_unit_keys) if shares else None)
+        moments = self.query.moments(reads_unit_keys=has_unit_keys) if shares else None
+        carry(self.call, moments)
         if shares and not is_given:
             self.query.contract(contracted)
 

@@ -25,6 +25,7 @@ from precondattn_triton.recurrence.chunk_tiles import (
     product,
     store_tokens,
 )
+from precondattn_triton.recurrence.decay_factors import numbers_of
 from precondattn_triton.recurrence.moments import counted
 from precondattn_triton.tiles import load_rows
 
@@ -53,49 +54,29 @@ def centred(pairs, decay, with_sums, reads, number):
 
 @triton.jit
 def contract(
-    q,
-    k,
-    contraction,
-    valid,
-    gates,
-    reading,
-    moments,
-    sums,
-    counts,
-    o,
-    heads,
-    queries,
-    s,
-    t,
-    tokens,
-    d,
-    least,
-    q_strides,
-    k_strides,
-    l_strides,
-    CHUNK: tl.constexpr,
-    KEYS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k, contraction, valid, gates, reading, moments, sums, counts, o, sizes, least,
+    CHUNK: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Write q^c of one query per token to `o` (b, t, m, r, d). k has rows of length 1, q any.
 
     `least` is √ε of the lengths.
     """
+    heads, queries, s = sizes.heads, sizes.queries, sizes.s
+    t, tokens, d = sizes.t, sizes.tokens, sizes.d
     query = tl.program_id(1).to(tl.int64)
     head, row = query // queries, query % queries
     chunk = tl.program_id(0)
     start, at = chunk * CHUNK, head * (tokens // CHUNK) + chunk
     position = tl.arange(0, CHUNK)
-    q = head_of(q, head, heads, q_strides) + row * q_strides.row
-    k = head_of(k, head, heads, k_strides)
+    q_start = head_of(q, head, heads) + row * q.row
+    k_start = head_of(k, head, heads)
     contracted = tl.zeros((CHUNK, WIDTH), tl.float32)
     pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
     with_sums = tl.zeros((CHUNK,), tl.float32)
     size, square = no_squares(least, CHUNK)
     for c in range(0, WIDTH, KEYS):
-        query_rows = load_head(q, start - s + t, c, t, d, q_strides, CHUNK, KEYS)
-        keys = load_head(k, start, c, s, d, k_strides, CHUNK, KEYS)
+        query_rows = load_head(q, q_start, start - s + t, c, t, d, CHUNK, KEYS)
+        keys = load_head(k, k_start, start, c, s, d, CHUNK, KEYS)
         pairs += product(query_rows, tl.trans(keys), PRECISION)
         moment = load_rows(moments, at, WIDTH, c, KEYS, WIDTH, 0, WIDTH)
         contracted += product(query_rows, moment, PRECISION)
@@ -111,20 +92,12 @@ def contract(
     contracted *= (reads * scale)[:, None]
     sum_of = tl.load(sums + at * WIDTH + tl.arange(0, WIDTH))
     contracted -= (reads * mean)[:, None] * sum_of[None, :]
-    keys = load_head(k, start, 0, s, d, k_strides, CHUNK, WIDTH)
+    keys = load_head(k, k_start, start, 0, s, d, CHUNK, WIDTH)
     contracted += product(pairs.to(moments.dtype.element_ty), keys, PRECISION)
     token = start - s + t + position.to(tl.int64)
-    strength = (
-        contraction
-        + head // heads * l_strides.batch
-        + (head % heads * queries + row) * l_strides.head
-    )
-    strength = tl.load(
-        strength + token * l_strides.token, mask=(token >= 0) & (token < t), other=0.0
-    )
-    query_rows = load_head(q, start - s + t, 0, t, d, q_strides, CHUNK, WIDTH).to(tl.float32)
-    contracted = (
-        query_rows * scale[:, None] - (strength.to(tl.float32) / number)[:, None] * contracted
-    )
+    is_present = (token >= 0) & (token < t)
+    strength = numbers_of(contraction, query, heads * queries, token, is_present)
+    query_rows = load_head(q, q_start, start - s + t, 0, t, d, CHUNK, WIDTH).to(tl.float32)
+    contracted = query_rows * scale[:, None] - (strength / number)[:, None] * contracted
     o += ((head // heads * t * heads + head % heads) * queries + row) * d
     store_tokens(o, start - s + t, 0, t, d, heads * queries * d, contracted)

@@ -57,24 +57,13 @@ def inverse_length(size, square):
 
 
 @triton.jit
-def unit_keys(
-    x,
-    inverse,
-    unit,
-    heads,
-    tokens,
-    s,
-    d,
-    least,
-    x_strides,
-    CHUNK: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+def unit_keys(x, inverse, unit, sizes, least, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
     """Write 1 / n of the keys x (b, m, s, d) to `inverse` (m, T), and x̄ to `unit` (b, s, m, d)."""
+    heads, s, tokens, d = sizes.heads, sizes.s, sizes.tokens, sizes.d
     head = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0) * CHUNK
-    x = head_of(x, head, heads, x_strides)
-    rows = load_head(x, start, 0, s, d, x_strides, CHUNK, WIDTH).to(tl.float32)
+    x_start = head_of(x, head, heads)
+    rows = load_head(x, x_start, start, 0, s, d, CHUNK, WIDTH).to(tl.float32)
     size, square = no_squares(least, CHUNK)
     size, square = with_squares(size, square, rows)
     at = head * tokens + start + tl.arange(0, CHUNK)

@@ -20,34 +20,34 @@ import triton.language as tl
 
 from precondattn_triton.lucid.gradient import products, weighted_keys
 from precondattn_triton.lucid.tiles import reach, weights
-from precondattn_triton.tiles import load_rows
+from precondattn_triton.tiles import load_rows, start_of
 
 
 @triton.jit
 def one_side(
-    left, right, keys, segments, head, tokens, a_start, low, high, s, width, scale, shift,
-    left_s, left_e, right_s, right_e,
-    HAS_SEGMENTS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    left, left_start, right, right_start, keys, segments, head, tokens, a_start, low, high,
+    s, width, scale, shift,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr,
     KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Σ_b (left_a · right_b) Φ_ab z_b over the tokens b from `low` to `high`."""
     a_keys = load_rows(keys, head, tokens, a_start, TILE, KEY_WIDTH, 0, KEY_WIDTH)
     total = tl.zeros((TILE, KEY_WIDTH), tl.float32)
     IS_HALF: tl.constexpr = (
-        keys.dtype.element_ty == tl.float16 and left.dtype.element_ty == tl.bfloat16
+        keys.dtype.element_ty == tl.float16 and left.array.dtype.element_ty == tl.bfloat16
     )
-    if HAS_SEGMENTS:
+    if segments is not None:
         begin, end = reach(segments, tokens, a_start, TILE)
         low = tl.maximum(low, begin // COLUMNS * COLUMNS)
         high = tl.minimum(high, end)
     for b_start in range(low, high, COLUMNS):
         g = products(
-            left, right, a_start, b_start, s, width, left_s, left_e, right_s, right_e,
+            left, left_start, right, right_start, a_start, b_start, s, width,
             TILE, COLUMNS, WIDTH, CHUNKS, PRECISION,
         )  # fmt: skip
         total += weighted_keys(
             g, a_keys, keys, segments, head, tokens, a_start, b_start,
-            scale, shift, HAS_SEGMENTS, COLUMNS, KEY_WIDTH, PRECISION, IS_HALF,
+            scale, shift, COLUMNS, KEY_WIDTH, PRECISION, IS_HALF,
         )  # fmt: skip
     return total
 
@@ -56,31 +56,29 @@ def one_side(
 def at_border(
     keys, segments, y, d_v, d_keys,
     s, heads, tokens, width, half, scale, shift, score_scale,
-    y_b, y_s, y_n, y_e, d_v_b, d_v_s, d_v_n, d_v_e,
-    HAS_SEGMENTS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr,
     KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of dz (m, T, D); y and dv (b, s, n, e) are 0 for invalid tokens."""
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
-    if HAS_SEGMENTS:
+    if segments is not None:
         segments += b * 2 * tokens
-    y += b * y_b + n * y_n
-    d_v += b * d_v_b + n * d_v_n
+    y_start, d_v_start = start_of(y, b, n), start_of(d_v, b, n)
     a_start = tl.program_id(0) * TILE
     block = a_start // half
     if block % 2 == 1:
         total = one_side(
-            d_v, y, keys, segments, head, tokens, a_start, (block - 1) * half, block * half,
-            s, width, scale, shift, d_v_s, d_v_e, y_s, y_e,
-            HAS_SEGMENTS, TILE, COLUMNS, KEY_WIDTH, WIDTH, CHUNKS, PRECISION,
+            d_v, d_v_start, y, y_start, keys, segments, head, tokens, a_start,
+            (block - 1) * half, block * half, s, width, scale, shift,
+            TILE, COLUMNS, KEY_WIDTH, WIDTH, CHUNKS, PRECISION,
         )  # fmt: skip
     else:
         end = tl.minimum((block + 2) * half, s)
         total = one_side(
-            y, d_v, keys, segments, head, tokens, a_start, (block + 1) * half, end,
-            s, width, scale, shift, y_s, y_e, d_v_s, d_v_e,
-            HAS_SEGMENTS, TILE, COLUMNS, KEY_WIDTH, WIDTH, CHUNKS, PRECISION,
+            y, y_start, d_v, d_v_start, keys, segments, head, tokens, a_start,
+            (block + 1) * half, end, s, width, scale, shift,
+            TILE, COLUMNS, KEY_WIDTH, WIDTH, CHUNKS, PRECISION,
         )  # fmt: skip
     token = (head * tokens + a_start + tl.arange(0, TILE))[:, None]
     at = d_keys + token * KEY_WIDTH + tl.arange(0, KEY_WIDTH)[None, :]
@@ -91,28 +89,26 @@ def at_border(
 def within(
     chunk_scores, segments, y, d_v, d_chunk_scores,
     s, heads, tokens, width, scale, shift, score_scale,
-    y_b, y_s, y_n, y_e, d_v_b, d_v_s, d_v_n, d_v_e,
-    HAS_SEGMENTS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dS (m, T, C) of a tile of tokens and all tokens of their chunk; strictly lower triangular."""
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
-    if HAS_SEGMENTS:
+    if segments is not None:
         segments += b * 2 * tokens
-    y += b * y_b + n * y_n
-    d_v += b * d_v_b + n * d_v_n
+    y_start, d_v_start = start_of(y, b, n), start_of(d_v, b, n)
     a_start = tl.program_id(0) * TILE
     a = a_start + tl.arange(0, TILE)
     begin = a_start // CHUNK * CHUNK
     for column in range(0, CHUNK, COLUMNS):
         b_start = begin + column
         g = products(
-            d_v, y, a_start, b_start, s, width, d_v_s, d_v_e, y_s, y_e,
+            d_v, d_v_start, y, y_start, a_start, b_start, s, width,
             TILE, COLUMNS, WIDTH, CHUNKS, PRECISION,
         )  # fmt: skip
         scores = load_rows(chunk_scores, head, tokens, a_start, TILE, COLUMNS, column, CHUNK)
-        d_tile = weights(scores, segments, a_start, b_start, scale, shift, HAS_SEGMENTS)
+        d_tile = weights(scores, segments, a_start, b_start, scale, shift)
         is_before = a[:, None] > (b_start + tl.arange(0, COLUMNS))[None, :]
         d_tile = tl.where(is_before, -score_scale * g * d_tile, 0.0)
         at = d_chunk_scores + (head * tokens + a)[:, None] * CHUNK + column

@@ -26,6 +26,16 @@ where S are the scores within a chunk. Backward, the loop runs from the last lev
 
 then through the chunks. Memory holds, per token, z as an operand for each level, C numbers of S,
 and 2 d² / C of P. Matrices C × d and d × d are multiplied by PyTorch's batched products.
+
+A level has blocks of `half` tokens, and a border in the middle of every pair of blocks. With P the
+product of the reflections of the other block, two kernels carry rows across it, and the gradient,
+
+    cross         z = x,    x ← x P        cross_back    dx ← dx Pᵀ + dz
+                  z = κ,    κ ← κ Pᵀ                     dκ ← dκ P + dz
+
+If the other block is not complete, the sequence ends there, and rows need not cross it. Rows are
+float32, (2, m, T, D): κ, then x; z (m, T, D) are operands of products, and dz is float32. Grid: one
+program per tile of rows and head. 2 D² products per token.
 """
 
 from __future__ import annotations
@@ -34,15 +44,86 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.lucid import border_gradient as lucid_border_gradient
-from precondattn_triton.lucid import crossing as lucid_crossing
 from precondattn_triton.lucid.plan import LucidPlan
 from precondattn_triton.path.chunk_gradient import ChunkGradients, through_chunks
 from precondattn_triton.path.chunks import PathChunks, path_chunks
-from precondattn_triton.tiles import KernelMasks
+from precondattn_triton.tiles import KernelMasks, heads, load_rows
+
+PART = 32
+"""Channels of a product that a program computes at once."""
+
+
+@triton.jit
+def other_side(rows, head, heads, tokens, start, half, WIDTH: tl.constexpr):
+    """The address of x or κ of a tile's head, the block across the border, and whether it is x."""
+    block = start // half
+    is_query = block % 2
+    return rows + (is_query * heads + head) * tokens * WIDTH, block + 1 - 2 * is_query, is_query
+
+
+@triton.jit
+def times_part(
+    rows, whole, first, is_transposed,
+    WIDTH: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Channels `first` … of rows P, or, transposed, of rows Pᵀ."""
+    channels, columns = tl.arange(0, WIDTH), first + tl.arange(0, PART)
+    if is_transposed:
+        factor = tl.trans(tl.load(whole + columns[:, None] * WIDTH + channels[None, :]))
+    else:
+        factor = tl.load(whole + channels[:, None] * WIDTH + columns[None, :])
+    return tl.dot(rows, factor.to(tl.float32), input_precision=PRECISION)
+
+
+@triton.jit
+def cross(
+    rows, whole, at_border, tokens, half, blocks,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`whole` (m, blocks, D, D) is P of the complete blocks of the level."""
+    head, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    start = tl.program_id(0) * ROWS
+    at_head, other, is_query = other_side(rows, head, heads, tokens, start, half, WIDTH)
+    tile = load_rows(at_head, 0, tokens, start, ROWS, WIDTH, 0, WIDTH)
+    token = (start + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    at = at_border + (head * tokens + token) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tl.store(at, tile.to(at_border.dtype.element_ty))
+    if other < blocks:
+        # No thread may overwrite rows that another thread has not read yet.
+        tl.debug_barrier()
+        whole += (head * blocks + other) * WIDTH * WIDTH
+        for first in range(0, WIDTH, PART):
+            part = times_part(tile, whole, first, is_query == 0, WIDTH, PART, PRECISION)
+            tl.store(at_head + token * WIDTH + first + tl.arange(0, PART)[None, :], part)
+
+
+@triton.jit
+def cross_back(
+    d_rows, whole, d_at_border, tokens, half, blocks,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of `cross`: replace that of rows after it by that of rows before it."""
+    head, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    start = tl.program_id(0) * ROWS
+    at_head, other, is_query = other_side(d_rows, head, heads, tokens, start, half, WIDTH)
+    tile = load_rows(at_head, 0, tokens, start, ROWS, WIDTH, 0, WIDTH)
+    token = (start + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    # No thread may overwrite rows that another thread has not read yet.
+    tl.debug_barrier()
+    if other < blocks:
+        whole += (head * blocks + other) * WIDTH * WIDTH
+    for first in range(0, WIDTH, PART):
+        at = token * WIDTH + first + tl.arange(0, PART)[None, :]
+        d_part = tl.load(d_at_border + head * tokens * WIDTH + at)
+        if other < blocks:
+            d_part += times_part(tile, whole, first, is_query == 1, WIDTH, PART, PRECISION)
+        tl.store(at_head + at, d_part)
 
 
 class LucidBorders(NamedTuple):
@@ -93,13 +174,14 @@ def borders_of(
     chunk_scores = torch.baddbmm(stacked @ stacked.mT, b, zr, alpha=-1)
     chunk_scores = chunk_scores.view(plan.heads, plan.tokens, chunks.size)
     rows = torch.stack((chunks.keys, torch.baddbmm(stacked, b, u, alpha=-1).view_as(chunks.keys)))
-    products = [_identity_minus(w.mT @ u).to(plan.dtype).unflatten(0, (plan.heads, -1))]
+    whole = torch.eye(w.shape[2], device=w.device) - w.mT @ u
+    products = [whole.to(plan.dtype).unflatten(0, (plan.heads, -1))]
     levels = (cdiv(plan.tokens, chunks.size) - 1).bit_length()
     keys = unit.new_empty((levels, *unit.shape))
     for level in range(levels):
         half, is_last = chunks.size << level, level == levels - 1
         launch(
-            lucid_crossing.cross, (plan.tokens // plan.reflections.rows, plan.heads),
+            cross, (plan.tokens // plan.reflections.rows, plan.heads),
             rows, products[level], keys[level], plan.tokens, half,
             0 if is_last and not to_start else plan.tokens // half, **_crossing(plan),
         )  # fmt: skip
@@ -129,33 +211,33 @@ def borders_gradient(
     d_keys = torch.empty_like(d_rows[0])
     d_products = None
     scores = {
-        "HAS_SEGMENTS": segments is not None, "WIDTH": plan.chunk, "CHUNKS": plan.chunks,
+        "WIDTH": plan.chunk, "CHUNKS": plan.chunks,
         "PRECISION": plan.precision,
         "num_warps": plan.gradient.warps, "num_stages": plan.gradient.stages,
     }  # fmt: skip
     sizes = plan.s, plan.n, plan.tokens, plan.e
-    factors = *plan.score_factors, plan.scale, *y.stride(), *d_v.stride()
+    factors = *plan.score_factors, plan.scale
     levels = len(borders.keys)
     for level in reversed(range(levels)):
         half, blocks = borders.chunks.size << level, 0
         rows, columns = (min(tile, half) for tile in plan.gradient[:2])
         launch(
             lucid_border_gradient.at_border, (plan.tokens // rows, plan.heads),
-            borders.keys[level], segments, y, d_v, d_keys, *sizes, half, *factors,
+            borders.keys[level], segments, heads(y), heads(d_v), d_keys, *sizes, half, *factors,
             TILE=rows, COLUMNS=columns, KEY_WIDTH=plan.key_width, **scores,
         )  # fmt: skip
         if level < levels - 1:
             blocks = plan.tokens // half
             d_products = _products_gradient(borders, level, d_rows, d_products)
         launch(
-            lucid_crossing.cross_back, (plan.tokens // plan.reflections.rows, plan.heads),
+            cross_back, (plan.tokens // plan.reflections.rows, plan.heads),
             d_rows, borders.products[level], d_keys, plan.tokens, half, blocks, **_crossing(plan),
         )  # fmt: skip
     d_scores = torch.empty_like(borders.chunk_scores)
     rows, columns = (min(tile, borders.chunks.size) for tile in plan.gradient[:2])
     launch(
         lucid_border_gradient.within, (plan.tokens // rows, plan.heads),
-        borders.chunk_scores, segments, y, d_v, d_scores, *sizes, *factors,
+        borders.chunk_scores, segments, heads(y), heads(d_v), d_scores, *sizes, *factors,
         TILE=rows, COLUMNS=columns, CHUNK=borders.chunks.size, **scores,
     )  # fmt: skip
     if d_products is None:  # There was at most one level, so no row crossed a block.
@@ -213,7 +295,7 @@ def _crossing(plan: LucidPlan) -> dict[str, int | str]:
     tuned = plan.reflections
     return {
         "ROWS": tuned.rows, "WIDTH": plan.key_width,
-        "PART": min(lucid_crossing.PART, plan.key_width),
+        "PART": min(PART, plan.key_width),
         "PRECISION": plan.precision, "num_warps": tuned.warps, "num_stages": tuned.stages,
     }  # fmt: skip
 
@@ -227,7 +309,3 @@ def _halves(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """The first and the second blocks of all complete pairs of (m, blocks, …)."""
     pairs = blocks[:, : blocks.shape[1] // 2 * 2]
     return pairs[:, 0::2], pairs[:, 1::2]
-
-
-def _identity_minus(a: Tensor) -> Tensor:
-    return torch.eye(a.shape[-1], dtype=a.dtype, device=a.device) - a

@@ -15,21 +15,23 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.lucid.tiles import phi, reach
-from precondattn_triton.tiles import load_rows, load_tokens
+from precondattn_triton.tiles import addresses, load_rows, load_tokens, start_of
 
 
 @triton.jit
 def products(
-    left, right, i_start, j_start, s, width, left_s, left_e, right_s, right_e,
+    left, left_start, right, right_start, i_start, j_start, s, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """⟨left_i, right_j⟩ of two tiles of tokens, a chunk of channels at a time."""
+    """⟨left_i, right_j⟩ of two tiles of tokens of `Heads`, a chunk of channels at a time."""
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for chunk in tl.static_range(CHUNKS):
         first = chunk * WIDTH
-        i = load_tokens(left, i_start, first, s, width, left_s, left_e, ROWS, WIDTH)
-        j = load_tokens(right, j_start, first, s, width, right_s, right_e, COLUMNS, WIDTH)
+        i = load_tokens(left_start, i_start, first, s, width, left.token, left.channel, ROWS, WIDTH)
+        j = load_tokens(
+            right_start, j_start, first, s, width, right.token, right.channel, COLUMNS, WIDTH
+        )
         total += tl.dot(i, tl.trans(j.to(i.dtype)), input_precision=PRECISION)
     return total
 
@@ -37,8 +39,8 @@ def products(
 @triton.jit
 def weighted_keys(
     g, a_keys, keys, segments, head, tokens, a_start, b_start, scale, shift,
-    HAS_SEGMENTS: tl.constexpr, COLUMNS: tl.constexpr, KEY_WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr, IS_HALF: tl.constexpr,
+    COLUMNS: tl.constexpr, KEY_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    IS_HALF: tl.constexpr,
 ):  # fmt: skip
     """Σ_b Φ_ab g_ab k̂_b over a tile of b.
 
@@ -47,8 +49,7 @@ def weighted_keys(
     bounded, and each of its rows is divided by its largest element.
     """
     b_keys = load_rows(keys, head, tokens, b_start, COLUMNS, KEY_WIDTH, 0, KEY_WIDTH)
-    weights = phi(a_keys, b_keys, segments, a_start, b_start, scale, shift, HAS_SEGMENTS, PRECISION)
-    g *= weights
+    g *= phi(a_keys, b_keys, segments, a_start, b_start, scale, shift, PRECISION)
     if not IS_HALF:
         return tl.dot(g, b_keys.to(tl.float32), input_precision=PRECISION)
     largest = tl.max(tl.abs(g), axis=1)
@@ -58,54 +59,20 @@ def weighted_keys(
 
 @triton.jit
 def key_gradient(
-    keys,
-    reciprocal,
-    segments,
-    y,
-    d_v,
-    key_sums,
-    d_k,
-    parts,
-    s,
-    heads,
-    tokens,
-    key_width,
-    width,
-    scale,
-    shift,
-    score_scale,
-    y_b,
-    y_s,
-    y_n,
-    y_e,
-    d_v_b,
-    d_v_s,
-    d_v_n,
-    d_v_e,
-    d_k_b,
-    d_k_s,
-    d_k_n,
-    d_k_d,
-    NORMALIZE: tl.constexpr,
-    HAS_SEGMENTS: tl.constexpr,
-    SUPER: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """A tile of dk (b, s, n, d); y and dv (b, s, n, e) are 0 for invalid tokens.
+    keys, reciprocal, segments, y, d_v, key_sums, d_k,
+    parts, s, heads, tokens, key_width, width, scale, shift, score_scale,
+    NORMALIZE: tl.constexpr, SUPER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of dk (b, s, n, d), contiguous; y and dv (b, s, n, e) are 0 for invalid tokens.
 
     With SUPER > 0, `key_sums` (parts, m, T, KEY_WIDTH) has parts of sums over later super-blocks.
     """
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
-    if HAS_SEGMENTS:
+    if segments is not None:
         segments += b * 2 * tokens
-    y += b * y_b + n * y_n
-    d_v += b * d_v_b + n * d_v_n
+    y_start, d_v_start = start_of(y, b, n), start_of(d_v, b, n)
     # The last tiles come first: with SUPER they have the most work.
     a_start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     a_keys = load_rows(keys, head, tokens, a_start, ROWS, KEY_WIDTH, 0, KEY_WIDTH)
@@ -114,7 +81,7 @@ def key_gradient(
     IS_HALF: tl.constexpr = keys.dtype.element_ty == tl.float16
     # Tiles that cross the diagonal are in both loops, each time with one side of it masked.
     first, first_after, end = 0, a_start // COLUMNS * COLUMNS, s
-    if HAS_SEGMENTS:
+    if segments is not None:
         begin, end_of_rows = reach(segments, tokens, a_start, ROWS)
         first, end = begin // COLUMNS * COLUMNS, tl.minimum(s, end_of_rows)
     if SUPER > 0:
@@ -128,23 +95,23 @@ def key_gradient(
         end = tl.minimum(end, end_of_block)
     for b_start in range(first, a_start + ROWS, COLUMNS):
         g = products(
-            d_v, y, a_start, b_start, s, width, d_v_s, d_v_e, y_s, y_e,
+            d_v, d_v_start, y, y_start, a_start, b_start, s, width,
             ROWS, COLUMNS, WIDTH, CHUNKS, PRECISION,
         )  # fmt: skip
         g = tl.where(a[:, None] > (b_start + column)[None, :], g, 0.0)
         total += weighted_keys(
             g, a_keys, keys, segments, head, tokens, a_start, b_start,
-            scale, shift, HAS_SEGMENTS, COLUMNS, KEY_WIDTH, PRECISION, IS_HALF,
+            scale, shift, COLUMNS, KEY_WIDTH, PRECISION, IS_HALF,
         )  # fmt: skip
     for b_start in range(first_after, end, COLUMNS):
         g = products(
-            y, d_v, a_start, b_start, s, width, y_s, y_e, d_v_s, d_v_e,
+            y, y_start, d_v, d_v_start, a_start, b_start, s, width,
             ROWS, COLUMNS, WIDTH, CHUNKS, PRECISION,
         )  # fmt: skip
         g = tl.where(a[:, None] < (b_start + column)[None, :], g, 0.0)
         total += weighted_keys(
             g, a_keys, keys, segments, head, tokens, a_start, b_start,
-            scale, shift, HAS_SEGMENTS, COLUMNS, KEY_WIDTH, PRECISION, IS_HALF,
+            scale, shift, COLUMNS, KEY_WIDTH, PRECISION, IS_HALF,
         )  # fmt: skip
     total *= -score_scale
     if NORMALIZE:
@@ -152,7 +119,7 @@ def key_gradient(
         unit = a_keys.to(tl.float32)
         along = tl.sum(unit * total, axis=1) / key_width
         total = (total - unit * along[:, None]) * one_by_rms[:, None]
-    token, channel = a.to(tl.int64), tl.arange(0, KEY_WIDTH).to(tl.int64)
-    inside = (token < s)[:, None] & (channel < key_width)[None, :]
-    at = b * d_k_b + n * d_k_n + token[:, None] * d_k_s + channel[None, :] * d_k_d
-    tl.store(d_k + at, total.to(d_k.dtype.element_ty), mask=inside)
+    channel = tl.arange(0, KEY_WIDTH)
+    inside = (a < s)[:, None] & (channel < key_width)[None, :]
+    at = addresses(d_k + (b * s * heads + n) * key_width, a, heads * key_width, channel, 1)
+    tl.store(at, total.to(d_k.dtype.element_ty), mask=inside)

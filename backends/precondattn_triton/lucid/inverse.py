@@ -24,23 +24,10 @@ from precondattn_triton.triangular_inverse import unit_lower_inverse
 
 @triton.jit
 def system_tile(
-    keys,
-    chunk_scores,
-    factor,
-    segments,
-    head,
-    tokens,
-    i_start,
-    j_start,
-    scale,
-    shift,
-    TILE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    HAS_SEGMENTS: tl.constexpr,
+    keys, chunk_scores, factor, segments, head, tokens, i_start, j_start, scale, shift,
+    TILE: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, BY_ROW: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """L of rows i and columns j, without the restriction to the lower triangle.
 
     The scores are products of keys, or, with CHUNK > 0, those of pairs within a chunk, which are
@@ -51,7 +38,7 @@ def system_tile(
         scores = load_rows(chunk_scores, head, tokens, i_start, TILE, TILE, column, CHUNK)
     else:
         scores = scores_in_parts(keys, head, tokens, i_start, j_start, TILE, WIDTH, PRECISION)
-    phi_tile = weights(scores, segments, i_start, j_start, scale, shift, HAS_SEGMENTS)
+    phi_tile = weights(scores, segments, i_start, j_start, scale, shift)
     row = tl.arange(0, TILE)
     if BY_ROW:
         return phi_tile * tl.load(factor + head * tokens + i_start + row)[:, None]
@@ -60,41 +47,24 @@ def system_tile(
 
 @triton.jit
 def invert_blocks(
-    keys,
-    border_keys,
-    chunk_scores,
-    factor,
-    segments,
-    inverse,
-    heads,
-    tokens,
-    cached,
-    scale,
-    shift,
-    TILE: tl.constexpr,
-    HALF: tl.constexpr,
-    LEVELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BORDER_CHUNK: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    HAS_SEGMENTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-):
+    keys, border_keys, chunk_scores, factor, segments, inverse,
+    heads, tokens, cached, scale, shift,
+    TILE: tl.constexpr, HALF: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr, BORDER_CHUNK: tl.constexpr, BY_ROW: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
     """Write the inverse of every tile on the diagonal from token `cached` on to `inverse`.
 
-    It is (m, T, TILE).
-    HALF = 2^LEVELS is the whole tile, or half of it. `border_keys` and BORDER_CHUNK are those of
-    scores between its halves.
+    It is (m, T, TILE). HALF = 2^LEVELS is the whole tile, or half of it. `border_keys` and
+    BORDER_CHUNK are those of scores between its halves.
     """
     head = tl.program_id(1).to(tl.int64)
     start = cached + tl.program_id(0) * TILE
-    if HAS_SEGMENTS:
+    if segments is not None:
         segments += head // heads * 2 * tokens
     system = system_tile(
         keys, chunk_scores, factor, segments, head, tokens, start, start,
-        scale, shift, HALF, WIDTH, CHUNK, BY_ROW, HAS_SEGMENTS, PRECISION,
+        scale, shift, HALF, WIDTH, CHUNK, BY_ROW, PRECISION,
     )  # fmt: skip
     dtype = inverse.dtype.element_ty
     first = unit_lower_inverse(system, HALF, LEVELS, EXACT).to(dtype)
@@ -105,12 +75,12 @@ def invert_blocks(
         middle = start + HALF
         system = system_tile(
             keys, chunk_scores, factor, segments, head, tokens, middle, middle,
-            scale, shift, HALF, WIDTH, CHUNK, BY_ROW, HAS_SEGMENTS, PRECISION,
+            scale, shift, HALF, WIDTH, CHUNK, BY_ROW, PRECISION,
         )  # fmt: skip
         second = unit_lower_inverse(system, HALF, LEVELS, EXACT).to(dtype)
         between = system_tile(
             border_keys, chunk_scores, factor, segments, head, tokens, middle, start,
-            scale, shift, HALF, WIDTH, BORDER_CHUNK, BY_ROW, HAS_SEGMENTS, PRECISION,
+            scale, shift, HALF, WIDTH, BORDER_CHUNK, BY_ROW, PRECISION,
         )  # fmt: skip
         left = tl.dot(between.to(dtype), first, input_precision=PRECISION).to(dtype)
         corner = -tl.dot(second, left, input_precision=PRECISION)

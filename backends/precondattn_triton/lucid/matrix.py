@@ -5,11 +5,18 @@
 by blocked substitution over super-blocks of S tokens. Tiles of Φ between super-blocks are
 recomputed wherever they are used; Φ of one super-block is stored while it is solved.
 
-The parts are in other files: sizes (`plan.py`), normalised inputs (`prepare.py`), the inverses of
-diagonal tiles (`inverse.py`), substitution (`substitution.py`) and the gradient of the keys
-(`gradient.py`); in PaTH's metric, the rows that replace keys and their gradient (`borders.py`).
-Memory holds, for T tokens of a key/value head, keys and y as operands, and for one super-block of
-S tokens its matrix Φ, S² numbers, and sums in float32; no array is T × T.
+The parts are in other files: sizes (`plan.py`), the inverses of diagonal tiles (`inverse.py`),
+substitution (`update.py`, `substitution.py`) and the gradient of the keys (`gradient.py`); in
+PaTH's metric, the rows that replace keys and their gradient (`borders.py`). Memory holds, for T
+tokens of a key/value head, keys and y as operands, and for one super-block of S tokens its matrix
+Φ, S² numbers, and sums in float32; no array is T × T.
+
+First the keys are normalised, and β written beside them (`normalize_keys`):
+
+    k̂ = k / rms(k),    rms(k) = √(mean(k²) + ε),  and 1 for a zero row where ε = 0
+
+Padding becomes 0 without being read, so that it may contain NaN. Grid: one program per tile of
+tokens and head.
 """
 
 from __future__ import annotations
@@ -18,6 +25,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
@@ -27,14 +36,45 @@ from precondattn.spec.metric import DOT
 from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.lucid import gradient as lucid_gradient
 from precondattn_triton.lucid import inverse as lucid_inverse
-from precondattn_triton.lucid import prepare as lucid_prepare
 from precondattn_triton.lucid import substitution as lucid_substitution
+from precondattn_triton.lucid import update as lucid_update
 from precondattn_triton.lucid.borders import LucidBorders, borders_gradient, borders_of
 from precondattn_triton.lucid.plan import UpdateStep, plan_of, update_steps
 from precondattn_triton.path.chunk_gradient import tokens_of
 from precondattn_triton.precision import exact
 from precondattn_triton.target import processors
-from precondattn_triton.tiles import masks_of
+from precondattn_triton.tiles import addresses, heads, is_token, masks_of, start_of
+
+
+@triton.jit
+def normalize_keys(
+    k, beta, valid, unit, reciprocal, factor, s, heads, tokens, width, eps,
+    NORMALIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write k̂ to `unit` (m, T, WIDTH), 1 / rms to `reciprocal` and β or 0 to `factor` (m, T)."""
+    head = tl.program_id(1).to(tl.int64)
+    b, n = head // heads, head % heads
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    channel = tl.arange(0, WIDTH)
+    is_valid = is_token(valid, b, token, s)
+    at = addresses(start_of(k, b, n), token, k.token, channel, k.channel)
+    mask = is_valid[:, None] & (channel < width)[None, :]
+    keys = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    one_by_rms = tl.full((ROWS,), 1.0, tl.float32)
+    if NORMALIZE:
+        mean_square = tl.sum(keys * keys, axis=1) / width + eps
+        one_by_rms = 1.0 / tl.sqrt(tl.where(mean_square > 0, mean_square, 1.0))
+    out = head * tokens + token
+    keys = (keys * one_by_rms[:, None]).to(unit.dtype.element_ty)
+    tl.store(unit + out[:, None] * WIDTH + channel[None, :], keys)
+    tl.store(reciprocal + out, one_by_rms)
+    weight = tl.where(is_valid, 1.0, 0.0)
+    if beta is not None:
+        at = start_of(beta, b, n) + token * beta.token
+        of_tokens = tl.load(at, mask=is_valid, other=0.0).to(tl.float32)
+        weight = tl.where(is_valid, of_tokens, 0.0)
+    tl.store(factor + out, weight)
+
 
 TOKENS_OF_A_PART = 2048
 """Tokens for each program that shares the columns of a tile, from which on `update` sums keys.
@@ -88,7 +128,7 @@ class LucidMatrix:
 
     def _prepare(self) -> SolveWorkspace:
         plan, k = self.plan, self.x["k"]
-        beta = self.x.get("lucid_beta")
+        beta = heads(self.x["lucid_beta"][..., None]) if self.leaf.beta else None
         _, valid, segments = self.masks
         if segments is not None:
             padding = plan.tokens - plan.s
@@ -99,11 +139,9 @@ class LucidMatrix:
         )
         rows = plan.inverse.rows
         launch(
-            lucid_prepare.normalize_keys, (plan.tokens // rows, plan.heads),
-            k, beta, valid, keys, reciprocal, factor,
+            normalize_keys, (plan.tokens // rows, plan.heads),
+            heads(k), beta, valid, keys, reciprocal, factor,
             plan.s, plan.n, plan.tokens, plan.d, self.leaf.eps,
-            *k.stride(), *((0, 0, 0) if beta is None else beta.stride()),
-            HAS_BETA=beta is not None, HAS_VALID=valid is not None,
             NORMALIZE=self.leaf.normalize == "keys",
             ROWS=rows, WIDTH=plan.key_width, num_warps=8,
         )  # fmt: skip
@@ -127,7 +165,7 @@ class LucidMatrix:
             plan.n, plan.tokens, self.cached, *plan.score_factors,
             TILE=tile, HALF=half, LEVELS=half.bit_length() - 1, WIDTH=plan.key_width,
             CHUNK=chunk, BORDER_CHUNK=border_chunk, BY_ROW=self.backward,
-            HAS_SEGMENTS=segments is not None, PRECISION=plan.precision, EXACT=exact(),
+            PRECISION=plan.precision, EXACT=exact(),
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
         return inverse
@@ -167,38 +205,32 @@ class LucidMatrix:
             y_units = factor.new_empty((most, plan.heads, plan.group_rows))
             scaled_y = solved.new_empty((most, plan.heads, plan.group_rows, plan.step))
         rows, columns, warps, stages = plan.update if key_sums is None else plan.joint
-        parts_of_group = 0
+        parts_of_group, rho_heads = 0, None if rho is None else heads(rho)
         for step, (parts, per_part) in zip(steps, shared, strict=True):
             parts_before = 0 if step.is_first else parts_of_group
             if step.is_first:
                 parts_of_group = parts
             launch(
-                lucid_substitution.update,
+                lucid_update.update,
                 (len(step.rows) // rows, plan.heads, 1 + plan.chunks * parts),
                 keys, chunk_scores, segments, solved, sizes, ratios, sums, matrix,
-                y if key_sums is not None else None, y_units, scaled_y, key_sums, plan.s, plan.e,
+                None if key_sums is None else heads(y), y_units, scaled_y, key_sums, plan.s, plan.e,
                 plan.n, plan.tokens, step.start, step.group, step.rows.start,
                 step.columns.start, step.columns.stop, per_part, parts_before,
                 self.prepared.keys.numel(), *plan.score_factors,
-                *((0,) * 4 if y is None else y.stride()),
-                BACKWARD=backward, HAS_BORDERS=self.borders is not None,
-                HAS_SEGMENTS=segments is not None, SCALED=plan.half,
-                WITH_GRADIENT=key_sums is not None,
+                BACKWARD=backward, HAS_BORDERS=self.borders is not None, SCALED=plan.half,
                 ROWS=rows, COLUMNS=columns, TILE=tile, SUPER=size, GROUP_ROWS=plan.group_rows,
                 CHUNK=chunk, KEY_WIDTH=plan.key_width, WIDTH=plan.chunk, STEP=plan.step,
                 PRECISION=plan.precision, num_warps=warps, num_stages=stages,
             )  # fmt: skip
             launch(
                 lucid_substitution.substitute, (solvers, plan.heads),
-                matrix, inverse, factor, segments, v, self.masks.k_valid, sums, solved,
-                tile_exponents, sizes, ratios, rho, out, d_factor,
+                matrix, inverse, factor, segments, heads(v), self.masks.k_valid, sums, solved,
+                tile_exponents, sizes, ratios, rho_heads, heads(out), d_factor,
                 plan.s, plan.n, plan.tokens, step.start, step.group, max(parts, parts_before),
-                self.cached, plan.e, *v.stride(), *out.stride(),
-                *((0,) * 4 if rho is None else rho.stride()),
-                BACKWARD=backward, HAS_BETA=rho is not None,
-                HAS_VALID=self.masks.k_valid is not None, HAS_SEGMENTS=segments is not None,
-                SCALED=plan.half, TILE=tile, SUPER=size, GROUP_ROWS=plan.group_rows,
-                WIDTH=plan.solver, STEP=plan.step, PRECISION=plan.precision,
+                self.cached, plan.e, BACKWARD=backward, SCALED=plan.half,
+                TILE=tile, SUPER=size, GROUP_ROWS=plan.group_rows, WIDTH=plan.solver,
+                STEP=plan.step, PRECISION=plan.precision,
                 num_warps=plan.inverse.warps, num_stages=plan.inverse.stages,
             )  # fmt: skip
         if d_factor is None:
@@ -272,11 +304,10 @@ class LucidMatrix:
         rows, columns, warps, stages = plan.gradient
         launch(
             lucid_gradient.key_gradient, (plan.tokens // rows, plan.heads),
-            keys, reciprocal, segments, y, d_v, key_sums, d_k,
+            keys, reciprocal, segments, heads(y), heads(d_v), key_sums, d_k,
             0 if key_sums is None else key_sums.shape[0],
             plan.s, plan.n, plan.tokens, plan.d, plan.e, *plan.score_factors, plan.scale,
-            *y.stride(), *d_v.stride(), *d_k.stride(),
-            NORMALIZE=self.leaf.normalize == "keys", HAS_SEGMENTS=segments is not None,
+            NORMALIZE=self.leaf.normalize == "keys",
             SUPER=plan.super_block if key_sums is not None else 0,
             ROWS=rows, COLUMNS=columns, KEY_WIDTH=plan.key_width, WIDTH=plan.chunk,
             CHUNKS=plan.chunks, PRECISION=plan.precision, num_warps=warps, num_stages=stages,

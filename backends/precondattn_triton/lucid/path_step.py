@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from precondattn.algebra.piece import Piece
@@ -50,7 +51,8 @@ class LucidPathStep:
         if y.shape[1] == 1:
             out, updates = path_step(path, past, x, frame)
         else:
-            out, updates = extend_recent(path, past, x, frame, recent.with_values(y))
+            recent = recent._replace(v=torch.cat((recent.v[:, : recent.pending], y), 1))
+            out, updates = extend_recent(path, past, x, frame, recent)
         new = {of_path[slot]: update for slot, update in updates.items()}
         new[of_solve["solved"]] = Append(y)
         if norms is not None:

@@ -25,6 +25,7 @@ from precondattn_triton.lucid.extension import extend_and_attend
 from precondattn_triton.lucid.plan import LOG2_E
 from precondattn_triton.lucid.solve import FEWEST_NEW_TOKENS, LucidSolveKernels
 from precondattn_triton.precision import is_half, product_precision
+from precondattn_triton.tiles import heads
 
 
 class LucidStep(LucidStepKernels):
@@ -65,13 +66,18 @@ class LucidStep(LucidStepKernels):
     def step(
         self, group: Piece, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, Updates]:
-        if x["q"].shape[1] >= FEWEST_NEW_TOKENS:
-            return self._many_tokens(group, past, x, frame)
         solve, softmax = leaves_of(group)
         solve_keys = group.program.slot_keys[0]
+        if x["q"].shape[1] >= FEWEST_NEW_TOKENS:
+            slots = {slot: past[key] for slot, key in solve_keys.items()}
+            scale = softmax.scale_for(x["q"].shape[3])
+            out, y, new_rms = extend_and_attend(solve, scale, slots, x, frame)
+            return out, self.updates(group, x["k"], y, new_rms)
         keys, solved = past[solve_keys["key"]], past[solve_keys["solved"]]
-        rms = past[solve_keys["rms"]] if solve.normalize == "keys" else None
-        q, k, v, beta = x["q"], x["k"], x["v"], x.get("lucid_beta")
+        normalizes = solve.normalize == "keys"
+        rms = heads(past[solve_keys["rms"]][..., None]) if normalizes else None
+        q, k, v = x["q"], x["k"], x["v"]
+        beta = heads(x["lucid_beta"][..., None]) if solve.beta else None
         b, t, h, d = q.shape
         n, e = v.shape[2:]
         masks = step_masks(frame, b, keys.shape[1])
@@ -85,16 +91,15 @@ class LucidStep(LucidStepKernels):
         totals = q.new_empty((b * n, splits, rows, widths[1]), dtype=torch.float32)
         maxima, sums = (totals.new_empty((b * n, splits, rows)) for _ in range(2))
         scale, key_scale = softmax.scale_for(d) * LOG2_E, solve.scale_for(d) * LOG2_E
+        sizes = lucid_decode.LucidStepSizes(
+            n, h // n, t, d, e, solve.eps, scale, key_scale, key_scale * d
+        )
+        fixed = {"NORMALIZE": normalizes, "ROWS": rows, "KEY_WIDTH": widths[0], "WIDTH": widths[1]}
         launch(
             lucid_decode.read_past, (splits, b * n),
-            q, k, keys, solved, rms, past_valid, totals, maxima, sums,
-            count, n, h // n, t, d, e, solve.eps, scale, key_scale, key_scale * d,
-            *q.stride(), *k.stride(), *keys.stride(), *solved.stride(),
-            *((0, 0, 0) if rms is None else rms.stride()),
-            past_b, per_split,
-            NORMALIZE=rms is not None, HAS_VALID=past_valid is not None,
-            ROWS=rows, TOKENS=tuned.columns, KEY_WIDTH=widths[0], WIDTH=widths[1],
-            PRECISION=product_precision(q.dtype),
+            heads(q), heads(k), heads(keys), heads(solved), rms, past_valid, totals, maxima, sums,
+            count, sizes, past_b, per_split,
+            **fixed, TOKENS=tuned.columns, PRECISION=product_precision(q.dtype),
             num_warps=max(tuned.warps, warps), num_stages=tuned.stages,
         )  # fmt: skip
         out = torch.empty((b, t, h, e), dtype=v.dtype, device=v.device)
@@ -102,20 +107,8 @@ class LucidStep(LucidStepKernels):
         own_rms = None if rms is None else totals.new_empty((b, t, n))
         launch(
             lucid_decode.finish, (b * n,),
-            q, k, v, beta, new_valid, is_token, totals, maxima, sums, out, y, own_rms,
-            splits, n, h // n, t, d, e, solve.eps, scale, key_scale, key_scale * d,
-            *q.stride(), *k.stride(), *v.stride(),
-            *((0, 0, 0) if beta is None else beta.stride()), new_b, token_b,
-            NORMALIZE=rms is not None, HAS_BETA=beta is not None, HAS_VALID=new_valid is not None,
-            ROWS=rows, KEY_WIDTH=widths[0], WIDTH=widths[1],
-            num_warps=4 if rows <= 32 else 8,
+            heads(q), heads(k), heads(v), beta, new_valid, is_token, totals, maxima, sums, out, y,
+            own_rms, splits, sizes, new_b, token_b,
+            **fixed, num_warps=4 if rows <= 32 else 8,
         )  # fmt: skip
         return out, self.updates(group, k, y, own_rms)
-
-    def _many_tokens(
-        self, group: Piece, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
-    ) -> tuple[Tensor, Updates]:
-        solve, softmax = leaves_of(group)
-        slots = {slot: past[key] for slot, key in group.program.slot_keys[0].items()}
-        out, y, rms = extend_and_attend(solve, softmax.scale_for(x["q"].shape[3]), slots, x, frame)
-        return out, self.updates(group, x["k"], y, rms)

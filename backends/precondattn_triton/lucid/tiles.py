@@ -41,18 +41,10 @@ def reach(segments, tokens, start, COUNT: tl.constexpr):
 
 
 @triton.jit
-def weights(
-    scores,
-    segments,
-    i_start,
-    j_start,
-    scale,
-    shift,
-    HAS_SEGMENTS: tl.constexpr,
-):
+def weights(scores, segments, i_start, j_start, scale, shift):
     """Φ of a tile, from ⟨k̂_i, k̂_j⟩; scale and shift are s and s d, times log₂ e."""
     exponents = scores * scale - shift
-    if HAS_SEGMENTS:
+    if segments is not None:
         i_segments = tl.load(segments + i_start + tl.arange(0, scores.shape[0]))
         j_segments = tl.load(segments + j_start + tl.arange(0, scores.shape[1]))
         # A select after the exponential would be of 16 bits, and take twice the registers.
@@ -62,20 +54,10 @@ def weights(
 
 
 @triton.jit
-def phi(
-    i_keys,
-    j_keys,
-    segments,
-    i_start,
-    j_start,
-    scale,
-    shift,
-    HAS_SEGMENTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def phi(i_keys, j_keys, segments, i_start, j_start, scale, shift, PRECISION: tl.constexpr):
     """Φ of two tiles of keys (I, d) and (J, d)."""
     scores = tl.dot(i_keys, tl.trans(j_keys), input_precision=PRECISION)
-    return weights(scores, segments, i_start, j_start, scale, shift, HAS_SEGMENTS)
+    return weights(scores, segments, i_start, j_start, scale, shift)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from precondattn_triton.path.chunks import PathChunks
 from precondattn_triton.path.groups import Level, groups
 from precondattn_triton.precision import product_precision, splits_weights
 from precondattn_triton.softmax.score_tiles import row_products
-from precondattn_triton.tiles import KernelMasks, configured
+from precondattn_triton.tiles import CallSizes, KernelMasks, configured, heads
 
 REFLECTION_ELEMENTS = 16384
 """Elements of F that a program computes."""
@@ -76,7 +76,7 @@ class _BackwardCall(NamedTuple):
     log_total: Tensor
     d_sum: Tensor
     d_out: Tensor
-    scale: float
+    sizes: CallSizes
     window: int | None
 
 
@@ -100,7 +100,8 @@ def path_backward(
     d_sum = row_products(d_out, full, log_total, masks.q_valid)
     w, _, u, zr, _ = chunks
     width, value_width = w.shape[2], padded_width(e)
-    call = _BackwardCall(x, chunks, blocks, masks, log_total, d_sum, d_out, scale, window)
+    sizes = CallSizes(scale, t, s, h, n)
+    call = _BackwardCall(x, chunks, blocks, masks, log_total, d_sum, d_out, sizes, window)
     chunk_y = w.new_empty((b, h, t, width), dtype=torch.float32)
     d_v = w.new_zeros((b * n, tokens, value_width), dtype=torch.float32)
     d_blocks = None
@@ -116,10 +117,9 @@ def path_backward(
     tile = min(tuned.rows, size)
     launch(
         path_within_chunk.scores, (count * size // tile * b * h,),
-        q, k, v, w, u, zr, d_out, log_total, d_sum, chunk_y, d_q, a, d_s, b_within, d_b_within,
-        *masks, scale, window or 0, t, s, h, n, tokens,
-        *q.stride(), *k.stride(), *v.stride(), *d_out.stride(),
-        HAS_WINDOW=window is not None, **widths, CHANNELS=tuned.columns, ROWS=tile, **common,
+        heads(q), heads(k), heads(v), w, u, zr, heads(d_out), log_total, d_sum, chunk_y,
+        d_q, a, d_s, b_within, d_b_within, masks, window, sizes, tokens,
+        **widths, CHANNELS=tuned.columns, ROWS=tile, **common,
         TWO_PARTS=splits_weights(v.dtype),
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
@@ -130,9 +130,8 @@ def path_backward(
     parts = max(width // d_part, value_width // e_part)
     launch(
         path_within_chunk.gather, (count * parts * b * n,),
-        a, d_s, b_within, d_b_within, q, d_out, chunk_y, d_v, d_k, d_w, d_u, d_zr, masks.q_valid,
-        t, s, h, n, tokens, *q.stride(), *d_out.stride(),
-        **widths, D_PART=d_part, E_PART=e_part, PARTS=parts,
+        a, d_s, b_within, d_b_within, heads(q), heads(d_out), chunk_y, d_v, d_k, d_w, d_u, d_zr,
+        masks.q_valid, sizes, tokens, **widths, D_PART=d_part, E_PART=e_part, PARTS=parts,
         ROWS=min(tuned.rows, size), **common,
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
@@ -176,11 +175,10 @@ def _carried(
     d_keys, d_matrices = (
         new(of, dtype=torch.float32, device=v.device) for of in (keys.shape, shape)
     )
-    lengths, flags = (t, s, h, n), {"HAS_WINDOW": call.window is not None}
     widths = {"E": e, "PADDED_D": width, "PADDED_E": value_width}
     precision = {"PRECISION": product_precision(v.dtype)}
-    masks, window, sums = call.masks, call.window or 0, (call.log_total, call.d_sum)
-    of_values = *v.stride(), *call.d_out.stride()
+    masks, window, sizes = call.masks, call.window, call.sizes
+    of_outputs = heads(call.d_out), call.log_total, call.d_sum
     prefix = "path_block" if of_blocks else "path"
     matrices = blocks.number if blocks is not None else 1
 
@@ -192,29 +190,27 @@ def _carried(
         tuned = configured("path_carry", q, v)
         launch(
             path_carry.carry, (cdiv(queries, tuned.rows) * b * h,),
-            q, w, u, corrections, x_rows, masks.q_valid, masks.segment,
-            window, *group, size, *lengths, tokens, matrices, *q.stride(),
-            D=d, PADDED_D=width, ROWS=tuned.rows, CHUNK=chunk, **flags, **precision,
+            heads(q), w, u, corrections, x_rows, masks, window, group, sizes,
+            size, tokens, matrices,
+            D=d, PADDED_D=width, ROWS=tuned.rows, CHUNK=chunk, **precision,
             num_warps=tuned.warps, num_stages=tuned.stages,
         )  # fmt: skip
         tuned = configured(f"{prefix}_query_gradient", q, v)
         launch(
             path_carry.query_gradient, (cdiv(queries, tuned.rows) * b * h,),
-            x_rows, v, w, keys, u, corrections, call.d_out, *sums, y_rows, chunk_y,
-            *masks, call.scale, window, *group, size, *lengths, tokens, matrices, *of_values,
-            **flags, HAS_BLOCKS=blocks is not None, **widths,
-            COLUMNS=tuned.columns, ROWS=tuned.rows, CHUNK=chunk, **precision,
-            TWO_PARTS=splits_weights(v.dtype),
+            x_rows, heads(v), w, keys, u, corrections, *of_outputs, y_rows, chunk_y,
+            masks, window, group, sizes, size, tokens, matrices,
+            HAS_BLOCKS=blocks is not None, **widths, COLUMNS=tuned.columns, ROWS=tuned.rows,
+            CHUNK=chunk, **precision, TWO_PARTS=splits_weights(v.dtype),
             num_warps=tuned.warps, num_stages=tuned.stages,
         )  # fmt: skip
         tuned = configured(f"{prefix}_key_gradient", q, v)
         rows, columns = (min(tile, level.length) for tile in tuned[:2])
         launch(
             path_key_gradient.key_value_gradient, ((keys_end - group.parent) // rows * b * n,),
-            x_rows, v, keys, call.d_out, *sums, d_keys, d_v,
-            *masks, call.scale, window, *group, *lengths,
-            tokens, keys.shape[1], group.parent, keys_end, *of_values,
-            **flags, ADDS=adds, **widths, ROWS=rows, COLUMNS=columns, **precision,
+            x_rows, heads(v), keys, *of_outputs, d_keys, d_v, masks, window, group, sizes,
+            tokens, keys.shape[1], group.parent, keys_end,
+            ADDS=adds, **widths, ROWS=rows, COLUMNS=columns, **precision,
             num_warps=tuned.warps, num_stages=tuned.stages,
         )  # fmt: skip
         tuned = configured("path_reflections", q, q)
@@ -222,9 +218,8 @@ def _carried(
         first, last = group.parent // level.length, keys_end // level.length
         launch(
             path_key_gradient.reflections, ((last - first) * (width // part) * b * n,),
-            x_rows, y_rows, d_matrices, masks.segment,
-            window, *group, *lengths, shape[1], first, last,
-            PADDED_D=width, WIDTH=part, **flags, ADDS=adds, COLUMNS=columns, **precision,
+            x_rows, y_rows, d_matrices, masks, window, group, sizes, shape[1], first, last,
+            PADDED_D=width, WIDTH=part, ADDS=adds, COLUMNS=columns, **precision,
             num_warps=tuned.warps, num_stages=tuned.stages,
         )  # fmt: skip
     return CarriedGradients(d_keys, d_matrices)

@@ -28,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from precondattn_triton.configurations import Configuration, configuration
+from precondattn_triton.configurations import configuration
 from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.path.chunk_gradient import BlockGradients
 from precondattn_triton.path.chunks import PathChunks, rows_of
@@ -183,7 +183,7 @@ def first_blocks(
     if with_after:
         after = keys.new_empty((heads, blocks * per_block, width, width))
         w_after = torch.empty_like(carried)
-    tuned = _configuration("path_blocks", keys)
+    tuned = configuration("path_blocks", width, keys.dtype == torch.bfloat16, keys)
     part = min(width, tuned.columns)
     launch(
         _blocks, (blocks * (width // part) * heads,),
@@ -207,7 +207,7 @@ def block_gradients(
     assert blocks.after is not None
     assert blocks.w_after is not None
     d_after, u_after = torch.empty_like(blocks.after), torch.empty_like(blocks.w_after)
-    tuned = _configuration("path_blocks", keys)
+    tuned = configuration("path_blocks", width, keys.dtype == torch.bfloat16, keys)
     part = min(width, tuned.columns)
     launch(
         _blocks_gradient, (blocks.number * (width // part) * heads,),
@@ -217,8 +217,3 @@ def block_gradients(
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
     return BlockGradients(blocks.after, d_after, blocks.w_after, u_after, d_keys)
-
-
-def _configuration(kernel: str, keys: torch.Tensor) -> Configuration:
-    """A kernel's configuration at the width of K̃ (b n, T, D)."""
-    return configuration(kernel, keys.shape[2], keys.dtype == torch.bfloat16, keys)

@@ -21,15 +21,22 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.softmax.score_tiles import mean_and_log, with_tile
-from precondattn_triton.tiles import LOG2_E, is_token, load_tile, store_tile, tile_of_program
+from precondattn_triton.tiles import (
+    LOG2_E,
+    is_token,
+    load_channels,
+    load_tile,
+    start_of,
+    store_channels,
+    tile_of_program,
+)
 
 
 @triton.jit(do_not_specialize=["count"])
 def read_cached(
     recent, keys, values, lengths, valid, outs, logs,
     count, heads, queries, t, per_part, scale, window, flush,
-    key_b, key_c, key_n, key_d, value_b, value_c, value_n, value_e,
-    HAS_WINDOW: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, TWO_PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -43,15 +50,16 @@ def read_cached(
     is_row = rows < queries
     index = batch * heads + head
     recent += index * queries * (PADDED_D + PADDED_E)
-    x = load_tile(recent, rows, is_row, PADDED_D + PADDED_E, 1, PADDED_D, PADDED_D)
-    FACTOR: tl.constexpr = tl.bfloat16 if values.dtype.element_ty == tl.bfloat16 else tl.float32
+    x = load_tile(recent, rows, is_row, PADDED_D + PADDED_E, PADDED_D, PADDED_D)
+    FACTOR: tl.constexpr = (
+        tl.bfloat16 if values.array.dtype.element_ty == tl.bfloat16 else tl.float32
+    )
     x = (x * (scale * LOG2_E)).to(FACTOR)
-    keys += batch * key_b + head * key_n
-    values += batch * value_b + head * value_n
+    key_start, value_start = start_of(keys, batch, head), start_of(values, batch, head)
     length = tl.load(lengths + batch)
     position = length + rows % t
     low, high = part * per_part, length - length % flush
-    if HAS_WINDOW:
+    if window is not None:
         first = tl.min(tl.where(is_row, position, length + t)) - window + 1
         low = tl.maximum(low, first // COLUMNS * COLUMNS)
     high = tl.minimum(tl.minimum((part + 1) * per_part, high), count)
@@ -62,20 +70,20 @@ def read_cached(
     for start in range(low, high, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         is_key = (columns < high) & is_token(valid, batch, columns, count)
-        key_tile = load_tile(keys, columns, is_key, key_c, key_d, D, PADDED_D).to(FACTOR)
+        key_tile = load_channels(keys, key_start, columns, is_key, D, PADDED_D).to(FACTOR)
         scores = tl.dot(x, tl.trans(key_tile), input_precision=PRECISION)
         mask = is_key[None, :]
-        if HAS_WINDOW:
+        if window is not None:
             mask = mask & (columns[None, :] > position[:, None] - window)
         scores = tl.where(mask, scores, float("-inf"))
-        value_tile = load_tile(values, columns, is_key, value_c, value_e, E, PADDED_E).to(FACTOR)
+        value_tile = load_channels(values, value_start, columns, is_key, E, PADDED_E).to(FACTOR)
         largest, total, acc = with_tile(
             largest, total, acc, scores, value_tile, PRECISION, TWO_PARTS
         )
     o, part_logs = mean_and_log(largest, total, acc, is_row)
     at = (index * parts + part) * queries
     tl.store(logs + at + rows, part_logs, mask=is_row)
-    store_tile(outs + at * PADDED_E, rows, is_row, PADDED_E, o, PADDED_E)
+    store_channels(outs + at * PADDED_E, rows, is_row, PADDED_E, o, PADDED_E)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -98,7 +106,7 @@ def merge_parts(
     largest = tl.where(largest == float("inf"), float("-inf"), largest)
     total = tl.where(largest == float("-inf"), 0.0, 1.0)
     recent += at_head * (PADDED_D + PADDED_E) + PADDED_D
-    acc = load_tile(recent, rows, is_row, PADDED_D + PADDED_E, 1, PADDED_E, PADDED_E)
+    acc = load_tile(recent, rows, is_row, PADDED_D + PADDED_E, PADDED_E, PADDED_E)
     for part in range(0, parts):
         at = ((batch * n + head // group) * parts + part) * (group * t) + head % group * t
         part_log = tl.load(logs + at + rows, mask=is_row, other=float("inf")) * LOG2_E
@@ -106,9 +114,9 @@ def merge_parts(
         higher = tl.maximum(largest, part_log)
         base = tl.where(higher == float("-inf"), 0.0, higher)
         shrink, weight = tl.exp2(largest - base), tl.exp2(part_log - base)
-        part_out = load_tile(outs + at * PADDED_E, rows, is_row, PADDED_E, 1, PADDED_E, PADDED_E)
+        part_out = load_tile(outs + at * PADDED_E, rows, is_row, PADDED_E, PADDED_E, PADDED_E)
         acc = acc * shrink[:, None] + part_out * weight[:, None]
         total = total * shrink + weight
         largest = higher
     o, _ = mean_and_log(largest, total, acc, is_row)
-    store_tile(out + (batch * t * h + head) * E, rows, rows < t, h * E, o, E)
+    store_channels(out + (batch * t * h + head) * E, rows, rows < t, h * E, o, E)

@@ -32,35 +32,33 @@ from precondattn_triton.softmax.score_tiles import add_product, load_logs
 from precondattn_triton.tiles import (
     LOG2_E,
     is_token,
+    load_channels,
     load_tile,
-    store_tile,
+    start_of,
+    store_channels,
     tile_of_program,
 )
 
 
 @triton.jit
 def carry(
-    q, w, u, corrections, x_out, q_valid, segment,
-    window, start, end, before, pairs, length, per_parent, stored, size,
-    t, s, h, n, tokens, blocks,
-    q_batch, q_token, q_head, q_channel,
-    HAS_WINDOW: tl.constexpr, D: tl.constexpr, PADDED_D: tl.constexpr,
+    q, w, u, corrections, x_out, masks, window, group, sizes, size, tokens, blocks,
+    D: tl.constexpr, PADDED_D: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, head = tile_of_program(tl.cdiv(end - start, ROWS), h)
+    t, s, h, n, end = sizes.t, sizes.s, sizes.h, sizes.n, group.end
+    tile, batch, head = tile_of_program(tl.cdiv(end - group.start, ROWS), h)
     kv_index = batch * n + head // (h // n)
-    first = start + tile * ROWS
+    first = group.start + tile * ROWS
     position = first + tl.arange(0, ROWS)
     rows = position - (s - t)
     is_present = (rows >= 0) & (rows < t) & (position < end)
-    is_row = is_present & is_token(q_valid, batch, tl.maximum(rows, 0), t)
-    x = load_tile(
-        q + batch * q_batch + head * q_head, rows, is_row, q_token, q_channel, D, PADDED_D
-    ).to(tl.float32)
+    is_row = is_present & is_token(masks.q_valid, batch, tl.maximum(rows, 0), t)
+    x = load_channels(q, start_of(q, batch, head), rows, is_row, D, PADDED_D).to(tl.float32)
     FACTOR: tl.constexpr = w.dtype.element_ty
-    x_out += (batch * h + head) * stored * PADDED_D
-    local = stored_row(position, start, before, pairs, length, per_parent)
-    begin = first_key(tl.maximum(first, s - t), batch, s, segment, window, HAS_WINDOW)
+    x_out += (batch * h + head) * group.stored * PADDED_D
+    local = stored_row(position, group)
+    begin = first_key(tl.maximum(first, s - t), batch, s, masks, window)
     of_block = first // size * size
     last_chunk = (tl.minimum(first + ROWS, end) - 1) // CHUNK
     # Chunks that carry queries to the chunks, or to the blocks, that they enter.
@@ -80,13 +78,13 @@ def carry(
         x -= tl.dot(b.to(FACTOR), u_tile, input_precision=PRECISION)
         if corrections is None:
             is_after = is_present & (position >= chunk * CHUNK)
-            other = (chunk - 1) % per_parent * CHUNK
-            store_tile(x_out, local + other, is_after, PADDED_D, x, PADDED_D)
+            other = (chunk - 1) % group.per_parent * CHUNK
+            store_channels(x_out, local + other, is_after, PADDED_D, x, PADDED_D)
     if corrections is not None:
         for back in range(0, of_block // size - begin // size):
             block = of_block // size - 1 - back
             factor = x.to(FACTOR)
-            store_tile(x_out, local + block * size, is_present, PADDED_D, factor, PADDED_D)
+            store_channels(x_out, local + block * size, is_present, PADDED_D, factor, PADDED_D)
             correction = matrix_of(corrections, kv_index * blocks + block, PADDED_D)
             x = tl.dot(factor, correction, x, input_precision=PRECISION)
 
@@ -105,39 +103,36 @@ def weights_of(
 @triton.jit
 def query_gradient(
     x_in, v, w, keys, u, corrections, d_out, log_total, d_sum, y_out, chunk_y,
-    q_valid, k_valid, segment,
-    scale, window, start, end, before, pairs, length, per_parent, stored, size,
-    t, s, h, n, tokens, blocks,
-    v_batch, v_token, v_head, v_channel, g_batch, g_token, g_head, g_channel,
-    HAS_WINDOW: tl.constexpr, HAS_BLOCKS: tl.constexpr, E: tl.constexpr,
+    masks, window, group, sizes, size, tokens, blocks,
+    HAS_BLOCKS: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, TWO_PARTS: tl.constexpr,
 ):  # fmt: skip
-    tile, batch, head = tile_of_program(tl.cdiv(end - start, ROWS), h)
+    t, s, h, n, scale, end = sizes.t, sizes.s, sizes.h, sizes.n, sizes.scale, group.end
+    tile, batch, head = tile_of_program(tl.cdiv(end - group.start, ROWS), h)
     kv = head // (h // n)
     kv_index = batch * n + kv
-    first = start + tile * ROWS
+    first = group.start + tile * ROWS
     position = first + tl.arange(0, ROWS)
     rows = position - (s - t)
     is_present = (rows >= 0) & (rows < t) & (position < end)
-    is_row = is_present & is_token(q_valid, batch, tl.maximum(rows, 0), t)
+    is_row = is_present & is_token(masks.q_valid, batch, tl.maximum(rows, 0), t)
     at = (batch * h + head) * t
     logs = load_logs(log_total, at, rows, is_row)
     is_row = is_row & (logs < float("inf"))
     sums = tl.load(d_sum + at + rows, mask=is_row, other=0.0)
     FACTOR: tl.constexpr = keys.dtype.element_ty
-    IS_MASKED: tl.constexpr = HAS_WINDOW or k_valid is not None or segment is not None
-    d_out += batch * g_batch + head * g_head
-    v += batch * v_batch + kv * v_head
-    x_in += (batch * h + head) * stored * PADDED_D
-    y_out += (batch * h + head) * stored * PADDED_D
-    chunk_y += at * PADDED_D
-    local = stored_row(position, start, before, pairs, length, per_parent)
-
-    first_keys = first_key(
-        tl.minimum(tl.maximum(position, 0), s - 1), batch, s, segment, window, HAS_WINDOW
+    IS_MASKED: tl.constexpr = (
+        window is not None or masks.k_valid is not None or masks.segment is not None
     )
-    begin = first_key(tl.maximum(first, s - t), batch, s, segment, window, HAS_WINDOW)
+    g_start, v_start = start_of(d_out, batch, head), start_of(v, batch, kv)
+    x_in += (batch * h + head) * group.stored * PADDED_D
+    y_out += (batch * h + head) * group.stored * PADDED_D
+    chunk_y += at * PADDED_D
+    local = stored_row(position, group)
+
+    first_keys = first_key(tl.minimum(tl.maximum(position, 0), s - 1), batch, s, masks, window)
+    begin = first_key(tl.maximum(first, s - t), batch, s, masks, window)
     of_block = first // size * size
     if corrections is not None:
         y = tl.zeros((ROWS, PADDED_D), tl.float32)
@@ -145,20 +140,20 @@ def query_gradient(
             # X is stored for blocks that a query reaches.
             reaches = is_row & (first_keys < (block + 1) * size)
             factor = y.to(FACTOR)
-            store_tile(y_out, local + block * size, is_present, PADDED_D, factor, PADDED_D)
+            store_channels(y_out, local + block * size, is_present, PADDED_D, factor, PADDED_D)
             correction = matrix_of(corrections, kv_index * blocks + block, PADDED_D)
             y = tl.dot(factor, tl.trans(correction), y, input_precision=PRECISION)
-            x = load_tile(x_in, local + block * size, reaches, PADDED_D, 1, PADDED_D, PADDED_D)
+            x = load_tile(x_in, local + block * size, reaches, PADDED_D, PADDED_D, PADDED_D)
             first_column = tl.maximum(begin, block * size) // COLUMNS * COLUMNS
             for column in range(first_column, (block + 1) * size, COLUMNS):
                 columns = column + tl.arange(0, COLUMNS)
-                is_key = is_token(k_valid, batch, columns, s)
+                is_key = is_token(masks.k_valid, batch, columns, s)
                 carried = rows_of(keys, kv_index, blocks * size, column, COLUMNS, PADDED_D)
                 mask = is_key[None, :] & (columns[None, :] >= first_keys[:, None])
                 a = weights_of(x, carried, logs, mask, scale, PRECISION, IS_MASKED)
                 # Loaded in every iteration, which costs fewer registers than keeping it.
-                d_o = load_tile(d_out, rows, is_row, g_token, g_channel, E, PADDED_E).to(FACTOR)
-                values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
+                d_o = load_channels(d_out, g_start, rows, is_row, E, PADDED_E).to(FACTOR)
+                values = load_channels(v, v_start, columns, is_key, E, PADDED_E).to(FACTOR)
                 d_a = tl.dot(d_o, tl.trans(values), input_precision=PRECISION)
                 d_scores = a * (d_a - sums[:, None]) * scale
                 y = add_product(d_scores, carried, y, PRECISION, TWO_PARTS)
@@ -166,26 +161,26 @@ def query_gradient(
         y = tl.zeros((ROWS, PADDED_D), tl.float32)
         if HAS_BLOCKS:
             has_y = is_present & (position >= size)
-            y = load_tile(chunk_y, rows, has_y, PADDED_D, 1, PADDED_D, PADDED_D)
+            y = load_tile(chunk_y, rows, has_y, PADDED_D, PADDED_D, PADDED_D)
         last = (tl.minimum(first + ROWS, end) - 1) // CHUNK
         for chunk in range(tl.maximum(begin, of_block) // CHUNK, last):
             column = chunk * CHUNK
             columns = column + tl.arange(0, CHUNK)
-            is_key = is_token(k_valid, batch, columns, s)
+            is_key = is_token(masks.k_valid, batch, columns, s)
             is_after = is_present & (position >= column + CHUNK)
             reaches = is_row & is_after & (first_keys < column + CHUNK)
-            stored_at = local + chunk % per_parent * CHUNK
+            stored_at = local + chunk % group.per_parent * CHUNK
             factor = y.to(FACTOR)
-            store_tile(y_out, stored_at, is_after, PADDED_D, factor, PADDED_D)
+            store_channels(y_out, stored_at, is_after, PADDED_D, factor, PADDED_D)
             u_tile = rows_of(u, kv_index, tokens, column, CHUNK, PADDED_D)
             d_b = tl.dot(factor, tl.trans(u_tile), input_precision=PRECISION)
             d_b = tl.where(is_after[:, None], d_b, 0.0).to(FACTOR)
             w_tile = rows_of(w, kv_index, tokens, column, CHUNK, PADDED_D)
             y = tl.dot(-d_b, w_tile, y, input_precision=PRECISION)
-            values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
-            d_o = load_tile(d_out, rows, reaches, g_token, g_channel, E, PADDED_E).to(FACTOR)
+            values = load_channels(v, v_start, columns, is_key, E, PADDED_E).to(FACTOR)
+            d_o = load_channels(d_out, g_start, rows, reaches, E, PADDED_E).to(FACTOR)
             d_a = tl.dot(d_o, tl.trans(values), input_precision=PRECISION)
-            x = load_tile(x_in, stored_at, reaches, PADDED_D, 1, PADDED_D, PADDED_D)
+            x = load_tile(x_in, stored_at, reaches, PADDED_D, PADDED_D, PADDED_D)
             carried = rows_of(keys, kv_index, tokens, column, CHUNK, PADDED_D)
             mask = is_key[None, :] & (columns[None, :] >= first_keys[:, None])
             a = weights_of(x, carried, logs, mask, scale, PRECISION, IS_MASKED)
@@ -194,4 +189,4 @@ def query_gradient(
             # Loaded again, which costs fewer registers than keeping it.
             carried = rows_of(keys, kv_index, tokens, column, CHUNK, PADDED_D)
             y = add_product(d_scores, carried, y, PRECISION, TWO_PARTS)
-    store_tile(chunk_y, rows, is_present, PADDED_D, y, PADDED_D)
+    store_channels(chunk_y, rows, is_present, PADDED_D, y, PADDED_D)

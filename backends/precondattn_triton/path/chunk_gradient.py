@@ -32,7 +32,14 @@ from precondattn_triton.configurations import configuration
 from precondattn_triton.launching import launch
 from precondattn_triton.path.chunks import PathChunks, rows_of
 from precondattn_triton.precision import product_precision
-from precondattn_triton.tiles import KernelMasks, addresses, is_token, tile_of_program
+from precondattn_triton.tiles import (
+    KernelMasks,
+    heads,
+    is_token,
+    load_channels,
+    start_of,
+    tile_of_program,
+)
 
 
 class ChunkGradients(NamedTuple):
@@ -76,7 +83,6 @@ def _chunk_gradient(
     d_k_in, d_w_in, d_u_in, d_zr_in, d_keys_in, matrices,
     after, d_after, w_after, u_after, d_block_keys, d_k, d_w, d_beta,
     s, n, chunks, kept,
-    k_batch, k_token, k_head, k_channel, beta_batch, beta_token, beta_head,
     D: tl.constexpr, PADDED_D: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -92,9 +98,9 @@ def _chunk_gradient(
     d_keys_in += base
     d_beta += index * count + start
     is_present = is_token(k_valid, batch, tokens, s)
-    at = beta + batch * beta_batch + head * beta_head + tokens.to(tl.int64) * beta_token
+    at = start_of(beta, batch, head) + tokens.to(tl.int64) * beta.token
     strength = tl.load(at, mask=is_present, other=0.0).to(tl.float32)
-    k += batch * k_batch + head * k_head
+    k_start = start_of(k, batch, head)
     matrices += (index * chunks + chunk) * PADDED_D * PADDED_D
     if after is not None:
         # A chunk of the last block has no A: A − I and all gradients are 0.
@@ -127,8 +133,7 @@ def _chunk_gradient(
                 matrix = _tile(after, other, part, is_kept, PADDED_D)
                 left = _tile(d_block_keys, rows, other, is_kept, PADDED_D).to(matrix.dtype)
                 d_key = tl.dot(left, matrix, d_key, input_precision=PRECISION)
-        mask = is_present[:, None] & (part < D)[None, :]
-        k_part = tl.load(addresses(k, tokens, k_token, part, k_channel), mask=mask, other=0.0)
+        k_part = load_channels(k, k_start, tokens, is_present, D, PART, first)
         w_part = _tile(w, rows, part, True, PADDED_D).to(tl.float32)
         overlap = tl.dot(w_part, tl.trans(w_part), overlap, input_precision=PRECISION)
         k_part = k_part.to(tl.float32)
@@ -169,8 +174,7 @@ def _chunk_gradient(
         gradient -= tl.dot(zr_tile, d_key, input_precision=PRECISION)
         gradient = tl.dot(tl.trans(z), d_u, gradient, input_precision=PRECISION)
         gradient = tl.dot(d_overlap, w_part, gradient, input_precision=PRECISION)
-        mask = is_present[:, None] & (part < D)[None, :]
-        k_part = tl.load(addresses(k, tokens, k_token, part, k_channel), mask=mask, other=0.0)
+        k_part = load_channels(k, k_start, tokens, is_present, D, PART, first)
         gradient = tl.dot(d_right, k_part.to(tl.float32), gradient, input_precision=PRECISION)
         if after is not None:
             gradient -= _tile(u_after, rows, part, is_kept, PADDED_D).to(tl.float32)
@@ -204,9 +208,9 @@ def through_chunks(
     kept = 0 if d_blocks is None else d_blocks.after.shape[1]
     launch(
         _chunk_gradient, (chunks.number * w.shape[0],),
-        k, beta, w, u, zr, inverse, masks.k_valid,
+        heads(k), heads(beta[..., None]), w, u, zr, inverse, masks.k_valid,
         *d_chunks, *(d_blocks or (None,) * 5), d_k, d_w, d_beta,
-        s, n, chunks.number, kept, *k.stride(), *beta.stride(),
+        s, n, chunks.number, kept,
         D=d, PADDED_D=width, PART=min(width, tuned.columns), CHUNK=chunks.size,
         PRECISION=product_precision(k.dtype),
         num_warps=tuned.warps, num_stages=tuned.stages,

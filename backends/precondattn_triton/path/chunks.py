@@ -29,10 +29,12 @@ from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.precision import exact, product_precision
 from precondattn_triton.tiles import (
     KernelMasks,
-    addresses,
     configured,
     factor_dtype,
+    heads,
     is_token,
+    load_channels,
+    start_of,
     tile_of_program,
 )
 from precondattn_triton.triangular_inverse import unit_lower_inverse
@@ -80,10 +82,7 @@ def store_rows(array, head, tokens, start, tile):
 
 @triton.jit
 def _chunks(
-    k, w, beta, k_valid, w_out, keys, u, zr, inverse,
-    s, n, chunks,
-    k_batch, k_token, k_head, k_channel, w_batch, w_token, w_head, w_channel,
-    beta_batch, beta_token, beta_head,
+    k, w, beta, k_valid, w_out, keys, u, zr, inverse, s, n, chunks,
     D: tl.constexpr, PADDED_D: tl.constexpr, CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -92,19 +91,16 @@ def _chunks(
     start = chunk * CHUNK
     tokens = start + tl.arange(0, CHUNK)
     is_present = is_token(k_valid, batch, tokens, s)
-    k += batch * k_batch + head * k_head
-    w += batch * w_batch + head * w_head
-    at = beta + batch * beta_batch + head * beta_head + tokens.to(tl.int64) * beta_token
+    k_start, w_start = start_of(k, batch, head), start_of(w, batch, head)
+    at = start_of(beta, batch, head) + tokens.to(tl.int64) * beta.token
     strength = tl.load(at, mask=is_present, other=0.0).to(tl.float32)[:, None]
 
     # A block of channels at a time; blocks are loaded again when they are needed again.
     overlap = tl.zeros((CHUNK, CHUNK), tl.float32)
     right = tl.zeros((CHUNK, CHUNK), tl.float32)
     for first in range(0, PADDED_D, CHANNELS):
-        channels = first + tl.arange(0, CHANNELS)
-        mask = is_present[:, None] & (channels < D)[None, :]
-        w_part = tl.load(addresses(w, tokens, w_token, channels, w_channel), mask=mask, other=0.0)
-        k_part = tl.load(addresses(k, tokens, k_token, channels, k_channel), mask=mask, other=0.0)
+        w_part = load_channels(w, w_start, tokens, is_present, D, CHANNELS, first)
+        k_part = load_channels(k, k_start, tokens, is_present, D, CHANNELS, first)
         overlap = tl.dot(w_part, tl.trans(w_part), overlap, input_precision=PRECISION)
         right = tl.dot(w_part, tl.trans(k_part), right, input_precision=PRECISION)
     inverse_tile = unit_lower_inverse(strength * overlap, CHUNK, LEVELS, EXACT)
@@ -117,10 +113,9 @@ def _chunks(
     if inverse is not None:
         store_rows(inverse, head_index, count, start, inverse_tile)
     for first in range(0, PADDED_D, CHANNELS):
+        w_part = load_channels(w, w_start, tokens, is_present, D, CHANNELS, first)
+        k_part = load_channels(k, k_start, tokens, is_present, D, CHANNELS, first)
         channels = first + tl.arange(0, CHANNELS)
-        mask = is_present[:, None] & (channels < D)[None, :]
-        w_part = tl.load(addresses(w, tokens, w_token, channels, w_channel), mask=mask, other=0.0)
-        k_part = tl.load(addresses(k, tokens, k_token, channels, k_channel), mask=mask, other=0.0)
         at_part = (head_index * count + tokens)[:, None] * PADDED_D + channels[None, :]
         tl.store(w_out + at_part, w_part.to(w_out.dtype.element_ty))
         directions = w_part.to(tl.float32)
@@ -153,7 +148,7 @@ def path_chunks(
     result = PathChunks(w_out, keys, u, zr, inverse)
     launch(
         _chunks, (count * b * n,),
-        k, w, beta, masks.k_valid, *result, s, n, count, *k.stride(), *w.stride(), *beta.stride(),
+        heads(k), heads(w), heads(beta[..., None]), masks.k_valid, *result, s, n, count,
         D=d, PADDED_D=width, CHANNELS=min(width, tuned.columns),
         CHUNK=size, LEVELS=size.bit_length() - 1,
         PRECISION=product_precision(k.dtype), EXACT=exact(),

@@ -21,80 +21,79 @@ head (`flushed`); one per tile of keys and key/value head (`flush_keys`).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from precondattn_triton.decoding import query_rows
 from precondattn_triton.softmax.score_tiles import mean_and_log
+from precondattn_triton.softmax.step_rows import channels_of, finite, query_tile, slots_of
+from precondattn_triton.tiles import addresses, start_of
+
+
+class PathStepSizes(NamedTuple):
+    """The sizes of a step, as an argument of a kernel."""
+
+    heads: int
+    group: int
+    """The query heads of a key/value head"""
+    d: int
+    e: int
+    scale: float
+    """s, in units of log 2"""
+    flush: int
 
 
 @triton.jit
-def row_of(start, width, stride, is_present, WIDTH: tl.constexpr):
-    """The channels (WIDTH) of one token, float32; 0 if it is not present."""
-    channel = tl.arange(0, WIDTH)
-    mask = (channel < width) & is_present
-    return tl.load(start + channel.to(tl.int64) * stride, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def reflected(x, direction, strength):
-    """x − β (x wᵀ) w, for rows x."""
+def reflected(x, w, beta, batch, token, head, width, WIDTH: tl.constexpr):
+    """x − β (x wᵀ) w, for rows x and the reflection of a token, of `Heads`."""
+    direction = channels_of(w, batch, token, head, width, True, WIDTH)
+    strength = tl.load(start_of(beta, batch, head) + token * beta.token).to(tl.float32)
     along = tl.sum(x * direction[None, :], 1) * strength
     return x - along[:, None] * direction[None, :]
 
 
 @triton.jit
 def recent(
-    q, k, v, w, beta, keys, values, pending_w, pending_beta, lengths, valid, new_valid, x_out,
-    totals, maxima, sums,
-    heads, group, d, e, parts, scale, window, flush,
-    q_b, q_h, q_d, k_b, k_n, k_d, v_b, v_n, v_e, w_b, w_n, w_d, beta_b, beta_n,
-    key_b, key_c, key_n, key_d, value_b, value_c, value_n, value_e,
-    pw_b, pw_m, pw_n, pw_d, pb_b, pb_m, pb_n, valid_b, new_b,
-    HAS_VALID: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    q, k, v, w, beta, pending_w, pending_beta, keys, values, lengths, valid, new_valid, x_out,
+    totals, maxima, sums, sizes, parts, window, valid_b, new_b,
     ROWS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The keys since the last flush, with the new one; stored as the first part."""
+    heads, d, e, scale = sizes.heads, sizes.d, sizes.e, sizes.scale
     head = tl.program_id(0).to(tl.int64)
     b, n = head // heads, head % heads
     row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     length = tl.load(lengths + b)
-    pending = length % flush
-    x = query_rows(q, head, heads, group, d, q_b, q_h, q_d, ROWS, KEY_WIDTH)
+    pending = length % sizes.flush
+    x = query_tile(q, head, heads, sizes.group, 1, d, ROWS, KEY_WIDTH)
     is_read = length >= 0
-    if HAS_VALID:
+    if new_valid is not None:
         is_read = tl.load(new_valid + b * new_b) != 0
-    key = row_of(k + b * k_b + n * k_n, d, k_d, is_read, KEY_WIDTH)
+    key = channels_of(k, b, 0, n, d, is_read, KEY_WIDTH)
     largest = tl.where(is_read, tl.sum(x * key[None, :], 1) * scale, float("-inf"))
     total = tl.zeros((ROWS,), tl.float32) + tl.where(is_read, 1.0, 0.0)
-    value = row_of(v + b * v_b + n * v_n, e, v_e, is_read, WIDTH)
+    value = channels_of(v, b, 0, n, e, is_read, WIDTH)
     acc = tl.zeros((ROWS, WIDTH), tl.float32) + value[None, :]
-    direction = row_of(w + b * w_b + n * w_n, d, w_d, True, KEY_WIDTH)
-    strength = tl.load(beta + b * beta_b + n * beta_n).to(tl.float32)
-    x = reflected(x, direction, strength)
+    x = reflected(x, w, beta, b, 0, n, d, KEY_WIDTH)
     for back in range(0, pending):
         index = pending - 1 - back
         slot = length - 1 - back
         is_read = slot >= 0
-        if HAS_VALID:
+        if valid is not None:
             is_read = tl.load(valid + b * valid_b + slot) != 0
-        if HAS_WINDOW:
+        if window is not None:
             is_read = is_read & (back + 1 < window)
-        start = keys + b * key_b + n * key_n + slot * key_c
-        key = row_of(start, d, key_d, is_read, KEY_WIDTH)
+        key = channels_of(keys, b, slot, n, d, is_read, KEY_WIDTH)
         score = tl.where(is_read, tl.sum(x * key[None, :], 1) * scale, float("-inf"))
         higher = tl.maximum(largest, score)
-        base = tl.where(higher == float("-inf"), 0.0, higher)
+        base = finite(higher)
         shrink, p = tl.exp2(largest - base), tl.exp2(score - base)
-        start = values + b * value_b + n * value_n + slot * value_c
-        value = row_of(start, e, value_e, is_read, WIDTH)
+        value = channels_of(values, b, slot, n, e, is_read, WIDTH)
         acc = acc * shrink[:, None] + p[:, None] * value[None, :]
         total = total * shrink + p
         largest = higher
-        start = pending_w + b * pw_b + n * pw_n + index * pw_m
-        direction = row_of(start, d, pw_d, True, KEY_WIDTH)
-        strength = tl.load(pending_beta + b * pb_b + n * pb_n + index * pb_m).to(tl.float32)
-        x = reflected(x, direction, strength)
+        x = reflected(x, pending_w, pending_beta, b, index, n, d, KEY_WIDTH)
     at = head * ROWS + row
     tl.store(x_out + at[:, None] * KEY_WIDTH + tl.arange(0, KEY_WIDTH)[None, :], x)
     at = head * parts * ROWS + row
@@ -106,19 +105,18 @@ def recent(
 @triton.jit(do_not_specialize=["count"])
 def flushed(
     x_in, keys, values, lengths, valid, totals, maxima, sums,
-    count, heads, d, e, parts, per_part, scale, window, flush,
-    key_b, key_c, key_n, key_d, value_b, value_c, value_n, value_e, valid_b,
-    HAS_VALID: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    count, sizes, parts, per_part, window, valid_b,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys before the last flush, of one key/value head."""
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    b, n = head // heads, head % heads
+    b, n = head // sizes.heads, head % sizes.heads
     row = tl.arange(0, ROWS)
     channel, key_channel = tl.arange(0, WIDTH), tl.arange(0, KEY_WIDTH)
     length = tl.load(lengths + b)
-    end = length - length % flush
+    end = length - length % sizes.flush
+    key_start, value_start = start_of(keys, b, n), start_of(values, b, n)
     x = tl.load(x_in + (head * ROWS + row)[:, None] * KEY_WIDTH + key_channel[None, :])
 
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -127,22 +125,18 @@ def flushed(
     for low in range(part * per_part, tl.minimum((part + 1) * per_part, count), TOKENS):
         token = (low + tl.arange(0, TOKENS)).to(tl.int64)
         is_read = (token < count) & (token < end)
-        if HAS_VALID:
+        if valid is not None:
             is_read = is_read & (tl.load(valid + b * valid_b + token, mask=is_read, other=0) != 0)
-        if HAS_WINDOW:
+        if window is not None:
             is_read = is_read & (length - token < window)
-        at = keys + b * key_b + n * key_n + token[:, None] * key_c
-        inside = is_read[:, None] & (key_channel < d)[None, :]
-        key_tile = tl.load(at + key_channel.to(tl.int64)[None, :] * key_d, mask=inside, other=0.0)
-        scores = tl.dot(x, tl.trans(key_tile.to(tl.float32)), input_precision=PRECISION) * scale
+        key_tile = slots_of(keys, key_start, token, is_read, sizes.d, KEY_WIDTH)
+        scores = tl.dot(x, tl.trans(key_tile), input_precision=PRECISION) * sizes.scale
         scores = tl.where(is_read[None, :], scores, float("-inf"))
         higher = tl.maximum(largest, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
+        base = finite(higher)
         shrink, p = tl.exp2(largest - base), tl.exp2(scores - base[:, None])
-        at = values + b * value_b + n * value_n + token[:, None] * value_c
-        inside = is_read[:, None] & (channel < e)[None, :]
-        value_tile = tl.load(at + channel.to(tl.int64)[None, :] * value_e, mask=inside, other=0.0)
-        acc = tl.dot(p, value_tile.to(tl.float32), acc * shrink[:, None], input_precision=PRECISION)
+        value_tile = slots_of(values, value_start, token, is_read, sizes.e, WIDTH)
+        acc = tl.dot(p, value_tile, acc * shrink[:, None], input_precision=PRECISION)
         total = total * shrink + tl.sum(p, 1)
         largest = higher
     at = (head * parts + 1 + part) * ROWS + row
@@ -153,11 +147,11 @@ def flushed(
 
 @triton.jit(do_not_specialize=["parts"])
 def merge(
-    totals, maxima, sums, is_token, out,
-    parts, heads, group, e, token_b,
+    totals, maxima, sums, is_token, out, parts, sizes, token_b,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write `out` (b, h, e) from the parts of a head."""
+    heads, group, e = sizes.heads, sizes.group, sizes.e
     head = tl.program_id(0).to(tl.int64)
     b, n = head // heads, head % heads
     row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -168,7 +162,7 @@ def merge(
         at = (head * parts + part) * ROWS + row
         part_largest = tl.load(maxima + at)
         higher = tl.maximum(largest, part_largest)
-        base = tl.where(higher == float("-inf"), 0.0, higher)
+        base = finite(higher)
         shrink, part_weight = tl.exp2(largest - base), tl.exp2(part_largest - base)
         part_acc = tl.load(totals + at[:, None] * WIDTH + channel[None, :])
         acc = acc * shrink[:, None] + part_acc * part_weight[:, None]
@@ -185,18 +179,17 @@ def merge(
 @triton.jit
 def flush_keys(
     keys, w, beta, pending_w, pending_beta, lengths, is_token, out,
-    capacity, heads, d, flush,
-    key_b, key_c, key_n, key_d, w_b, w_n, w_d, beta_b, beta_n,
-    pw_b, pw_m, pw_n, pw_d, pb_b, pb_m, pb_n, token_b, out_b, out_c, out_n, out_d,
+    capacity, sizes, token_b,
     TOKENS: tl.constexpr, KEY_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Copy all cached keys; in sequences that are flushed now, transport them."""
+    heads, d, flush = sizes.heads, sizes.d, sizes.flush
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    channel = tl.arange(0, KEY_WIDTH).to(tl.int64)
+    channel = tl.arange(0, KEY_WIDTH)
     inside = (token < capacity)[:, None] & (channel < d)[None, :]
-    at = keys + b * key_b + n * key_n + token[:, None] * key_c + channel[None, :] * key_d
+    at = addresses(start_of(keys, b, n), token, keys.token, channel, keys.channel)
     key_tile = tl.load(at, mask=inside, other=0.0)
     length = tl.load(lengths + b)
     is_flushed = (length + 1) % flush == 0
@@ -205,18 +198,11 @@ def flush_keys(
     if is_flushed:
         pending = length % flush
         for index in range(0, pending):
-            start = pending_w + b * pw_b + n * pw_n + index * pw_m
-            direction = row_of(start, d, pw_d, True, KEY_WIDTH)
-            strength = tl.load(pending_beta + b * pb_b + n * pb_n + index * pb_m).to(tl.float32)
             # Among keys since the last flush, only those before this reflection.
             is_before = token < length - pending + index
-            key_tile = tl.where(
-                is_before[:, None], reflected(key_tile, direction, strength), key_tile
-            )
-        direction = row_of(w + b * w_b + n * w_n, d, w_d, True, KEY_WIDTH)
-        strength = tl.load(beta + b * beta_b + n * beta_n).to(tl.float32)
-        key_tile = tl.where(
-            (token < length)[:, None], reflected(key_tile, direction, strength), key_tile
-        )
-    at = out + b * out_b + n * out_n + token[:, None] * out_c + channel[None, :] * out_d
+            moved = reflected(key_tile, pending_w, pending_beta, b, index, n, d, KEY_WIDTH)
+            key_tile = tl.where(is_before[:, None], moved, key_tile)
+        moved = reflected(key_tile, w, beta, b, 0, n, d, KEY_WIDTH)
+        key_tile = tl.where((token < length)[:, None], moved, key_tile)
+    at = addresses(start_of(out, b, n), token, out.token, channel, out.channel)
     tl.store(at, key_tile, mask=inside)

@@ -29,9 +29,9 @@ from precondattn_triton.path.blocks import WIDEST, block_size, first_blocks, pat
 from precondattn_triton.path.chunks import chunking, path_chunks
 from precondattn_triton.path.forward import path_forward
 from precondattn_triton.precision import product_precision, splits_weights
+from precondattn_triton.softmax.channel_parts import refuses_widths
 from precondattn_triton.softmax.score_tiles import ELEMENTS
-from precondattn_triton.softmax.widths import refuses_widths
-from precondattn_triton.tiles import KernelMasks, bytes_of, configured
+from precondattn_triton.tiles import KernelMasks, bytes_of, configured, heads
 
 
 def refuses_extension(dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -56,10 +56,6 @@ class RecentTokens(NamedTuple):
     """(b, pending + t), boolean"""
     lengths: Tensor
     """(b,): the cached tokens of each sequence"""
-
-    def with_values(self, new: Tensor) -> RecentTokens:
-        """Tokens that differ from these in the values of the t new ones, `new` (b, t, n, e)."""
-        return self._replace(v=torch.cat((self.v[:, : self.pending], new), 1))
 
 
 def path_extend(
@@ -150,10 +146,9 @@ def _read(
         valid = bytes_of(frame.k_valid[:, :count], b)
     launch(
         path_cached.read_cached, (cdiv(queries, rows) * b * n, parts),
-        results.out, keys, values, recent.lengths, valid, outs, logs,
-        count, n, queries, t, per_part, scale, window or 0, leaf.flush,
-        *keys.stride(), *values.stride(),
-        HAS_WINDOW=window is not None, D=d, E=e, PADDED_D=width, PADDED_E=value_width,
+        results.out, heads(keys), heads(values), recent.lengths, valid, outs, logs,
+        count, n, queries, t, per_part, scale, window, leaf.flush,
+        D=d, E=e, PADDED_D=width, PADDED_E=value_width,
         ROWS=rows, COLUMNS=tuned.columns,
         PRECISION=product_precision(v.dtype), TWO_PARTS=splits_weights(v.dtype),
         num_warps=tuned.warps, num_stages=tuned.stages,
@@ -232,8 +227,8 @@ def _transported(
     tuned = configured("path_carry", recent.k, recent.k)
     launch(
         path_transport.transport, ((cdiv(count, tuned.rows) + cdiv(tokens, tuned.rows)) * b * n,),
-        keys, blocks.keys, products, recent.lengths, past, new,
-        count, n, number * size, t, recent.pending, flush, size, number, *keys.stride(),
+        heads(keys), blocks.keys, products, recent.lengths, past, new,
+        count, n, number * size, t, recent.pending, flush, size, number,
         D=d, PADDED_D=width, ROWS=tuned.rows, PRECISION=precision,
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip

@@ -34,12 +34,14 @@ from precondattn_triton.precision import product_precision, splits_weights
 from precondattn_triton.softmax.score_tiles import mean_and_log, with_tile
 from precondattn_triton.tiles import (
     LOG2_E,
+    CallSizes,
     KernelMasks,
     configured,
+    heads,
     is_token,
-    load_tile,
-    may_attend,
-    store_tile,
+    load_channels,
+    start_of,
+    store_channels,
     tile_of_program,
 )
 
@@ -56,30 +58,28 @@ class PathResults(NamedTuple):
 
 
 @triton.jit
-def scores_within_chunk(x, k_tile, w_tile, zr, is_before, PRECISION: tl.constexpr):
-    """x kᵀ − B Z R and B, for queries of which some are in the chunk."""
-    b = tl.dot(x, tl.trans(w_tile), input_precision=PRECISION)
-    b = tl.where(is_before, b, 0.0).to(x.dtype)
-    scores = tl.dot(x, tl.trans(k_tile), input_precision=PRECISION)
-    return scores - tl.dot(b, zr, input_precision=PRECISION), b
-
-
-@triton.jit
-def path_may_attend(row, column, is_key, batch, t, s, segment, window, HAS_WINDOW: tl.constexpr):
-    """The attention mask: query `row` of t may attend to key `column` of s."""
-    mask = may_attend(row, column, is_key, batch, t, s, segment, True)
-    if HAS_WINDOW:
-        mask = mask & (column > row + (s - t) - window)
+def path_may_attend(row, column, is_key, batch, masks, window, sizes):
+    """The attention mask: query `row` of t may attend to key `column` of s. Shapes broadcast."""
+    position = row + (sizes.s - sizes.t)
+    mask = is_key & (column <= position)
+    if masks.segment is not None:
+        begins = masks.segment + batch * 2 * sizes.s
+        is_present = (position >= 0) & (position < sizes.s)
+        of_query = tl.load(begins + position, mask=is_present, other=-1)
+        of_key = tl.load(begins + column, mask=column < sizes.s, other=0)
+        mask = mask & (of_query == of_key)
+    if window is not None:
+        mask = mask & (column > position - window)
     return mask
 
 
 @triton.jit
-def first_key(position, batch, s, segment, window, HAS_WINDOW: tl.constexpr):
+def first_key(position, batch, s, masks, window):
     """The first key that the query at a position among the keys may attend to, before masks."""
     begin = position * 0
-    if segment is not None:
-        begin = tl.load(segment + batch * 2 * s + position)
-    if HAS_WINDOW:
+    if masks.segment is not None:
+        begin = tl.load(masks.segment + batch * 2 * s + position)
+    if window is not None:
         begin = tl.maximum(begin, position - window + 1)
     return begin
 
@@ -87,25 +87,20 @@ def first_key(position, batch, s, segment, window, HAS_WINDOW: tl.constexpr):
 @triton.jit
 def _forward(
     q, k, v, w, keys, u, zr, block_keys, corrections, out, full, log_total,
-    q_valid, k_valid, segment,
-    scale, window, t, s, h, n, tokens, size, blocks,
-    q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
-    v_batch, v_token, v_head, v_channel,
-    HAS_WINDOW: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    masks, window, sizes, tokens, size, blocks,
+    D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr, TWO_PARTS: tl.constexpr, IS_STEP: tl.constexpr,
 ):  # fmt: skip
+    t, s, h, n = sizes.t, sizes.s, sizes.h, sizes.n
     tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
     kv = head // (h // n)
     kv_index = batch * n + kv
     rows = tile * ROWS + tl.arange(0, ROWS)
-    is_row = is_token(q_valid, batch, rows, t)
-    x = load_tile(
-        q + batch * q_batch + head * q_head, rows, is_row, q_token, q_channel, D, PADDED_D
-    ).to(tl.float32)
-    k += batch * k_batch + kv * k_head
-    v += batch * v_batch + kv * v_head
+    is_row = is_token(masks.q_valid, batch, rows, t)
+    x = load_channels(q, start_of(q, batch, head), rows, is_row, D, PADDED_D).to(tl.float32)
+    k_start, v_start = start_of(k, batch, kv), start_of(v, batch, kv)
     FACTOR: tl.constexpr = keys.dtype.element_ty
 
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -113,39 +108,47 @@ def _forward(
     acc = tl.zeros((ROWS, PADDED_E), tl.float32)
     past = s - t
     first = tile * ROWS + past
-    first_keys = first_key(tl.minimum(rows + past, s - 1), batch, s, segment, window, HAS_WINDOW)
+    first_keys = first_key(tl.minimum(rows + past, s - 1), batch, s, masks, window)
     # Chunks that contain some of these queries; all earlier chunks precede every query.
     own_first = first // CHUNK
     own_end = tl.cdiv(tl.minimum(first + ROWS, s), CHUNK)
     for back in range(0, own_end - own_first):
         start = (own_end - 1 - back) * CHUNK
         columns = start + tl.arange(0, CHUNK)
-        is_key = is_token(k_valid, batch, columns, s)
-        k_tile = load_tile(k, columns, is_key, k_token, k_channel, D, PADDED_D).to(FACTOR)
+        is_key = is_token(masks.k_valid, batch, columns, s)
+        k_tile = load_channels(k, k_start, columns, is_key, D, PADDED_D).to(FACTOR)
         w_tile = rows_of(w, kv_index, tokens, start, CHUNK, PADDED_D)
         is_before = columns[None, :] <= rows[:, None] + past
         zr_tile = rows_of(zr, kv_index, tokens, start, CHUNK, CHUNK)
-        scores, b = scores_within_chunk(x.to(FACTOR), k_tile, w_tile, zr_tile, is_before, PRECISION)
+        factor = x.to(FACTOR)
+        b = tl.dot(factor, tl.trans(w_tile), input_precision=PRECISION)
+        b = tl.where(is_before, b, 0.0).to(FACTOR)
+        scores = tl.dot(factor, tl.trans(k_tile), input_precision=PRECISION)
+        scores -= tl.dot(b, zr_tile, input_precision=PRECISION)
         u_tile = rows_of(u, kv_index, tokens, start, CHUNK, PADDED_D)
         x -= tl.dot(b, u_tile, input_precision=PRECISION)
         mask = is_before & is_key[None, :]
-        if segment is not None or HAS_WINDOW:
+        if masks.segment is not None or window is not None:
             mask = mask & (columns[None, :] >= first_keys[:, None])
-        scores = tl.where(mask, scores * (scale * LOG2_E), float("-inf"))
-        values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
+        scores = tl.where(mask, scores * (sizes.scale * LOG2_E), float("-inf"))
+        values = load_channels(v, v_start, columns, is_key, E, PADDED_E).to(FACTOR)
         largest, total, acc = with_tile(largest, total, acc, scores, values, PRECISION, TWO_PARTS)
 
-    IS_MASKED: tl.constexpr = HAS_WINDOW or k_valid is not None or segment is not None
-    begin = tl.maximum(first_key(first, batch, s, segment, window, HAS_WINDOW), 0)
+    IS_MASKED: tl.constexpr = (
+        window is not None or masks.k_valid is not None or masks.segment is not None
+    )
+    begin = tl.maximum(first_key(first, batch, s, masks, window), 0)
     of_block = first // size * size
     last = tl.minimum(tl.maximum(begin, of_block) // CHUNK, own_first)
     for back in range(0, own_first - last):
         start = (own_first - 1 - back) * CHUNK
         columns = start + tl.arange(0, CHUNK)
-        is_key = is_token(k_valid, batch, columns, s)
+        is_key = is_token(masks.k_valid, batch, columns, s)
         factor = x.to(FACTOR)
         carried = rows_of(keys, kv_index, tokens, start, CHUNK, PADDED_D)
-        scores = tl.dot(factor, tl.trans(carried), input_precision=PRECISION) * (scale * LOG2_E)
+        scores = tl.dot(factor, tl.trans(carried), input_precision=PRECISION) * (
+            sizes.scale * LOG2_E
+        )
         w_tile = rows_of(w, kv_index, tokens, start, CHUNK, PADDED_D)
         b = tl.dot(factor, tl.trans(w_tile), input_precision=PRECISION).to(FACTOR)
         u_tile = rows_of(u, kv_index, tokens, start, CHUNK, PADDED_D)
@@ -153,7 +156,7 @@ def _forward(
         if IS_MASKED:
             mask = is_key[None, :] & (columns[None, :] >= first_keys[:, None])
             scores = tl.where(mask, scores, float("-inf"))
-        values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
+        values = load_channels(v, v_start, columns, is_key, E, PADDED_E).to(FACTOR)
         largest, total, acc = with_tile(largest, total, acc, scores, values, PRECISION, TWO_PARTS)
 
     if corrections is not None:
@@ -164,17 +167,17 @@ def _forward(
             first_column = tl.maximum(begin, block * size) // COLUMNS * COLUMNS
             for column in range(first_column, end, COLUMNS):
                 columns = column + tl.arange(0, COLUMNS)
-                is_key = is_token(k_valid, batch, columns, s)
+                is_key = is_token(masks.k_valid, batch, columns, s)
                 carried = rows_of(block_keys, kv_index, blocks * size, column, COLUMNS, PADDED_D)
                 if block_keys.dtype.element_ty == tl.float32:
                     # Always true: x is split for its products anew, which costs fewer registers.
                     factor = tl.where(column < end, x, 0.0)
                 scores = tl.dot(factor, tl.trans(carried), input_precision=PRECISION)
-                scores *= scale * LOG2_E
+                scores *= sizes.scale * LOG2_E
                 if IS_MASKED:
                     mask = is_key[None, :] & (columns[None, :] >= first_keys[:, None])
                     scores = tl.where(mask, scores, float("-inf"))
-                values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
+                values = load_channels(v, v_start, columns, is_key, E, PADDED_E).to(FACTOR)
                 largest, total, acc = with_tile(
                     largest, total, acc, scores, values, PRECISION, TWO_PARTS
                 )
@@ -185,16 +188,16 @@ def _forward(
         # One array has both: another pointer would cost registers.
         STEP: tl.constexpr = PADDED_D + PADDED_E
         out += (batch * h + head) * t * STEP
-        store_tile(out, rows, rows < t, STEP, x, PADDED_D)
+        store_channels(out, rows, rows < t, STEP, x, PADDED_D)
     o, logs = mean_and_log(largest, total, acc, is_row)
     tl.store(log_total + (batch * h + head) * t + rows, logs, mask=rows < t)
     if IS_STEP:
-        store_tile(out + PADDED_D, rows, rows < t, STEP, o, PADDED_E)
+        store_channels(out + PADDED_D, rows, rows < t, STEP, o, PADDED_E)
     else:
         start = (batch * t * h + head) * E
-        store_tile(out + start, rows, rows < t, h * E, o, E)
+        store_channels(out + start, rows, rows < t, h * E, o, E)
         if full is not None:
-            store_tile(full + start, rows, rows < t, h * E, o, E)
+            store_channels(full + start, rows, rows < t, h * E, o, E)
 
 
 def path_forward(
@@ -229,11 +232,9 @@ def path_forward(
     size, number = (tokens, 1) if blocks is None else (blocks.size, blocks.number)
     launch(
         _forward, (cdiv(t, tuned.rows) * b * h,),
-        q, k, v, *chunks[:4], *of_blocks, out, full, log_total,
-        *masks, scale, window or 0, t, s, h, n, tokens, size, number,
-        *q.stride(), *k.stride(), *v.stride(),
-        HAS_WINDOW=window is not None, D=d, E=e,
-        PADDED_D=width, PADDED_E=value_width,
+        heads(q), heads(k), heads(v), *chunks[:4], *of_blocks, out, full, log_total,
+        masks, window, CallSizes(scale, t, s, h, n), tokens, size, number,
+        D=d, E=e, PADDED_D=width, PADDED_E=value_width,
         ROWS=tuned.rows, COLUMNS=tuned.columns, CHUNK=chunks.size,
         PRECISION=product_precision(v.dtype), TWO_PARTS=splits_weights(v.dtype), IS_STEP=is_step,
         num_warps=tuned.warps, num_stages=tuned.stages,

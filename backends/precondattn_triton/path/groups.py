@@ -55,16 +55,17 @@ class QueryGroup(NamedTuple):
 
 
 @triton.jit
-def stored_row(position, start, before, pairs, length, per_parent):
+def stored_row(position, group):
     """The row of X of the query at a position, as it enters the first chunk of its parent.
 
     The next chunk of the parent has its row `length` later.
     """
-    chunk = position // length % per_parent
-    parent = (position - start) // (length * per_parent)
+    length = group.length
+    chunk = position // length % group.per_parent
+    parent = (position - group.start) // (length * group.per_parent)
     # i (i − 1) / 2 less that of `before`, whose own products may be too large for 32 bits.
-    piece = (chunk - before) * (chunk + before - 1) // 2
-    return (parent * pairs + piece) * length + position % length
+    piece = (chunk - group.before) * (chunk + group.before - 1) // 2
+    return (parent * group.pairs + piece) * length + position % length
 
 
 def groups(level: Level, past: int, s: int, row_bytes: int) -> list[QueryGroup]:

@@ -26,93 +26,86 @@ from precondattn_triton.tiles import (
     LOG2_E,
     addresses,
     is_token,
+    load_channels,
     load_tile,
-    segments_met,
+    start_of,
     tile_of_program,
 )
 
 
 @triton.jit
 def entering_queries(
-    first, count, batch, s, past, segment, window,
-    start, end, length, per_parent, HAS_WINDOW: tl.constexpr, COLUMNS: tl.constexpr,
+    first, count, batch, s, past, masks, window, group, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """The range of positions of a group's queries that may attend to `count` keys of a chunk,
 
     and that come after the chunk and are in its parent.
     """
+    length, per_parent = group.length, group.per_parent
     chunk = first // length
-    stop = tl.minimum((chunk // per_parent + 1) * per_parent * length, end)
-    if segment is not None:
-        _, segment_end = segments_met(segment, batch, s, first, count)
-        stop = tl.minimum(stop, segment_end)
-    if HAS_WINDOW:
+    stop = tl.minimum((chunk // per_parent + 1) * per_parent * length, group.end)
+    if masks.segment is not None:
+        last = tl.minimum(tl.maximum(first + count, 1), s) - 1
+        stop = tl.minimum(stop, tl.load(masks.segment + batch * 2 * s + s + last))
+    if window is not None:
         stop = tl.minimum(stop, first + count - 1 + window)
-    begin = tl.maximum((chunk + 1) * length, start)
+    begin = tl.maximum((chunk + 1) * length, group.start)
     return tl.maximum(begin, past // COLUMNS * COLUMNS), stop
 
 
 @triton.jit
 def key_value_gradient(
     x_in, v, keys, d_out, log_total, d_sum, d_keys, d_v,
-    q_valid, k_valid, segment,
-    scale, window, start, end, before, pairs, length, per_parent, stored,
-    t, s, h, n, tokens, key_tokens, key_start, key_end,
-    v_batch, v_token, v_head, v_channel, g_batch, g_token, g_head, g_channel,
-    HAS_WINDOW: tl.constexpr, ADDS: tl.constexpr, E: tl.constexpr,
+    masks, window, group, sizes, tokens, key_tokens, key_start, key_end,
+    ADDS: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    t, s, h, n, scale = sizes.t, sizes.s, sizes.h, sizes.n, sizes.scale
     tiles = (key_end - key_start) // ROWS
     tile, batch, kv = tile_of_program(tiles, n)
     # The first keys come first: they have the most queries.
     first = key_start + (tiles - 1 - tile) * ROWS
     past = s - t
     kv_index = batch * n + kv
-    begin, stop = entering_queries(
-        first, ROWS, batch, s, past, segment, window, start, end, length, per_parent,
-        HAS_WINDOW, COLUMNS,
-    )  # fmt: skip
+    begin, stop = entering_queries(first, ROWS, batch, s, past, masks, window, group, COLUMNS)
     if begin >= stop:
         if not ADDS:
             none = tl.zeros((ROWS, PADDED_D), tl.float32)
             store_rows(d_keys, kv_index, key_tokens, first, none)
         return
     columns = first + tl.arange(0, ROWS)
-    is_key = is_token(k_valid, batch, columns, s)
+    is_key = is_token(masks.k_valid, batch, columns, s)
     carried = rows_of(keys, kv_index, key_tokens, first, ROWS, PADDED_D)
     FACTOR: tl.constexpr = keys.dtype.element_ty
-    v += batch * v_batch + kv * v_head
-    values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
+    values = load_channels(v, start_of(v, batch, kv), columns, is_key, E, PADDED_E).to(FACTOR)
 
     key_acc = tl.zeros((ROWS, PADDED_D), tl.float32)
     if ADDS:
         key_acc = rows_of(d_keys, kv_index, key_tokens, first, ROWS, PADDED_D)
     value_acc = rows_of(d_v, kv_index, tokens, first, ROWS, PADDED_E)
-    chunk = first // length % per_parent
+    chunk = first // group.length % group.per_parent
     for member in range(0, h // n):
         head = kv * (h // n) + member
-        x_start = x_in + (batch * h + head) * stored * PADDED_D
-        g_start = d_out + batch * g_batch + head * g_head
+        x_start = x_in + (batch * h + head) * group.stored * PADDED_D
+        g_start = start_of(d_out, batch, head)
         at = (batch * h + head) * t
         for position in range(begin, stop, COLUMNS):
             positions = position + tl.arange(0, COLUMNS)
             queries = positions - past
             is_query = (queries >= 0) & (positions < stop)
-            is_query = is_query & is_token(q_valid, batch, tl.maximum(queries, 0), t)
+            is_query = is_query & is_token(masks.q_valid, batch, tl.maximum(queries, 0), t)
             logs = load_logs(log_total, at, queries, is_query)
             is_query = is_query & (logs < float("inf"))
             sums = tl.load(d_sum + at + queries, mask=is_query, other=0.0)
-            row = stored_row(position, start, before, pairs, length, per_parent) + chunk * length
+            row = stored_row(position, group) + chunk * group.length
             local = row + tl.arange(0, COLUMNS)
-            x = load_tile(x_start, local, is_query, PADDED_D, 1, PADDED_D, PADDED_D)
-            d_o = load_tile(g_start, queries, is_query, g_token, g_channel, E, PADDED_E).to(FACTOR)
+            x = load_tile(x_start, local, is_query, PADDED_D, PADDED_D, PADDED_D)
+            d_o = load_channels(d_out, g_start, queries, is_query, E, PADDED_E).to(FACTOR)
             # All transposed: keys × queries.
             scores = tl.dot(carried, tl.trans(x), input_precision=PRECISION) * (scale * LOG2_E)
-            if HAS_WINDOW or k_valid is not None or segment is not None:
-                first_keys = first_key(
-                    tl.minimum(positions, s - 1), batch, s, segment, window, HAS_WINDOW
-                )
+            if (window is not None or masks.k_valid is not None) or masks.segment is not None:
+                first_keys = first_key(tl.minimum(positions, s - 1), batch, s, masks, window)
                 mask = is_key[:, None] & (columns[:, None] >= first_keys[None, :])
                 scores = tl.where(mask, scores, float("-inf"))
             a = tl.exp2(scores - logs[None, :])
@@ -126,12 +119,11 @@ def key_value_gradient(
 
 @triton.jit
 def reflections(
-    x_in, y_in, d_matrices, segment,
-    window, start, end, before, pairs, length, per_parent, stored,
-    t, s, h, n, matrices, first_chunk, last_chunk,
-    PADDED_D: tl.constexpr, WIDTH: tl.constexpr, HAS_WINDOW: tl.constexpr, ADDS: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    x_in, y_in, d_matrices, masks, window, group, sizes, matrices, first_chunk, last_chunk,
+    PADDED_D: tl.constexpr, WIDTH: tl.constexpr, ADDS: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
+    t, s, h, n = sizes.t, sizes.s, sizes.h, sizes.n
     PARTS: tl.constexpr = PADDED_D // WIDTH
     chunks = last_chunk - first_chunk
     chunk_and_part, batch, kv = tile_of_program(chunks * PARTS, n)
@@ -140,9 +132,8 @@ def reflections(
     chunk = last_chunk - 1 - chunk_and_part // PARTS
     past = s - t
     begin, stop = entering_queries(
-        chunk * length, length, batch, s, past, segment, window, start, end, length, per_parent,
-        HAS_WINDOW, COLUMNS,
-    )  # fmt: skip
+        chunk * group.length, group.length, batch, s, past, masks, window, group, COLUMNS
+    )
     channels = tl.arange(0, PADDED_D)
     columns = part * WIDTH + tl.arange(0, WIDTH)
     d_matrices += ((batch * n + kv) * matrices + chunk) * PADDED_D * PADDED_D
@@ -156,13 +147,13 @@ def reflections(
         acc = tl.load(at_acc)
     for member in range(0, h // n):
         head = kv * (h // n) + member
-        offset = (batch * h + head) * stored * PADDED_D
+        offset = (batch * h + head) * group.stored * PADDED_D
         for position in range(begin, stop, COLUMNS):
             positions = position + tl.arange(0, COLUMNS)
             is_query = (positions >= past) & (positions < stop)
-            row = stored_row(position, start, before, pairs, length, per_parent)
-            local = row + chunk % per_parent * length + tl.arange(0, COLUMNS)
-            x = load_tile(x_in + offset, local, is_query, PADDED_D, 1, PADDED_D, PADDED_D)
+            row = stored_row(position, group)
+            local = row + chunk % group.per_parent * group.length + tl.arange(0, COLUMNS)
+            x = load_tile(x_in + offset, local, is_query, PADDED_D, PADDED_D, PADDED_D)
             at = addresses(y_in + offset, local, PADDED_D, columns, 1)
             y = tl.load(at, mask=is_query[:, None], other=0.0)
             acc = tl.dot(tl.trans(x), y, acc, input_precision=PRECISION)

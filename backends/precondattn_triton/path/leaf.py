@@ -23,7 +23,7 @@ from precondattn_triton.path.chunks import path_chunks
 from precondattn_triton.path.extension import path_extend, refuses_extension
 from precondattn_triton.path.forward import path_forward
 from precondattn_triton.path.step import path_step, refuses_step
-from precondattn_triton.softmax.widths import refuses_widths
+from precondattn_triton.softmax.channel_parts import refuses_widths
 from precondattn_triton.tiles import masks_of
 
 Tensors = Mapping[str, torch.Tensor]

@@ -16,7 +16,7 @@ from precondattn_triton.decoding import lengths_of, splits_of, step_masks
 from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.path import decode as path_decode
 from precondattn_triton.precision import is_half, product_precision
-from precondattn_triton.tiles import LOG2_E
+from precondattn_triton.tiles import LOG2_E, heads
 
 FLUSH_ROWS = 32
 """Keys that one program of `flush_keys` rewrites."""
@@ -59,35 +59,28 @@ def path_step(
     totals = carried.new_empty((b * n, splits + 1, rows, width))
     maxima, sums = (carried.new_empty((b * n, splits + 1, rows)) for _ in range(2))
     parts = splits + 1
-    window = leaf.window or 0
-    scale = leaf.scale_for(d) * LOG2_E.value
-    of_cache = *keys.stride(), *values.stride()
-    of_pending = *pending_w.stride(), *pending_beta.stride()
-    of_new = w.stride(0), w.stride(2), w.stride(3), beta.stride(0), beta.stride(2)
-    fixed: dict[str, int] = {
-        "HAS_VALID": past_valid is not None,
-        "HAS_WINDOW": leaf.window is not None,
-    }
-    fixed |= {"ROWS": rows, "KEY_WIDTH": key_width, "WIDTH": width}
+    sizes = path_decode.PathStepSizes(n, h // n, d, e, leaf.scale_for(d) * LOG2_E.value, flush)
+    of_cache = heads(keys), heads(values)
+    reflections = [
+        heads(array) for array in (w, beta[..., None], pending_w, pending_beta[..., None])
+    ]
+    fixed = {"ROWS": rows, "KEY_WIDTH": key_width, "WIDTH": width}
     launch(
         path_decode.recent, (b * n,),
-        q, k, v, w, beta, keys, values, pending_w, pending_beta, lengths, past_valid,
-        new_valid, carried, totals, maxima, sums, n, h // n, d, e, parts, scale, window, flush,
-        q.stride(0), q.stride(2), q.stride(3), k.stride(0), k.stride(2), k.stride(3),
-        v.stride(0), v.stride(2), v.stride(3), *of_new, *of_cache, *of_pending, past_b,
-        new_b, **fixed,
+        heads(q), heads(k), heads(v), *reflections, *of_cache, lengths, past_valid, new_valid,
+        carried, totals, maxima, sums, sizes, parts, leaf.window, past_b, new_b, **fixed,
     )  # fmt: skip
     launch(
         path_decode.flushed, (splits, b * n),
-        carried, keys, values, lengths, past_valid, totals, maxima, sums,
-        count, n, d, e, parts, per_split, scale, window, flush, *of_cache, past_b,
+        carried, *of_cache, lengths, past_valid, totals, maxima, sums,
+        count, sizes, parts, per_split, leaf.window, past_b,
         **fixed, TOKENS=tuned.columns, PRECISION=product_precision(q.dtype),
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
     out = torch.empty((b, 1, h, e), dtype=v.dtype, device=v.device)
     launch(
         path_decode.merge, (b * n,),
-        totals, maxima, sums, is_token, out, parts, n, h // n, e, token_b,
+        totals, maxima, sums, is_token, out, parts, sizes, token_b,
         ROWS=rows, WIDTH=width,
     )  # fmt: skip
 
@@ -98,9 +91,8 @@ def path_step(
         flushed = torch.empty_like(keys)
         launch(
             path_decode.flush_keys, (cdiv(keys.shape[1], FLUSH_ROWS), b * n),
-            keys, w, beta, pending_w, pending_beta, lengths, is_token, flushed,
-            keys.shape[1], n, d, flush, *keys.stride(), *of_new, *of_pending, token_b,
-            *flushed.stride(), TOKENS=FLUSH_ROWS, KEY_WIDTH=key_width,
+            heads(keys), *reflections, lengths, is_token, heads(flushed),
+            keys.shape[1], sizes, token_b, TOKENS=FLUSH_ROWS, KEY_WIDTH=key_width,
         )  # fmt: skip
         updates["key"] = Rewrite(flushed, new)
     if flush > 1:

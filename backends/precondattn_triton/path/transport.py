@@ -20,7 +20,13 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.path.blocks import matrix_of
-from precondattn_triton.tiles import load_tile, store_tile, tile_of_program
+from precondattn_triton.tiles import (
+    load_channels,
+    load_tile,
+    start_of,
+    store_channels,
+    tile_of_program,
+)
 
 PART = 32
 """Channels of B at a time in `later_products`."""
@@ -55,7 +61,6 @@ def later_products(
 def transport(
     keys, recent, products, lengths, out, new,
     count, heads, tokens, t, pending, flush, size, blocks,
-    key_b, key_c, key_n, key_d,
     D: tl.constexpr, PADDED_D: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the cached keys to `out` (b, count, n, d), and those of new tokens to `new`.
@@ -72,11 +77,10 @@ def transport(
     first = tl.where(is_of_cache, tile, tile - of_cache) * ROWS
     rows = first + tl.arange(0, ROWS)
     if is_of_cache:
-        start = keys + batch * key_b + head * key_n
-        x = load_tile(start, rows, rows < count, key_c, key_d, D, PADDED_D)
+        x = load_channels(keys, start_of(keys, batch, head), rows, rows < count, D, PADDED_D)
     else:
         start = recent + index * tokens * PADDED_D
-        x = load_tile(start, rows, rows < pending + t, PADDED_D, 1, PADDED_D, PADDED_D)
+        x = load_tile(start, rows, rows < pending + t, PADDED_D, PADDED_D, PADDED_D)
     matrix = tl.where(is_of_cache, 0, first // size + 1)
     if matrix < blocks:
         moved = tl.dot(
@@ -90,11 +94,11 @@ def transport(
     if is_of_cache:
         # Slots after the flush are those of pending tokens, or empty.
         is_kept = (rows < count) & ((rows < flushed) | (rows >= length))
-        store_tile(out, rows, is_kept, heads * D, x, D)
+        store_channels(out, rows, is_kept, heads * D, x, D)
     else:
         slots = length - pending + rows
         is_pending = (rows < pending) & (slots >= flushed)
-        store_tile(out, slots, is_pending, heads * D, x, D)
+        store_channels(out, slots, is_pending, heads * D, x, D)
         is_new = (rows >= pending) & (rows < pending + t)
         new += (batch * t * heads + head) * D
-        store_tile(new, rows - pending, is_new, heads * D, x, D)
+        store_channels(new, rows - pending, is_new, heads * D, x, D)

@@ -25,36 +25,24 @@ from precondattn_triton.path.forward import path_may_attend
 from precondattn_triton.softmax.score_tiles import add_product, load_logs
 from precondattn_triton.tiles import (
     LOG2_E,
-    addresses,
     is_token,
+    load_channels,
     load_tile,
-    store_tile,
+    start_of,
+    store_channels,
     tile_of_program,
 )
 
 
 @triton.jit
-def part_of(
-    start, tokens, is_present, token_stride, first, channel_stride,
-    WIDTH: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """Load channels `first` … of tokens (tokens, PART); 0 for tokens that are not present."""
-    channels = first + tl.arange(0, PART)
-    at = addresses(start, tokens, token_stride, channels, channel_stride)
-    return tl.load(at, mask=is_present[:, None] & (channels < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
 def scores(
     q, k, v, w, u, zr, d_out, log_total, d_sum, chunk_y, d_q, a_out, d_s_out, b_out, d_b_out,
-    q_valid, k_valid, segment,
-    scale, window, t, s, h, n, tokens,
-    q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
-    v_batch, v_token, v_head, v_channel, g_batch, g_token, g_head, g_channel,
-    HAS_WINDOW: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    masks, window, sizes, tokens,
+    D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, TWO_PARTS: tl.constexpr,
 ):  # fmt: skip
+    t, s, h, n, scale = sizes.t, sizes.s, sizes.h, sizes.n, sizes.scale
     tile, batch, head = tile_of_program(tl.cdiv(s, CHUNK) * (CHUNK // ROWS), h)
     kv = head // (h // n)
     begin = tile * ROWS // CHUNK * CHUNK
@@ -62,20 +50,18 @@ def scores(
     rows = positions - (s - t)
     is_present = (rows >= 0) & (rows < t)
     at = (batch * h + head) * t
-    is_row = is_present & is_token(q_valid, batch, tl.maximum(rows, 0), t)
+    is_row = is_present & is_token(masks.q_valid, batch, tl.maximum(rows, 0), t)
     logs = load_logs(log_total, at, rows, is_row)
     is_row = is_row & (logs < float("inf"))
     sums = tl.load(d_sum + at + rows, mask=is_row, other=0.0)
     FACTOR: tl.constexpr = w.dtype.element_ty
     columns = begin + tl.arange(0, CHUNK)
-    is_key = is_token(k_valid, batch, columns, s)
+    is_key = is_token(masks.k_valid, batch, columns, s)
     all_tokens = columns >= 0
-    q += batch * q_batch + head * q_head
-    k += batch * k_batch + kv * k_head
-    v += batch * v_batch + kv * v_head
+    q_start, k_start = start_of(q, batch, head), start_of(k, batch, kv)
+    v_start, g_start = start_of(v, batch, kv), start_of(d_out, batch, head)
     w += (batch * n + kv) * tokens * PADDED_D
     u += (batch * n + kv) * tokens * PADDED_D
-    d_out += batch * g_batch + head * g_head
     y_in = chunk_y + at * PADDED_D
 
     # A block of channels at a time; blocks are loaded again when they are needed again.
@@ -83,61 +69,57 @@ def scores(
     b = tl.zeros((ROWS, CHUNK), tl.float32)
     D_PART: tl.constexpr = CHANNELS if CHANNELS < PADDED_D else PADDED_D
     for first in range(0, PADDED_D, D_PART):
-        x = part_of(q, rows, is_row, q_token, first, q_channel, D, D_PART).to(FACTOR)
-        part = part_of(k, columns, is_key, k_token, first, k_channel, D, D_PART).to(FACTOR)
+        x = load_channels(q, q_start, rows, is_row, D, D_PART, first).to(FACTOR)
+        part = load_channels(k, k_start, columns, is_key, D, D_PART, first).to(FACTOR)
         logits = tl.dot(x, tl.trans(part), logits, input_precision=PRECISION)
-        part = part_of(w, columns, all_tokens, PADDED_D, first, 1, PADDED_D, D_PART)
+        part = load_tile(w, columns, all_tokens, PADDED_D, PADDED_D, D_PART, first)
         b = tl.dot(x, tl.trans(part), b, input_precision=PRECISION)
     is_before = columns[None, :] <= positions[:, None]
     left = tl.where(is_before, b, 0.0).to(FACTOR)
     zr_tile = rows_of(zr, batch * n + kv, tokens, begin, CHUNK, CHUNK)
     logits -= tl.dot(left, zr_tile, input_precision=PRECISION)
     may_read = path_may_attend(
-        tl.maximum(rows, 0)[:, None], columns[None, :], is_key[None, :], batch, t, s,
-        segment, window, HAS_WINDOW,
-    )  # fmt: skip
+        tl.maximum(rows, 0)[:, None], columns[None, :], is_key[None, :], batch, masks, window, sizes
+    )
     logits = tl.where(may_read, logits * (scale * LOG2_E), float("-inf"))
     a = tl.exp2(logits - logs[:, None])
     d_a = tl.zeros((ROWS, CHUNK), tl.float32)
     E_PART: tl.constexpr = CHANNELS if CHANNELS < PADDED_E else PADDED_E
     for first in range(0, PADDED_E, E_PART):
-        d_o = part_of(d_out, rows, is_row, g_token, first, g_channel, E, E_PART).to(FACTOR)
-        part = part_of(v, columns, is_key, v_token, first, v_channel, E, E_PART).to(FACTOR)
+        d_o = load_channels(d_out, g_start, rows, is_row, E, E_PART, first).to(FACTOR)
+        part = load_channels(v, v_start, columns, is_key, E, E_PART, first).to(FACTOR)
         d_a = tl.dot(d_o, tl.trans(part), d_a, input_precision=PRECISION)
     d_scores = a * (d_a - sums[:, None]) * scale
     d_s = d_scores.to(FACTOR)
     d_b = tl.dot(d_s, tl.trans(zr_tile), input_precision=PRECISION)
     for first in range(0, PADDED_D, D_PART):
-        y = part_of(y_in, rows, is_present, PADDED_D, first, 1, PADDED_D, D_PART).to(FACTOR)
-        part = part_of(u, columns, all_tokens, PADDED_D, first, 1, PADDED_D, D_PART)
+        y = load_tile(y_in, rows, is_present, PADDED_D, PADDED_D, D_PART, first).to(FACTOR)
+        part = load_tile(u, columns, all_tokens, PADDED_D, PADDED_D, D_PART, first)
         d_b = tl.dot(y, tl.trans(part), d_b, input_precision=PRECISION)
     d_left = tl.where(is_before, -d_b, 0.0).to(FACTOR)
-    store_tile(a_out + at * CHUNK, rows, is_present, CHUNK, a, CHUNK)
-    store_tile(d_s_out + at * CHUNK, rows, is_present, CHUNK, d_s, CHUNK)
-    store_tile(b_out + at * CHUNK, rows, is_present, CHUNK, left, CHUNK)
-    store_tile(d_b_out + at * CHUNK, rows, is_present, CHUNK, d_left, CHUNK)
+    store_channels(a_out + at * CHUNK, rows, is_present, CHUNK, a, CHUNK)
+    store_channels(d_s_out + at * CHUNK, rows, is_present, CHUNK, d_s, CHUNK)
+    store_channels(b_out + at * CHUNK, rows, is_present, CHUNK, left, CHUNK)
+    store_channels(d_b_out + at * CHUNK, rows, is_present, CHUNK, d_left, CHUNK)
     d_q += (batch * t * h + head) * D
     for first in range(0, PADDED_D, D_PART):
-        y = part_of(y_in, rows, is_present, PADDED_D, first, 1, PADDED_D, D_PART)
-        part = part_of(w, columns, all_tokens, PADDED_D, first, 1, PADDED_D, D_PART)
+        y = load_tile(y_in, rows, is_present, PADDED_D, PADDED_D, D_PART, first)
+        part = load_tile(w, columns, all_tokens, PADDED_D, PADDED_D, D_PART, first)
         y = tl.dot(d_left, part, y, input_precision=PRECISION)
-        part = part_of(k, columns, is_key, k_token, first, k_channel, D, D_PART).to(FACTOR)
+        part = load_channels(k, k_start, columns, is_key, D, D_PART, first).to(FACTOR)
         y = add_product(d_scores, part, y, PRECISION, TWO_PARTS)
-        channels = first + tl.arange(0, D_PART)
-        mask = is_present[:, None] & (channels < D)[None, :]
-        at_y = addresses(d_q, rows, h * D, channels, 1)
-        tl.store(at_y, y.to(d_q.dtype.element_ty), mask=mask)
+        store_channels(d_q, rows, is_present, h * D, y, D, first)
 
 
 @triton.jit
 def gather(
-    a_in, d_s_in, b_in, d_b_in, q, d_out, chunk_y, d_v, d_k, d_w, d_u, d_zr, q_valid,
-    t, s, h, n, tokens,
-    q_batch, q_token, q_head, q_channel, g_batch, g_token, g_head, g_channel,
+    a_in, d_s_in, b_in, d_b_in, q, d_out, chunk_y, d_v, d_k, d_w, d_u, d_zr,
+    q_valid, sizes, tokens,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     D_PART: tl.constexpr, E_PART: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    t, s, h, n = sizes.t, sizes.s, sizes.h, sizes.n
     chunk_and_part, batch, kv = tile_of_program(tl.cdiv(s, CHUNK) * PARTS, n)
     begin, part = chunk_and_part // PARTS * CHUNK, chunk_and_part % PARTS
     d_first, e_first = part * D_PART, part * E_PART
@@ -153,23 +135,20 @@ def gather(
         is_present = (rows >= 0) & (rows < t)
         is_row = is_present & is_token(q_valid, batch, tl.maximum(rows, 0), t)
         at = (batch * h + head) * t
-        d_o = part_of(
-            d_out + batch * g_batch + head * g_head,
-            rows, is_row, g_token, e_first, g_channel, E, E_PART,
-        ).to(FACTOR)  # fmt: skip
-        a = load_tile(a_in + at * CHUNK, rows, is_present, CHUNK, 1, CHUNK, CHUNK)
+        d_o = load_channels(
+            d_out, start_of(d_out, batch, head), rows, is_row, E, E_PART, e_first
+        ).to(FACTOR)
+        a = load_tile(a_in + at * CHUNK, rows, is_present, CHUNK, CHUNK, CHUNK)
         v_acc = tl.dot(tl.trans(a), d_o, v_acc, input_precision=PRECISION)
-        x = part_of(
-            q + batch * q_batch + head * q_head,
-            rows, is_row, q_token, d_first, q_channel, D, D_PART,
-        ).to(FACTOR)  # fmt: skip
-        d_s = load_tile(d_s_in + at * CHUNK, rows, is_present, CHUNK, 1, CHUNK, CHUNK)
+        x = load_channels(q, start_of(q, batch, head), rows, is_row, D, D_PART, d_first)
+        x = x.to(FACTOR)
+        d_s = load_tile(d_s_in + at * CHUNK, rows, is_present, CHUNK, CHUNK, CHUNK)
         k_acc = tl.dot(tl.trans(d_s), x, k_acc, input_precision=PRECISION)
-        d_b = load_tile(d_b_in + at * CHUNK, rows, is_present, CHUNK, 1, CHUNK, CHUNK)
+        d_b = load_tile(d_b_in + at * CHUNK, rows, is_present, CHUNK, CHUNK, CHUNK)
         w_acc = tl.dot(tl.trans(d_b), x, w_acc, input_precision=PRECISION)
-        b = load_tile(b_in + at * CHUNK, rows, is_present, CHUNK, 1, CHUNK, CHUNK)
+        b = load_tile(b_in + at * CHUNK, rows, is_present, CHUNK, CHUNK, CHUNK)
         y_in = chunk_y + at * PADDED_D
-        y = part_of(y_in, rows, is_row, PADDED_D, d_first, 1, PADDED_D, D_PART).to(FACTOR)
+        y = load_tile(y_in, rows, is_row, PADDED_D, PADDED_D, D_PART, d_first).to(FACTOR)
         u_acc = tl.dot(tl.trans(b), y, u_acc, input_precision=PRECISION)
         zr_acc = tl.dot(tl.trans(b), d_s, zr_acc, input_precision=PRECISION)
     index = batch * n + kv

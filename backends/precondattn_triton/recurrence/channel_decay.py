@@ -38,21 +38,21 @@ from precondattn_triton.recurrence.chunk_tiles import (
     as_factor,
     head_of,
     load_head,
+    load_queries,
     product,
     store_rows,
 )
-from precondattn_triton.recurrence.gate_sums import LOWEST
+from precondattn_triton.recurrence.decay_factors import LOWEST
 from precondattn_triton.tiles import load_rows
 
 
 @triton.jit
 def channel_gates_of(
-    g, head, heads, start, first, s, width, g_strides,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    g, head, heads, start, first, s, width, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
     """The gates of a chunk (CHUNK, BLOCK) in float32; 0 outside the sequence."""
-    g = head_of(g, head, heads, g_strides)
-    gates = load_head(g, start, first, s, width, g_strides, CHUNK, BLOCK).to(tl.float32)
+    g_start = head_of(g, head, heads)
+    gates = load_head(g, g_start, start, first, s, width, CHUNK, BLOCK).to(tl.float32)
     return tl.maximum(gates, LOWEST)
 
 
@@ -97,37 +97,11 @@ def rounded_like(rows, like, ROUNDED: tl.constexpr):
 
 @triton.jit
 def channel_scores(
-    x,
-    y,
-    erase,
-    g,
-    scores,
-    erase_scores,
-    decayed_x,
-    decayed_y,
-    reading,
-    writing,
-    total,
-    heads,
-    queries,
-    s,
-    t,
-    tokens,
+    x, y, erase, g, scores, erase_scores, decayed_x, decayed_y, reading, writing, total, sizes,
     width,
-    scale,
-    x_strides,
-    y_strides,
-    erase_strides,
-    g_strides,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    GATE_STEP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-):
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr, GATE_STEP: tl.constexpr,
+    SPLIT: tl.constexpr, ROUNDED: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
     """Write s dF/dA of one x per token to `scores` (m r, T, CHUNK), 0 above the diagonal.
 
     `erase_scores` (m, T, CHUNK), if not None, gets stril(D ∘ E yᵀ) with the keys E that are erased:
@@ -136,13 +110,15 @@ def channel_scores(
     the chunk. `reading` and `writing` (m, T, GATE_STEP) get the factors, unless they are None. A
     chunk has 2^LEVELS tokens. Grid: one program per chunk, and per query of each token.
     """
+    heads, queries, s = sizes.heads, sizes.queries, sizes.s
+    t, tokens, scale = sizes.t, sizes.tokens, sizes.scale
     query = tl.program_id(1).to(tl.int64)
     head, row = query // queries, query % queries
     start = tl.program_id(0) * CHUNK
-    x = head_of(x, head, heads, x_strides) + row * x_strides.row
-    y = head_of(y, head, heads, y_strides)
+    x_start = head_of(x, head, heads) + row * x.row
+    y_start = head_of(y, head, heads)
     if erase is not None:
-        erase = head_of(erase, head, heads, erase_strides)
+        erase_start = head_of(erase, head, heads)
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
     if erase_scores is not None:
@@ -156,19 +132,19 @@ def channel_scores(
         if erase_scores is not None:
             erased_squares = tl.zeros((CHUNK, CHUNK), tl.float32)
         for c in range(0, GATE_STEP, BLOCK):
-            gates = channel_gates_of(g, head, heads, start, c, s, width, g_strides, CHUNK, BLOCK)
+            gates = channel_gates_of(g, head, heads, start, c, s, width, CHUNK, BLOCK)
             decay = tl.exp(sums_over(which, gates, SPLIT, EXACT))
-            rows = load_head(x, start - s + t, c, t, width, x_strides, CHUNK, BLOCK)
-            others = load_head(y, start, c, s, width, y_strides, CHUNK, BLOCK).to(tl.float32)
+            rows = load_head(x, x_start, start - s + t, c, t, width, CHUNK, BLOCK)
+            others = load_head(y, y_start, start, c, s, width, CHUNK, BLOCK).to(tl.float32)
             both = tl.where(is_second, rows.to(tl.float32), others)
-            both = rounded_like(both * decay, y, ROUNDED)
+            both = rounded_like(both * decay, y.array, ROUNDED)
             squares += product(both, tl.trans(both), PRECISION)
             if erase_scores is not None:
                 both = others
                 if erase is not None:
-                    erased = load_head(erase, start, c, s, width, erase_strides, CHUNK, BLOCK)
+                    erased = load_head(erase, erase_start, start, c, s, width, CHUNK, BLOCK)
                     both = tl.where(is_second, erased.to(tl.float32), both)
-                both = rounded_like(both * decay, y, ROUNDED)
+                both = rounded_like(both * decay, y.array, ROUNDED)
                 erased_squares += product(both, tl.trans(both), PRECISION)
         pairs += tl.where(is_pair, squares, 0.0)
         if erase_scores is not None:
@@ -177,11 +153,11 @@ def channel_scores(
         store_rows(erase_scores, head, tokens, start, 0, erased_pairs, CHUNK)
     diagonal = tl.zeros((CHUNK,), tl.float32)
     for c in range(0, GATE_STEP, BLOCK):
-        rows = load_head(x, start - s + t, c, t, width, x_strides, CHUNK, BLOCK).to(tl.float32)
-        others = load_head(y, start, c, s, width, y_strides, CHUNK, BLOCK).to(tl.float32)
+        rows = load_head(x, x_start, start - s + t, c, t, width, CHUNK, BLOCK).to(tl.float32)
+        others = load_head(y, y_start, start, c, s, width, CHUNK, BLOCK).to(tl.float32)
         diagonal += tl.sum(rows * others, axis=1)
         if decayed_x is not None:
-            gates = channel_gates_of(g, head, heads, start, c, s, width, g_strides, CHUNK, BLOCK)
+            gates = channel_gates_of(g, head, heads, start, c, s, width, CHUNK, BLOCK)
             since = tl.exp(sums_over(j <= i, gates, SPLIT, EXACT))
             store_rows(decayed_x, query, tokens, start, c, rows * since, GATE_STEP)
             if row == 0:
@@ -221,35 +197,10 @@ def reads_of_level(
 
 @triton.jit
 def channel_gradient(
-    x,
-    y,
-    erase,
-    g,
-    pairs,
-    erased_pairs,
-    d_x,
-    d_y,
-    d_erase,
-    d_gates,
-    heads,
-    queries,
-    s,
-    t,
-    tokens,
-    width,
-    x_strides,
-    y_strides,
-    erase_strides,
-    g_strides,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    GATE_STEP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    NARROW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-):
+    x, y, erase, g, pairs, erased_pairs, d_x, d_y, d_erase, d_gates, sizes, width,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr, GATE_STEP: tl.constexpr,
+    SPLIT: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
     """Write `d_x` (m r, T, GATE_STEP), and, with x, `d_y` and `d_gates` (m, T, GATE_STEP).
 
     `pairs` (m r, T, CHUNK) is A. With the delta rule, `erased_pairs` (m, T, CHUNK) is the A of the
@@ -257,52 +208,54 @@ def channel_gradient(
     that is None, whose gradient is then the sum of both. Grid: one program per chunk, block of
     channels and head.
     """
+    heads, queries, s, t, tokens = sizes.heads, sizes.queries, sizes.s, sizes.t, sizes.tokens
     BLOCKS: tl.constexpr = GATE_STEP // BLOCK
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) % BLOCKS * BLOCK
     start = tl.program_id(0) // BLOCKS * CHUNK
     if x is not None:
-        x = head_of(x, head, heads, x_strides)
-    y = head_of(y, head, heads, y_strides)
+        x_start = head_of(x, head, heads)
+    y_start = head_of(y, head, heads)
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    others = load_head(y, start, first, s, width, y_strides, CHUNK, BLOCK).to(tl.float32)
-    gates = channel_gates_of(g, head, heads, start, first, s, width, g_strides, CHUNK, BLOCK)
+    others = load_head(y, y_start, start, first, s, width, CHUNK, BLOCK).to(tl.float32)
+    gates = channel_gates_of(g, head, heads, start, first, s, width, CHUNK, BLOCK)
     erased = others
     if erase is not None:
-        erase = head_of(erase, head, heads, erase_strides)
-        erased = load_head(erase, start, first, s, width, erase_strides, CHUNK, BLOCK)
+        erase_start = head_of(erase, head, heads)
+        erased = load_head(erase, erase_start, start, first, s, width, CHUNK, BLOCK)
         erased = erased.to(tl.float32)
         d_erased = tl.zeros((CHUNK, BLOCK), tl.float32)
     d_others = tl.zeros((CHUNK, BLOCK), tl.float32)
     d_gate = tl.zeros((CHUNK, BLOCK), tl.float32)
     for row in range(queries):
         query = head * queries + row
-        a, diagonal = pairs_of_both(pairs, query, tokens, start, y, CHUNK, NARROW)
+        a, diagonal = pairs_of_both(pairs, query, tokens, start, y.array, CHUNK, NARROW)
         d_rows = diagonal * others
         rows = tl.zeros((CHUNK, BLOCK), tl.float32)
         if x is not None:
-            rows = load_head(
-                x + row * x_strides.row, start - s + t, first, t, width, x_strides, CHUNK, BLOCK
-            ).to(tl.float32)
+            rows = load_queries(x, x_start, row, start - s + t, first, t, width, CHUNK, BLOCK)
+            rows = rows.to(tl.float32)
             d_others += diagonal * rows
         if erased_pairs is not None:
             # They are read once, with the first query.
             pairs_of_erase, diagonal = pairs_of_both(
-                erased_pairs, head, tokens, start, y, CHUNK, NARROW
+                erased_pairs, head, tokens, start, y.array, CHUNK, NARROW
             )
             pairs_of_erase = tl.where(row == 0, pairs_of_erase, 0.0).to(pairs_of_erase.dtype)
         for level in range(LEVELS):
             decay = tl.exp(sums_over(between(i, j, level), gates, SPLIT, EXACT))
             is_second = is_second_half(i, level)
             both = tl.where(is_second, rows, others) * decay
-            gradient, crossing = reads_of_level(a, both, decay, level, y, CHUNK, NARROW, PRECISION)
+            gradient, crossing = reads_of_level(
+                a, both, decay, level, y.array, CHUNK, NARROW, PRECISION
+            )
             d_rows += tl.where(is_second, gradient, 0.0)
             if x is not None:
                 d_others += tl.where(is_second, 0.0, gradient)
                 if erased_pairs is not None:
                     both = tl.where(is_second, erased, others) * decay
                     gradient, crossing_too = reads_of_level(
-                        pairs_of_erase, both, decay, level, y, CHUNK, NARROW, PRECISION
+                        pairs_of_erase, both, decay, level, y.array, CHUNK, NARROW, PRECISION
                     )
                     crossing += crossing_too
                     if erase is not None:

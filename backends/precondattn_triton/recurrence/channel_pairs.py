@@ -16,31 +16,24 @@ from torch import Tensor
 from precondattn.kernel_backend.precise import is_precise
 from precondattn_triton.precision import exact
 from precondattn_triton.recurrence import channel_decay, chunk_reads
-from precondattn_triton.recurrence.chunk_arrays import Arguments, ChunkCall, strides_of
+from precondattn_triton.recurrence.chunk_arrays import Arguments, ChunkCall, shared_heads
 
 QUERY, COTANGENT, KEY, VALUE = "q", "d_o", "k", "v"
 """The names of arrays."""
 
 
-def _as(call: ChunkCall, name: str | None, other: str) -> Arguments:
-    """The arguments of an array of the call, or of none, under another name."""
-    array, strides = None, strides_of(None)
-    if name is not None:
-        array, strides = call.arguments[name], call.arguments[f"{name.removeprefix('d_')}_strides"]
-    return {other: array, f"{other.removeprefix('d_')}_strides": strides}
-
-
 def _pair(call: ChunkCall, x: str | None, y: str) -> Arguments:
     """The arguments of the kernels of `channel_decay.py` for an x and a y."""
-    arguments: Arguments = {
-        "width": call.arguments["d" if y is KEY else "e"],
+    return {
+        "x": None if x is None else call.arguments[x],
+        "y": call.arguments[y],
+        "width": call.d if y is KEY else call.e,
         "LEVELS": call.chunk.bit_length() - 1,
         "SPLIT": _is_rounding(call),
         "ROUNDED": _rounds_rows(call),
         "NARROW": call.factors == torch.bfloat16,
         "EXACT": exact(),
     }
-    return arguments | _as(call, x, "x") | _as(call, y, "y")
 
 
 def _is_rounding(call: ChunkCall) -> bool:
@@ -51,7 +44,7 @@ def _is_rounding(call: ChunkCall) -> bool:
 def _rounds_rows(call: ChunkCall) -> bool:
     """Whether decayed rows are rounded to the 16 bits of all rows: a decay makes none larger."""
     rows = [call.arguments[name] for name in ("q", "k", "v", "erase")]
-    dtypes = {array.dtype for array in rows if array is not None}
+    dtypes = {heads.array.dtype for heads in rows if heads is not None}
     return _is_rounding(call) and dtypes in ({torch.bfloat16}, {torch.float16})
 
 
@@ -59,11 +52,6 @@ def _scores_name(call: ChunkCall) -> str:
     """The configuration of `channel_scores`: rows in float32, or of three kinds, need registers."""
     is_small = _rounds_rows(call) and call.arguments["erase"] is None
     return "channel_scores" if is_small else "channel_scores_in_full"
-
-
-def load_gates(call: ChunkCall, gates: Tensor) -> None:
-    """Add the gates (b, m, s, w) to the call's arguments."""
-    call.arguments |= {"g": gates, "g_strides": strides_of(gates)}
 
 
 def prepare_keys(call: ChunkCall, gates: Tensor, *, factors: bool, erases: bool) -> None:
@@ -75,7 +63,7 @@ def prepare_keys(call: ChunkCall, gates: Tensor, *, factors: bool, erases: bool)
     are factors of products, and in the call's dtype of factors, but `total` and `erase_scores` in
     float32.
     """
-    load_gates(call, gates)
+    call.arguments["g"] = shared_heads(gates)
     heads, queries = call.b * call.m, call.b * call.m * call.r
     of_tokens = call.tokens, call.gate_step
     result = {
@@ -146,9 +134,9 @@ def tril_of_products(call: ChunkCall, x: str, y: str) -> Tensor:
         chunk_reads.d_scores_of,
         "chunk_scores_gradient",
         (call.count, queries),
-        **_as(call, x, COTANGENT),
-        **_as(call, y, VALUE),
-        e=call.arguments["d" if y is KEY else "e"],
+        d_o=call.arguments[x],
+        v=call.arguments[y],
+        sizes=call.arguments["sizes"]._replace(e=call.d if y is KEY else call.e),
         STEP=call.width if y is KEY else call.step,
         u=None if y is KEY else call.arguments["u"],
         d_scores=products,

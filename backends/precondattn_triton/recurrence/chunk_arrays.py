@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,22 +12,24 @@ from precondattn.kernel_backend.precise import is_precise
 from precondattn.limits import KEPT
 from precondattn.spec.recurrence import Stream
 from precondattn_triton.configurations import Configuration, configuration
-from precondattn_triton.launching import launch
+from precondattn_triton.launching import Argument, Grid, Jitted, launch
 from precondattn_triton.precision import exact
-from precondattn_triton.recurrence.chunk_tiles import Strides
+from precondattn_triton.recurrence.chunk_tiles import ChunkSizes, SharedHeads
 
 WIDEST_BLOCK = 64
 """The largest block of value channels."""
 
 
-def strides_of(array: Tensor | None, group: int = 1) -> Strides:
-    """The strides of an array (b, heads, t, …); `group` heads with a state share each head."""
+def shared_heads(array: Tensor | None, states: int = 0) -> SharedHeads | None:
+    """The argument of a kernel that reads an array (b, heads, t, …), which `states` heads with a
+    state share; by default, each has its own."""
     if array is None:
-        return Strides()
+        return None
     axes = zip(array.shape, array.stride(), strict=True)
     batch, head, token, *rest = [stride if size > 1 else 0 for size, stride in axes]
     row, channel = (0, 0, *rest)[-2:]
-    return Strides(batch, head, token, row, channel, group)
+    group = states // array.shape[1] if states else 1
+    return SharedHeads(array, batch, head, token, row, channel, group)
 
 
 def decay_of(x: Stream) -> str:
@@ -84,12 +85,6 @@ def factors_of(x: Stream, precision: str) -> torch.dtype:
     )
 
 
-Kernel = Any
-"""A jitted function: `kernel[grid](…)` launches it."""
-
-Argument = Any
-"""An argument of a kernel: a tensor, a number, or None."""
-
 Arguments = dict[str, Argument]
 
 
@@ -130,23 +125,12 @@ class ChunkCall:
         self.count = -(-s // self.chunk)
         self.tokens = self.count * self.chunk
         self.arguments: Arguments = {
-            "q": x.q,
-            "k": x.k,
-            "v": x.v,
-            "erase": erase,
+            "q": shared_heads(x.q, m),
+            "k": shared_heads(x.k, m),
+            "v": shared_heads(x.v, m),
+            "erase": shared_heads(erase, m),
             "erasing": None,
-            "q_strides": strides_of(x.q, m // x.q.shape[1]),
-            "k_strides": strides_of(x.k, m // x.k.shape[1]),
-            "v_strides": strides_of(x.v, m // x.v.shape[1]),
-            "erase_strides": strides_of(erase, 1 if erase is None else m // erase.shape[1]),
-            "heads": m,
-            "queries": r,
-            "s": s,
-            "t": t,
-            "tokens": self.tokens,
-            "d": d,
-            "e": e,
-            "scale": scale,
+            "sizes": ChunkSizes(m, r, s, t, self.tokens, d, e, scale),
             "initial": None if state is None else state.contiguous(),
             "CHUNK": self.chunk,
             "WIDTH": self.width,
@@ -194,7 +178,7 @@ class ChunkCall:
         """Workspace (m, T, width) for factors of products."""
         return self.empty(self.b * self.m, self.tokens, width, dtype=self.factors)
 
-    def launch(self, kernel: Kernel, name: str, grid: tuple[int, int], **extra: Argument) -> None:
+    def launch(self, kernel: Jitted, name: str, grid: Grid, **extra: Argument) -> None:
         """Launch with the configuration of that name; `extra` are arguments of this launch."""
         tuned, arguments = self.configuration(name), self.arguments | extra
         names, constants = _parameters(tuple(kernel.arg_names))

@@ -56,54 +56,25 @@ def decay_of_chunk(
 
 @triton.jit
 def carry_states(
-    k,
-    v,
-    y,
-    w,
-    u,
-    decayed_k,
-    writing,
-    total,
-    initial,
-    states,
-    final,
-    unit,
-    unit_scale,
-    unit_valid,
-    unit_writing,
-    unit_total,
-    moments,
-    sums,
-    counts,
-    heads,
-    s,
-    tokens,
-    d,
-    e,
-    k_strides,
-    v_strides,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STEP: tl.constexpr,
-    DECAY: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    k, v, y, w, u, decayed_k, writing, total, initial, states, final, moments, sizes,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    STEP: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Write the state before every chunk to `states` (m, chunks, WIDTH, STEP), the last to `final`.
 
     `initial` and `final` are (m, d, e); the first is None for 0. With the delta rule, U is written
     to `u` (m, T, STEP). With a gate per key channel, `decayed_k` (m, T, WIDTH) is writing ∘ K.
 
-    If `moments` is not None, it, `sums` and `counts` are computed as by `carry_moments`, COLUMNS
-    columns by each program, of the keys `unit`: these are k, or k times `unit_scale`, or, with a
-    gate per key channel, read for the moments.
+    If `moments` is not None, they are computed as by `carry_moments`, COLUMNS columns by each
+    program. Their keys are k, or k times `moments.scale`, or, with a gate per key channel, read for
+    the moments.
     """
+    heads, s, tokens, d, e = sizes.heads, sizes.s, sizes.tokens, sizes.d, sizes.e
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
     count = tokens // CHUNK
-    k = head_of(k, head, heads, k_strides)
-    v = head_of(v, head, heads, v_strides)
+    k_start = head_of(k, head, heads)
+    v_start = head_of(v, head, heads)
     key, channel = tl.arange(0, WIDTH), first + tl.arange(0, BLOCK)
     at = (head * d + key[:, None]) * e + channel[None, :]
     inside = (key < d)[:, None] & (channel < e)[None, :]
@@ -112,7 +83,7 @@ def carry_states(
     else:
         state = tl.load(initial + at, mask=inside, other=0.0)
     # The first of the state heads that share a key head computes the moments.
-    key_head, has_moments = head // k_strides.group, head % k_strides.group == 0
+    key_head, has_moments = head // k.group, head % k.group == 0
     column = tl.program_id(0) * COLUMNS
     if moments is not None:
         second = tl.zeros((WIDTH, COLUMNS), tl.float32)
@@ -128,7 +99,7 @@ def carry_states(
             written -= product(state_keys, factor, PRECISION)
             store_rows(u, head, tokens, start, first, written, STEP)
         else:
-            written = load_head(v, start, first, s, e, v_strides, CHUNK, BLOCK)
+            written = load_head(v, v_start, start, first, s, e, CHUNK, BLOCK)
         at_chunk = head * count + index
         state *= decay_of_chunk(total, at_chunk, first, BLOCK, WIDTH, STEP, DECAY)
         if DECAY == "head":
@@ -139,7 +110,7 @@ def carry_states(
         if DECAY == "keys":
             keys = load_rows(decayed_k, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
         else:
-            keys = load_head(k, start, 0, s, d, k_strides, CHUNK, WIDTH)
+            keys = load_head(k, k_start, start, 0, s, d, CHUNK, WIDTH)
         if w is not None or DECAY == "head" or DECAY == "values":
             written = as_factor(written, states)
         if moments is not None and written.dtype == tl.float32:
@@ -149,61 +120,27 @@ def carry_states(
         if moments is not None:
             if DECAY == "keys":
                 # The moments have no decay: another tile, of the keys of length 1.
-                key_heads = heads // k_strides.group
+                key_heads = heads // k.group
                 unit_at = (key_head // key_heads * s * key_heads + key_head % key_heads) * d
-                keys = load_tokens(unit + unit_at, start, 0, s, d, key_heads * d, 1, CHUNK, WIDTH)
+                keys = load_tokens(
+                    moments.keys + unit_at, start, 0, s, d, key_heads * d, 1, CHUNK, WIDTH
+                )
             at_moments = key_head * count + index
-            store_moments(
-                moments, sums, counts, at_moments, column, has_moments, second, mean, number, WIDTH
-            )
+            store_moments(moments, at_moments, column, has_moments, second, mean, number, WIDTH)
             second, mean, number = moments_after(
-                second, mean, number, keys, unit_scale, unit, unit_valid, unit_writing, unit_total,
-                moments, key_head, heads // k_strides.group, index, tokens, column, s, d,
-                CHUNK, COLUMNS, PRECISION,
+                second, mean, number, keys, moments, key_head, heads // k.group, index, tokens,
+                column, s, d, CHUNK, COLUMNS, PRECISION,
             )  # fmt: skip
     tl.store(final + at, state, mask=inside)
 
 
 @triton.jit
 def carry_gradients(
-    q,
-    k,
-    erase,
-    d_o,
-    z,
-    local,
-    eraser,
-    decayed_q,
-    decayed_k,
-    strength,
-    reading,
-    erasing,
-    writing,
-    total,
-    d_final,
-    d_states,
-    right,
-    d_u,
-    d_initial,
-    heads,
-    queries,
-    s,
-    t,
-    tokens,
-    d,
-    e,
-    scale,
-    q_strides,
-    k_strides,
-    erase_strides,
-    o_strides,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STEP: tl.constexpr,
-    DECAY: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k, erase, d_o, z, local, eraser, decayed_q, decayed_k, strength, reading, erasing, writing,
+    total, d_final, d_states, right, d_u, d_initial, sizes,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+    DECAY: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Write the gradient of the state after every chunk to `d_states` (m, chunks, WIDTH, STEP).
 
     The gradient of the first state is written to `d_initial` (m, d, e). With the delta rule, X is
@@ -211,14 +148,16 @@ def carry_gradients(
     With a gate per key channel, `decayed_q` (m r, T, WIDTH) is reading ∘ Q, `decayed_k` (m, T,
     WIDTH) is writing ∘ K, and `eraser` (m, T, WIDTH) is β ∘ reading ∘ E.
     """
+    heads, queries, s, t = sizes.heads, sizes.queries, sizes.s, sizes.t
+    tokens, d, e, scale = sizes.tokens, sizes.d, sizes.e, sizes.scale
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
     count = tokens // CHUNK
-    q = head_of(q, head, heads, q_strides)
-    k = head_of(k, head, heads, k_strides)
+    q_start = head_of(q, head, heads)
+    k_start = head_of(k, head, heads)
     if erase is not None:
-        erase = head_of(erase, head, heads, erase_strides)
-    d_o = head_of(d_o, head, heads, o_strides)
+        erase_start = head_of(erase, head, heads)
+    d_o_start = head_of(d_o, head, heads)
     key, channel = tl.arange(0, WIDTH), first + tl.arange(0, BLOCK)
     ends = (head * d + key[:, None]) * e + channel[None, :]
     inside = (key < d)[:, None] & (channel < e)[None, :]
@@ -242,7 +181,7 @@ def carry_gradients(
             if DECAY == "keys":
                 keys = load_rows(decayed_k, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
             else:
-                keys = load_head(k, start, 0, s, d, k_strides, CHUNK, WIDTH)
+                keys = load_head(k, k_start, start, 0, s, d, CHUNK, WIDTH)
             d_written = product(keys, factor, PRECISION)
             if DECAY == "values":
                 d_written *= load_rows(writing, head, tokens, start, CHUNK, BLOCK, first, STEP)
@@ -254,8 +193,8 @@ def carry_gradients(
                 at = head * queries + row
                 rows = load_rows(decayed_q, at, tokens, start, CHUNK, WIDTH, 0, WIDTH)
             else:
-                rows = load_queries(q, row, start - s + t, 0, t, d, q_strides, CHUNK, WIDTH)
-            cotangent = load_queries(d_o, row, start - s + t, first, t, e, o_strides, CHUNK, BLOCK)
+                rows = load_queries(q, q_start, row, start - s + t, 0, t, d, CHUNK, WIDTH)
+            cotangent = load_queries(d_o, d_o_start, row, start - s + t, first, t, e, CHUNK, BLOCK)
             cotangent = cotangent * scale
             if DECAY == "head":
                 cotangent *= tl.load(reading + numbers)[:, None]
@@ -269,9 +208,9 @@ def carry_gradients(
                 erased = load_rows(eraser, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
             else:
                 if erase is not None:
-                    erased = load_head(erase, start, 0, s, d, erase_strides, CHUNK, WIDTH)
+                    erased = load_head(erase, erase_start, start, 0, s, d, CHUNK, WIDTH)
                 else:
-                    erased = load_head(k, start, 0, s, d, k_strides, CHUNK, WIDTH)
+                    erased = load_head(k, k_start, start, 0, s, d, CHUNK, WIDTH)
                 erases = tl.load(strength + numbers)
                 if DECAY == "head":
                     erases *= tl.load(erasing + numbers)

@@ -21,21 +21,40 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from precondattn_triton.tiles import load_tokens
 
 
-class Strides(NamedTuple):
-    """The strides of a user's array (b, heads, t, …), with 0 for an axis of one element or none."""
+class SharedHeads(NamedTuple):
+    """A user's array (b, heads, t, …) and its strides, with 0 for an axis of one element or none,
+    as an argument of a kernel."""
 
-    batch: int = 0
-    head: int = 0
-    token: int = 0
-    row: int = 0
+    array: Tensor
+    batch: int
+    head: int
+    token: int
+    row: int
     """The stride between the queries of a token."""
-    channel: int = 0
-    group: int = 1
+    channel: int
+    group: int
     """How many heads with a state share a head of the array."""
+
+
+class ChunkSizes(NamedTuple):
+    """The sizes of a call, as an argument of a kernel."""
+
+    heads: int
+    """The heads with a state of one sequence"""
+    queries: int
+    """r"""
+    s: int
+    t: int
+    tokens: int
+    """T"""
+    d: int
+    e: int
+    scale: float
 
 
 @triton.jit
@@ -54,19 +73,15 @@ def as_factor(x, like):
 
 
 @triton.jit
-def head_of(array, head, heads, strides):
-    """The address of a head of a user's array, whose `Strides` are given."""
-    return array + head // heads * strides.batch + head % heads // strides.group * strides.head
+def head_of(x, head, heads):
+    """The address of a head of `SharedHeads`."""
+    return x.array + head // heads * x.batch + head % heads // x.group * x.head
 
 
 @triton.jit
-def load_head(
-    array, start, first, count, width, strides, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """A block of tokens and channels of one head of a user's array; 0 outside the array."""
-    return load_tokens(
-        array, start, first, count, width, strides.token, strides.channel, ROWS, WIDTH
-    )
+def load_head(x, at, start, first, count, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Tokens and channels of the head of `SharedHeads` that begins at `at`; 0 outside the array."""
+    return load_tokens(at, start, first, count, width, x.token, x.channel, ROWS, WIDTH)
 
 
 @triton.jit
@@ -89,11 +104,9 @@ def store_tokens(array, start, first, count, width, token_stride, tile):
 
 
 @triton.jit
-def load_queries(
-    array, row, start, first, count, width, strides, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
+def load_queries(x, at, row, start, first, count, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """A block as by `load_head`, of one query of each token."""
-    return load_head(array + row * strides.row, start, first, count, width, strides, ROWS, WIDTH)
+    return load_head(x, at + row * x.row, start, first, count, width, ROWS, WIDTH)
 
 
 @triton.jit

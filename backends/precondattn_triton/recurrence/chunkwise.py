@@ -3,10 +3,10 @@
     U = M β (V − reading ∘ E S)  (additive: U = V),    O = s (reading ∘ Q S + (D ∘ Q Kᵀ) U),
     S ← total ∘ S + (writing ∘ K)ᵀ U
 
-with D and the factors of `chunk_tiles.py` and M of `chunk_inverse.py`; E are the keys that are
+with D and the factors of `chunk_tiles.py` and M of `delta_rule.py`; E are the keys that are
 erased, K unless others are given. They may be erased from the state before its decay; reading of
 token i is then that of token i − 1. In three launches, all chunks are prepared at once
-(`delta_rule.py`; without the delta rule only their decay factors, `gate_sums.py`), states are
+(`delta_rule.py`; without the delta rule only their decay factors, `decay_factors.py`), states are
 carried from chunk to chunk (`chunk_states.py`), and the outputs of all chunks are computed at once
 (`chunk_reads.py`). The gradient (`chunkwise_gradient.py`) takes four: it recomputes the first two,
 carries the states' gradients backward, and computes those of all inputs at once. A call with one
@@ -25,34 +25,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
+from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width
+from precondattn.kernel_backend.precise import is_precise
+from precondattn.kernel_backend.stateful import StatefulKernels, decays, scale_in_form
 from precondattn.spec.recurrence import AllTokens, Stream, StreamGradients
-from precondattn_triton.precision import exact
+from precondattn.spec.stateful import Stateful
+from precondattn_triton.precision import exact, is_half, product_precision
 from precondattn_triton.recurrence import (
-    channel_gates,
     chunk_reads,
     chunk_states,
+    decay_factors,
     delta_rule,
-    gate_sums,
 )
 from precondattn_triton.recurrence import one_token as recurrent_step
-from precondattn_triton.recurrence.channel_pairs import (
-    load_gates,
-    outputs_within_chunks,
-    prepare_keys,
-)
-from precondattn_triton.recurrence.chunk_arrays import Argument, ChunkCall, strides_of
+from precondattn_triton.recurrence.channel_pairs import outputs_within_chunks, prepare_keys
+from precondattn_triton.recurrence.chunk_arrays import ChunkCall, shared_heads
 from precondattn_triton.recurrence.chunkwise_gradient import gradients
-
-NO_MOMENTS = dict.fromkeys(
-    (
-        *("unit", "unit_scale", "unit_valid", "unit_writing", "unit_total"),
-        *("moments", "sums", "counts"),
-    )
-)
-"""The arguments of a pass over the states that computes no moments."""
+from precondattn_triton.recurrence.moments import Moments
 
 
 class Chunkwise(AllTokens):
@@ -97,13 +90,11 @@ def _step(call: ChunkCall, x: Stream) -> tuple[Tensor, Tensor]:
         recurrent_step.step,
         "recurrent_step",
         (call.step // values, b * m),
-        g=gates,
-        beta=x.beta,
+        g=shared_heads(gates),
+        beta=shared_heads(x.beta),
         final=final,
         o=o,
         BLOCK=values,
-        g_strides=strides_of(gates),
-        beta_strides=strides_of(x.beta),
     )
     return o.transpose(1, 2), final
 
@@ -117,7 +108,7 @@ def prepare(call: ChunkCall, x: Stream, d_o: Tensor | None = None) -> None:
     names += ("erase_scores", "y", "w", "u", "z", "local", "eraser")
     names += ("scores", "decayed_q", "decayed_k")
     call.arguments |= dict.fromkeys(names)
-    call.arguments |= {"d_o": d_o, "o_strides": strides_of(d_o)}
+    call.arguments["d_o"] = shared_heads(d_o)
     if call.decay == "keys":
         erases = x.beta is not None
         factors = erases or d_o is not None
@@ -144,13 +135,11 @@ def _prepare_delta_rule(call: ChunkCall, x: Stream) -> None:
         delta_rule.prepare,
         "delta_prepare",
         (call.count, call.b * call.m),
-        g=gates,
-        beta=x.beta,
+        g=shared_heads(gates),
+        beta=shared_heads(x.beta),
         BLOCK=call.both("delta_prepare"),
         LEVELS=call.chunk.bit_length() - 2,
         EXACT=exact(),
-        g_strides=strides_of(gates),
-        beta_strides=strides_of(x.beta),
     )
 
 
@@ -158,11 +147,10 @@ def prepare_numbers(call: ChunkCall, x: Stream) -> None:
     """Compute the decay factors of gates per head."""
     gates = _allocate_numbers(call, x)
     call.launch(
-        gate_sums.load_factors,
+        decay_factors.load_factors,
         "gate_sums",
         (call.count, call.b * call.m),
-        g=gates,
-        g_strides=strides_of(gates),
+        g=shared_heads(gates),
     )
 
 
@@ -178,13 +166,13 @@ def _allocate_numbers(call: ChunkCall, x: Stream) -> Tensor:
 
 def _prepare_values(call: ChunkCall, x: Stream) -> None:
     heads, gates = call.b * call.m, x.g.flatten(3)
-    load_gates(call, gates)
+    call.arguments["g"] = shared_heads(gates)
     for name in ("reading", "writing"):
         call.arguments[name] = call.empty(heads, call.tokens, call.gate_step)
     call.arguments["total"] = call.empty(heads, call.count, call.gate_step)
     block = call.gate_block("channel_gates")
     call.launch(
-        channel_gates.load_channel_factors,
+        decay_factors.load_channel_factors,
         "channel_gates",
         (call.count * call.gate_step // block, heads),
         width=gates.shape[3],
@@ -192,7 +180,7 @@ def _prepare_values(call: ChunkCall, x: Stream) -> None:
     )
 
 
-def carry(call: ChunkCall, moments: Mapping[str, Argument] | None = None) -> Tensor:
+def carry(call: ChunkCall, moments: Moments | None = None) -> Tensor:
     """The last state; those before every chunk are stored in the call.
 
     With `moments`, the moments of the same keys are computed in the same pass.
@@ -213,14 +201,14 @@ def carry(call: ChunkCall, moments: Mapping[str, Argument] | None = None) -> Ten
         BLOCK=values,
         # The programs of a head divide the columns of the moments among themselves.
         COLUMNS=0 if moments is None else padded_width(-(-call.width * values // call.step)),
-        **(NO_MOMENTS if moments is None else moments),
+        moments=moments,
     )
     return final
 
 
 def read_states(call: ChunkCall) -> Tensor:
     """The outputs (b, m, t, r, e), after the states have been computed."""
-    o = call.empty(call.b, call.t, call.m, call.r, call.e, dtype=call.arguments["v"].dtype)
+    o = call.empty(call.b, call.t, call.m, call.r, call.e, dtype=call.arguments["v"].array.dtype)
     values = call.values("chunk_reads")
     call.launch(
         chunk_reads.read_states,
@@ -232,3 +220,39 @@ def read_states(call: ChunkCall) -> Tensor:
         BLOCK=values,
     )
     return o.transpose(1, 2)
+
+
+def form_of(leaf: Stateful, x: Mapping[str, Tensor], frame: Frame) -> Chunkwise:
+    """The recurrence in chunks for a leaf and its inputs."""
+    dtype = x["k" if "k" in x else "v"].dtype
+    # The outputs are divided by a sum of weights that may cancel.
+    declared = leaf.declares
+    divides = declared is not None and declared.normaliser == "sum" and dtype != torch.float32
+    return Chunkwise(
+        exact() if divides else product_precision(dtype),
+        half=is_half(dtype),
+        decays=decays(leaf, frame),
+        scale=scale_in_form(leaf, x),
+    )
+
+
+WIDEST_OF_CHANNELS = 512
+"""The largest width of keys with a gate each, in bfloat16. A program that carries a state reads all
+channels of a chunk's keys: more than 256 in float32, as also for float16, do not fit registers."""
+
+
+class RecurrenceKernels(StatefulKernels):
+    """The linear family (GLA, GatedDelta, KDA …), GSA, CCQ's query, and the key that ATK writes."""
+
+    widens_gates, has_zero_state = False, True
+
+    def widest_keys(self, leaf: Stateful, dtype: str) -> int:
+        declared = leaf.declares
+        is_wide = declared is not None and declared.gate == "channel"
+        # Factors of 32 bits would not fit.
+        if is_wide and dtype == "bfloat16" and not is_precise():
+            return WIDEST_OF_CHANNELS
+        return super().widest_keys(leaf, dtype)
+
+    def form(self, leaf: Stateful, x: Mapping[str, Tensor], frame: Frame) -> Chunkwise:
+        return form_of(leaf, x, frame)

@@ -5,7 +5,7 @@ over the chunks, the gradients of the states, and with the delta rule X, are com
 (`chunk_states.py`); then the gradients of all inputs, for all chunks at once (`input_gradient.py`).
 
 With a gate per channel, the pairs within a chunk are computed by `channel_decay.py`, before the
-gradients of all inputs. The gradient of the gates comes last (`channel_gates.py`).
+gradients of all inputs. The gradient of the gates comes last (`decay_factors.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from precondattn.spec.recurrence import Stream, StreamGradients
 from precondattn_triton.recurrence import (
-    channel_gates,
     chunk_reads,
     chunk_states,
+    decay_factors,
     delta_rule,
     input_gradient,
 )
@@ -182,7 +182,7 @@ def _d_channel_gates(call: ChunkCall, x: Stream) -> Tensor:
         call.arguments["key_products"] = call.empty(heads, call.tokens, call.step)
         call.arguments["overlap"] = call.empty(heads, call.count, call.step)
         call.launch(
-            channel_gates.sums_of_values,
+            decay_factors.sums_of_values,
             "value_sums",
             (call.count * call.step // values, heads),
             KEYS=call.keys("value_sums"),
@@ -192,7 +192,7 @@ def _d_channel_gates(call: ChunkCall, x: Stream) -> Tensor:
     d_g = call.empty(call.b * call.m, call.s, width)
     block = call.gate_block("channel_gates")
     call.launch(
-        channel_gates.channel_gate_gradient,
+        decay_factors.channel_gate_gradient,
         "channel_gates",
         (call.count * call.gate_step // block, call.b * call.m),
         d_g=d_g,

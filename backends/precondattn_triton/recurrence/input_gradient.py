@@ -15,7 +15,7 @@ Additive: U = V, and dV = s (D ∘ Q Kᵀ)ᵀ dO + writing ∘ K dS. With the de
 With a gate per channel, other kernels have computed dA, dV and dL (`channel_pairs.py`,
 `chunk_states.py` and `delta_rule.py`) and, for key channels, the products of dA and dL with rows
 (`channel_decay.py`). This kernel then adds the parts from the states, and stores x ∘ dx for the
-gradients of the gates (`channel_gates.py`).
+gradients of the gates (`decay_factors.py`).
 
 The gradient of a gate is a sum over everything that it decays: pairs of tokens (`crossing`), reads
 of the state before the chunk (Σ Q ∘ dQ, − Σ E ∘ dE), writes to the state after it (Σ K ∘ dK), and
@@ -52,58 +52,12 @@ from precondattn_triton.tiles import load_rows
 
 @triton.jit
 def d_inputs(
-    q,
-    k,
-    v,
-    erase,
-    d_o,
-    u,
-    right,
-    gates,
-    strength,
-    reading,
-    erasing,
-    writing,
-    total,
-    states,
-    d_states,
-    d_scores,
-    within_q,
-    within_k,
-    within_erase,
-    d_strength,
-    d_q,
-    d_k,
-    d_v,
-    d_erase,
-    d_g,
-    d_beta,
-    query_products,
-    key_products,
-    erase_products,
-    overlap,
-    heads,
-    queries,
-    s,
-    t,
-    tokens,
-    d,
-    e,
-    scale,
-    q_strides,
-    k_strides,
-    v_strides,
-    erase_strides,
-    o_strides,
-    CHUNK: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STEP: tl.constexpr,
-    DECAY: tl.constexpr,
-    UNDECAYED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k, v, erase, d_o, u, right, gates, strength, reading, erasing, writing, total, states,
+    d_states, d_scores, within_q, within_k, within_erase, d_strength, d_q, d_k, d_v, d_erase, d_g,
+    d_beta, query_products, key_products, erase_products, overlap, sizes,
+    CHUNK: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    STEP: tl.constexpr, DECAY: tl.constexpr, UNDECAYED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Write `d_q` (b, t, m, r, d), `d_k` (b, s, m, d), `d_v` (b, s, m, e), `d_g`, `d_beta` (m, s).
 
     `right` (m, T, STEP) is X. In an additive recurrence it, `u`, `strength` and `d_beta` are None.
@@ -116,16 +70,18 @@ def d_inputs(
     from the state, and `overlap` (m, chunks, WIDTH) Σ S ∘ dS over value channels; `within_q` (m r,
     T, WIDTH), `within_k` and `within_erase` (m, T, WIDTH) are the parts from within the chunk.
     """
+    heads, queries, s, t = sizes.heads, sizes.queries, sizes.s, sizes.t
+    tokens, d, e, scale = sizes.tokens, sizes.d, sizes.e, sizes.scale
     head = tl.program_id(1).to(tl.int64)
     chunk = head * tl.num_programs(0) + tl.program_id(0)
     start = tl.program_id(0) * CHUNK
     position = tl.arange(0, CHUNK)
     numbers = head * tokens + start + position
     output = head // heads * s * heads + head % heads
-    q = head_of(q, head, heads, q_strides)
-    k = head_of(k, head, heads, k_strides)
-    v = head_of(v, head, heads, v_strides)
-    d_o = head_of(d_o, head, heads, o_strides)
+    q_start = head_of(q, head, heads)
+    k_start = head_of(k, head, heads)
+    v_start = head_of(v, head, heads)
+    d_o_start = head_of(d_o, head, heads)
     d_q += (head // heads * t * heads + head % heads) * queries * d
     d_k += output * d
     # The sums of each token: of its pairs' gates, and of its reads, erasures and writes.
@@ -139,18 +95,18 @@ def d_inputs(
         if DECAY == "none" or DECAY == "head":
             pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
             for c in range(0, e, BLOCK):
-                cotangent = load_queries(d_o, row, start - s + t, c, t, e, o_strides, CHUNK, BLOCK)
+                cotangent = load_queries(d_o, d_o_start, row, start - s + t, c, t, e, CHUNK, BLOCK)
                 if u is not None:
                     values = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
                 else:
-                    values = load_head(v, start, c, s, e, v_strides, CHUNK, BLOCK)
+                    values = load_head(v, v_start, start, c, s, e, CHUNK, BLOCK)
                 pairs += product(cotangent, tl.trans(values), PRECISION)
             pairs *= pairs_of(gates, head * tokens + start, CHUNK, False) * scale
             if DECAY == "head":
                 scores = tl.zeros((CHUNK, CHUNK), tl.float32)
                 for first in range(0, d, KEYS):
-                    keys = load_head(k, start, first, s, d, k_strides, CHUNK, KEYS)
-                    rows = load_queries(q, row, start - s + t, first, t, d, q_strides, CHUNK, KEYS)
+                    keys = load_head(k, k_start, start, first, s, d, CHUNK, KEYS)
+                    rows = load_queries(q, q_start, row, start - s + t, first, t, d, CHUNK, KEYS)
                     scores += product(rows, tl.trans(keys), PRECISION)
                 crossed += crossing(pairs * scores, CHUNK)
             pairs = as_factor(pairs, d_scores)
@@ -162,7 +118,7 @@ def d_inputs(
         for first in range(0, d, KEYS):
             gradient = tl.zeros((CHUNK, KEYS), tl.float32)
             for c in range(0, e, BLOCK):
-                cotangent = load_queries(d_o, row, start - s + t, c, t, e, o_strides, CHUNK, BLOCK)
+                cotangent = load_queries(d_o, d_o_start, row, start - s + t, c, t, e, CHUNK, BLOCK)
                 if DECAY == "values":
                     rows = load_rows(reading, head, tokens, start, CHUNK, BLOCK, c, STEP)
                     cotangent = as_factor(cotangent * rows, states)
@@ -170,7 +126,7 @@ def d_inputs(
                 gradient += product(cotangent, tl.trans(state), PRECISION)
             gradient *= scale
             if DECAY == "head" or DECAY == "keys":
-                rows = load_queries(q, row, start - s + t, first, t, d, q_strides, CHUNK, KEYS)
+                rows = load_queries(q, q_start, row, start - s + t, first, t, d, CHUNK, KEYS)
             if DECAY == "head":
                 gradient *= tl.load(reading + numbers)[:, None]
                 reads += tl.sum(gradient * rows.to(tl.float32), axis=1)
@@ -180,7 +136,7 @@ def d_inputs(
                 store_rows(query_products, query, tokens, start, first, rows, WIDTH)
                 gradient += load_rows(within_q, query, tokens, start, CHUNK, KEYS, first, WIDTH)
             else:
-                keys = load_head(k, start, first, s, d, k_strides, CHUNK, KEYS)
+                keys = load_head(k, k_start, start, first, s, d, CHUNK, KEYS)
                 gradient += product(pairs, keys, PRECISION)
             at = start - s + t
             store_tokens(d_q + row * d, at, first, t, d, heads * queries * d, gradient)
@@ -188,7 +144,7 @@ def d_inputs(
     tl.debug_barrier()
     if right is not None:
         if erase is not None:
-            erase = head_of(erase, head, heads, erase_strides)
+            erase_start = head_of(erase, head, heads)
             d_erase += output * d
         beta = tl.load(strength + numbers)
     if DECAY == "none" or DECAY == "head":
@@ -202,14 +158,14 @@ def d_inputs(
                 within += product(rows, tl.trans(values), PRECISION)
                 rows = rows.to(tl.float32)
                 store_tokens(d_v, start, c, s, e, heads * e, rows * beta[:, None])
-                values = load_head(v, start, c, s, e, v_strides, CHUNK, BLOCK)
+                values = load_head(v, v_start, start, c, s, e, CHUNK, BLOCK)
                 d_strengths += tl.sum(rows * values.to(tl.float32), axis=1)
             within *= pairs_of(gates, head * tokens + start, CHUNK, True, UNDECAYED)
             scores = tl.zeros((CHUNK, CHUNK), tl.float32)
             for c in range(0, d, BLOCK):
-                keys = load_head(k, start, c, s, d, k_strides, CHUNK, BLOCK)
+                keys = load_head(k, k_start, start, c, s, d, CHUNK, BLOCK)
                 if erase is not None:
-                    erased_keys = load_head(erase, start, c, s, d, erase_strides, CHUNK, BLOCK)
+                    erased_keys = load_head(erase, erase_start, start, c, s, d, CHUNK, BLOCK)
                     scores += product(erased_keys, tl.trans(keys), PRECISION)
                 else:
                     scores += product(keys, tl.trans(keys), PRECISION)
@@ -225,7 +181,7 @@ def d_inputs(
             for c in range(0, e, BLOCK):
                 gradient = tl.zeros((CHUNK, BLOCK), tl.float32)
                 for first in range(0, d, KEYS):
-                    keys = load_head(k, start, first, s, d, k_strides, CHUNK, KEYS)
+                    keys = load_head(k, k_start, start, first, s, d, CHUNK, KEYS)
                     d_state = load_rows(d_states, chunk, WIDTH, first, KEYS, BLOCK, c, STEP)
                     gradient += product(keys, d_state, PRECISION)
                 if DECAY == "head":
@@ -233,14 +189,14 @@ def d_inputs(
                 for row in range(queries):
                     pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
                     for first in range(0, d, KEYS):
-                        keys = load_head(k, start, first, s, d, k_strides, CHUNK, KEYS)
+                        keys = load_head(k, k_start, start, first, s, d, CHUNK, KEYS)
                         rows = load_queries(
-                            q, row, start - s + t, first, t, d, q_strides, CHUNK, KEYS
+                            q, q_start, row, start - s + t, first, t, d, CHUNK, KEYS
                         )
                         pairs += product(rows, tl.trans(keys), PRECISION)
                     pairs *= pairs_of(gates, head * tokens + start, CHUNK, False) * scale
                     cotangent = load_queries(
-                        d_o, row, start - s + t, c, t, e, o_strides, CHUNK, BLOCK
+                        d_o, d_o_start, row, start - s + t, c, t, e, CHUNK, BLOCK
                     )
                     gradient += product(tl.trans(as_factor(pairs, states)), cotangent, PRECISION)
                 store_tokens(d_v, start, c, s, e, heads * e, gradient)
@@ -248,7 +204,7 @@ def d_inputs(
         d_strengths = tl.load(d_strength + numbers)
     tl.debug_barrier()
     for first in range(0, d, KEYS):
-        keys = load_head(k, start, first, s, d, k_strides, CHUNK, KEYS)
+        keys = load_head(k, k_start, start, first, s, d, CHUNK, KEYS)
         gradient = tl.zeros((CHUNK, KEYS), tl.float32)
         if right is not None:
             from_state = tl.zeros((CHUNK, KEYS), tl.float32)
@@ -259,7 +215,7 @@ def d_inputs(
             if u is not None:
                 values = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
             else:
-                values = load_head(v, start, c, s, e, v_strides, CHUNK, BLOCK)
+                values = load_head(v, v_start, start, c, s, e, CHUNK, BLOCK)
             if DECAY == "values":
                 rows = load_rows(writing, head, tokens, start, CHUNK, BLOCK, c, STEP)
                 values = as_factor(values * rows, states)
@@ -287,7 +243,7 @@ def d_inputs(
                 from_state *= load_rows(reading, head, tokens, start, CHUNK, KEYS, first, WIDTH)
             erased_keys = keys
             if erase is not None:
-                erased_keys = load_head(erase, start, first, s, d, erase_strides, CHUNK, KEYS)
+                erased_keys = load_head(erase, erase_start, start, first, s, d, CHUNK, KEYS)
             products = from_state * erased_keys.to(tl.float32)
             erasures += tl.sum(products, axis=1)
             if DECAY == "keys":
@@ -310,7 +266,7 @@ def d_inputs(
             for row in range(queries):
                 at = head * queries + row
                 pairs = load_rows(d_scores, at, tokens, start, CHUNK, CHUNK, 0, CHUNK)
-                rows = load_queries(q, row, start - s + t, first, t, d, q_strides, CHUNK, KEYS)
+                rows = load_queries(q, q_start, row, start - s + t, first, t, d, CHUNK, KEYS)
                 gradient += product(tl.trans(pairs), rows, PRECISION)
         store_tokens(d_k, start, first, s, d, heads * d, gradient)
     token = (start + position).to(tl.int64)

@@ -25,35 +25,15 @@ def load_channels(array, channel, width, stride):
 
 @triton.jit
 def step(
-    q,
-    k,
-    v,
-    erase,
-    g,
-    beta,
-    initial,
-    final,
-    o,
-    heads,
-    queries,
-    d,
-    e,
-    scale,
-    q_strides,
-    k_strides,
-    v_strides,
-    erase_strides,
-    g_strides,
-    beta_strides,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNDECAYED: tl.constexpr,
-):
+    q, k, v, erase, g, beta, initial, final, o, sizes,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, UNDECAYED: tl.constexpr,
+):  # fmt: skip
     """Write the new state to `final` (m, d, e) and the output to `o` (b, 1, m, r, e).
 
     There is one gate per head, per key channel or per value channel; the strides of the other axes
     are 0.
     """
+    heads, queries, d, e, scale = sizes.heads, sizes.queries, sizes.d, sizes.e, sizes.scale
     head = tl.program_id(1).to(tl.int64)
     key = tl.arange(0, WIDTH).to(tl.int64)
     channel = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -63,28 +43,27 @@ def step(
         state = tl.zeros((WIDTH, BLOCK), tl.float32)
     else:
         state = tl.load(initial + at, mask=inside, other=0.0)
-    keys = load_channels(head_of(k, head, heads, k_strides), key, d, k_strides.channel)
-    written = load_channels(head_of(v, head, heads, v_strides), channel, e, v_strides.channel)
+    keys = load_channels(head_of(k, head, heads), key, d, k.channel)
+    written = load_channels(head_of(v, head, heads), channel, e, v.channel)
     erased = keys
     if erase is not None:
-        erase = head_of(erase, head, heads, erase_strides)
-        erased = load_channels(erase, key, d, erase_strides.channel)
+        erased = load_channels(head_of(erase, head, heads), key, d, erase.channel)
     if UNDECAYED:
         written -= tl.sum(state * erased[:, None], axis=0)
     if g is not None:
-        gate_at = key[:, None] * g_strides.row + channel[None, :] * g_strides.channel
-        gates = head_of(g, head, heads, g_strides) + gate_at
+        gate_at = key[:, None] * g.row + channel[None, :] * g.channel
+        gates = head_of(g, head, heads) + gate_at
         state *= tl.exp(tl.load(gates, mask=inside, other=0.0).to(tl.float32))
     if beta is not None:
-        strength = tl.load(head_of(beta, head, heads, beta_strides)).to(tl.float32)
+        strength = tl.load(head_of(beta, head, heads)).to(tl.float32)
         if not UNDECAYED:
             written -= tl.sum(state * erased[:, None], axis=0)
         written *= strength
     state += keys[:, None] * written[None, :]
     tl.store(final + at, state, mask=inside)
-    q = head_of(q, head, heads, q_strides)
+    q_start = head_of(q, head, heads)
     for row in range(queries):
-        query = load_channels(q + row * q_strides.row, key, d, q_strides.channel)
+        query = load_channels(q_start + row * q.row, key, d, q.channel)
         out = scale * tl.sum(state * query[:, None], axis=0)
         out_at = o + (head * queries + row) * e + channel
         tl.store(out_at, out.to(o.dtype.element_ty), mask=channel < e)

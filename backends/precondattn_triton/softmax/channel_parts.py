@@ -1,7 +1,8 @@
-"""Parts of the channels, where a tile, or the sum of a product, would not fit the registers.
+"""Widths of keys and values: those of tiles, and parts of the channels of wider ones.
 
-Keys or values that are wider than a tile are *wide*. Their products are sums over chunks of
-channels, for which both factors are loaded anew,
+Keys or values that are wider than a tile, for which the registers have no room, are *wide*. Only
+softmax attention and LASER have kernels for them. Their products are sums over chunks of channels,
+for which both factors are loaded anew,
 
     ⟨x_i, y_j⟩ = Σ_chunks ⟨x_i, y_j⟩,
 
@@ -18,6 +19,35 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.tiles import load_channels
+
+WIDEST_KEY = 256
+WIDEST_VALUE = {"float16": 512, "bfloat16": 512, "float32": 256}
+"""The widest values that fit the registers and the shared memory of a multiprocessor. Float32
+allows fewer, since each factor is split into three."""
+
+WIDEST_IN_PARTS = 1024
+"""The widest keys and values of LASER's kernels."""
+
+
+def is_wide(dtype: str, key: int, value: int) -> bool:
+    """Whether keys or values are wider than a tile."""
+    return any(width > widest for _, width, widest in limits(dtype, key, value))
+
+
+def limits(dtype: str, key: int, value: int) -> tuple[tuple[str, int, int], ...]:
+    """(name, width, widest supported width) of keys and of values."""
+    return ("keys", key, WIDEST_KEY), ("values", value, WIDEST_VALUE[dtype])
+
+
+def refuses_widths(kernels: str, dtype: str, key: int, value: int) -> str | None:
+    """The reason why these kernels do not support the widths; None where they do."""
+    for what, width, widest in limits(dtype, key, value):
+        if width > widest:
+            return (
+                f"has kernels for {kernels} in {dtype} with {what} of width {widest} at most; "
+                f"found {width}"
+            )
+    return None
 
 
 class ChannelParts(NamedTuple):

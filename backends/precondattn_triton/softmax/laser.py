@@ -16,6 +16,7 @@ from precondattn.frame import Frame
 from precondattn.kernel_backend.attention_options import declined_option, logs_and_unrounded
 from precondattn.spec.metric import DOT
 from precondattn.spec.softmax import Softmax
+from precondattn_triton.softmax.channel_parts import WIDEST_IN_PARTS
 from precondattn_triton.softmax.laser_decode import SUPPORTED, laser_step, refuses_laser_step
 from precondattn_triton.softmax.laser_exact import exact_backward, exact_forward
 from precondattn_triton.softmax.laser_values import ValueSpread, cotangents, spread, weights
@@ -25,7 +26,6 @@ from precondattn_triton.softmax.softmax_forward import (
     attention_call,
     attention_forward,
 )
-from precondattn_triton.softmax.widths import WIDEST_IN_PARTS
 
 STEP = 4
 """Widths must be multiples of it, so that rows of 16-bit numbers begin at multiples of 8 bytes."""

@@ -32,7 +32,7 @@ from precondattn.backend import Request
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.attention_options import BIAS, SLOPES, SOFTCAP, declined_option
-from precondattn.kernel_backend.limits import padded_width
+from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
 from precondattn.spec.laser import RANGE
 from precondattn.spec.metric import DOT
 from precondattn.spec.softmax import Softmax
@@ -48,8 +48,6 @@ from precondattn_triton.softmax.step_rows import (
     finite,
     masked,
     query_tile,
-    refuses_step,
-    rows_of_step,
     sees_new,
     slots_of,
     step_scores,
@@ -59,6 +57,11 @@ from precondattn_triton.tiles import LOG2_E, heads, start_of
 
 SUPPORTED = BIAS, SOFTCAP, SLOPES
 """The options of LASER's kernels, besides a window. It has no sink: its weights sum to one."""
+
+WIDEST = 256
+LARGEST_TILE = 8192
+"""Elements in a tile of rows that fits every multiprocessor."""
+MOST_ROWS = 64
 
 CLOSE = tl.constexpr(RANGE["float32"])
 
@@ -204,8 +207,22 @@ def refuses_laser_step(leaf: Softmax, request: Request) -> str | None:
     if leaf.metric != DOT:
         return f"has a step of LASER with scores <q, k> only, not of {leaf.name}"
     reason = declined_option(leaf, "a step of LASER", SUPPORTED)
+    if reason is not None:
+        return reason
     shapes = dict(request.shapes)
-    return reason or refuses_step(shapes["q"], shapes["v"], request.dtype)
+    (b, t, h, d), (n, e) = shapes["q"], shapes["v"][2:]
+    if 0 in shapes["q"] + shapes["v"]:
+        return "its step of LASER supports no empty arrays"
+    if b * n > MOST_HEADS:
+        return f"its step of LASER supports at most {MOST_HEADS} heads of all sequences"
+    rows, width = padded_width(t * (h // n)), padded_width(max(d, e))
+    most = MOST_ROWS if request.dtype != "float32" else MOST_ROWS // 2
+    if width > WIDEST or rows > most or rows * width > LARGEST_TILE:
+        return (
+            f"its step of LASER supports d, e <= {WIDEST}, and as many new tokens and query "
+            f"heads per key/value head as fit a tile; found d={d}, e={e}, t={t} and {h // n}"
+        )
+    return None
 
 
 def laser_step(
@@ -218,7 +235,7 @@ def laser_step(
     masks = step_masks(frame, b, keys.shape[1])
     lengths = None if frame.held is not None else lengths_of(frame, b)
     past_b, new_b, token_b = masks.strides
-    rows, key_width, width = rows_of_step(q, n), padded_width(d), padded_width(e)
+    rows, key_width, width = padded_width(t * (h // n)), padded_width(d), padded_width(e)
     tuned = configuration("laser_decode", max(key_width, width), is_half(q.dtype), q)
     splits, per_split = splits_of(q, masks.slots, b * n, tuned.columns)
     logs = q.new_empty((b * n, splits, rows, width), dtype=torch.float32)

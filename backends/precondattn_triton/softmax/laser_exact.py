@@ -31,12 +31,19 @@ import triton.language as tl
 from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.configurations import configuration
 from precondattn_triton.launching import Constant, cdiv, launch
-from precondattn_triton.softmax.bias_tiles import bias_tile_of_program
-from precondattn_triton.softmax.reach import keys_in_reach, may_attend_within, queries_in_reach
+from precondattn_triton.softmax.reach import (
+    keys_in_reach,
+    may_attend_within,
+    queries_in_reach,
+    tokens_again,
+)
 from precondattn_triton.softmax.score_options import distances, scores_and_slopes
 from precondattn_triton.softmax.softmax_forward import AttentionCall, AttentionResults
-from precondattn_triton.softmax.tile_order import keys_of_program, rows_of_program
-from precondattn_triton.softmax.visits import tokens_again
+from precondattn_triton.softmax.tile_order import (
+    bias_tile_of_program,
+    keys_of_program,
+    rows_of_program,
+)
 from precondattn_triton.tiles import (
     LOG2_E,
     heads,

@@ -35,9 +35,12 @@ from precondattn_triton.tiles import (
     LOG2_E,
     KernelMasks,
     factor_dtype,
+    heads,
     is_token,
+    load_channels,
     load_tile,
-    store_tile,
+    start_of,
+    store_channels,
     tile_of_program,
 )
 
@@ -60,12 +63,12 @@ class ValueSpread(NamedTuple):
 
 
 @triton.jit
-def shifts(shift, less, head, first, E: tl.constexpr, CHANNELS: tl.constexpr):
+def shifts(value_range, head, first, E: tl.constexpr, CHANNELS: tl.constexpr):
     """ν and u of a kv head, in the channels from `first` on."""
     channels = first + tl.arange(0, CHANNELS)
     at = head * E + channels
-    nu = tl.load(shift + at, mask=channels < E, other=0.0)
-    u = tl.load(less + at, mask=channels < E, other=0.0)
+    nu = tl.load(value_range.shift + at, mask=channels < E, other=0.0)
+    u = tl.load(value_range.less + at, mask=channels < E, other=0.0)
     return nu, u
 
 
@@ -75,7 +78,7 @@ def log_mean_and_log(
 ):
     """o in the channels from `first` on, and λ; 0 and ∞ for rows not valid or without a key."""
     has_keys = is_row & (total != 0)  # A NaN in a key makes it NaN, which is not 0.
-    nu, u = shifts(value_range.shift, value_range.less, head, first, E, CHANNELS)
+    nu, u = shifts(value_range, head, first, E, CHANNELS)
     is_mean = has_keys[:, None] & (first + tl.arange(0, CHANNELS) < E)[None, :]
     mean = tl.where(is_mean, u[None, :] + acc / tl.where(has_keys, total, 1.0)[:, None], 1.0)
     o = tl.where(is_mean, nu[None, :] + tl.log(mean), 0.0)
@@ -85,9 +88,7 @@ def log_mean_and_log(
 
 @triton.jit
 def _spread(
-    v, k_valid, largest, smallest,
-    s, n,
-    v_batch, v_token, v_head, v_channel,
+    v, k_valid, largest, smallest, s, n,
     E: tl.constexpr, PADDED_E: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     segments = tl.cdiv(s, SEGMENT)
@@ -97,9 +98,8 @@ def _spread(
     for start in range(0, SEGMENT, ROWS):
         tokens = segment * SEGMENT + start + tl.arange(0, ROWS)
         is_key = is_token(k_valid, batch, tokens, s)
-        values = load_tile(
-            v + batch * v_batch + head * v_head, tokens, is_key, v_token, v_channel, E, PADDED_E
-        ).to(tl.float32)
+        values = load_channels(v, start_of(v, batch, head), tokens, is_key, E, PADDED_E)
+        values = values.to(tl.float32)
         high = tl.maximum(high, tl.max(tl.where(is_key[:, None], values, float("-inf")), 0))
         low = tl.minimum(low, tl.min(tl.where(is_key[:, None], values, float("inf")), 0))
     channels = tl.arange(0, PADDED_E)
@@ -110,51 +110,44 @@ def _spread(
 
 @triton.jit
 def _weights(
-    v, k_valid, shift, less, is_close, w,
-    s, n,
-    v_batch, v_token, v_head, v_channel,
+    v, k_valid, value_range, w, s, n,
     E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile, batch, head = tile_of_program(tl.cdiv(s, ROWS), n)
-    if tl.load(is_close + batch * n + head) == 0:
+    if tl.load(value_range.is_close + batch * n + head) == 0:
         return
     tokens = tile * ROWS + tl.arange(0, ROWS)
     is_key = is_token(k_valid, batch, tokens, s)
-    nu, u = shifts(shift, less, batch * n + head, 0, E, PADDED_E)
-    values = load_tile(
-        v + batch * v_batch + head * v_head, tokens, is_key, v_token, v_channel, E, PADDED_E
-    ).to(tl.float32)
+    nu, u = shifts(value_range, batch * n + head, 0, E, PADDED_E)
+    values = load_channels(v, start_of(v, batch, head), tokens, is_key, E, PADDED_E)
+    values = values.to(tl.float32)
     result = tl.exp2((values - nu[None, :]) * LOG2_E) - u[None, :]
     result = tl.where(is_key[:, None], result, 0.0)
-    store_tile(w + (batch * n + head) * s * E, tokens, tokens < s, E, result, E)
+    store_channels(w + (batch * n + head) * s * E, tokens, tokens < s, E, result, E)
 
 
 @triton.jit
 def _cotangent(
-    d_out, full, log_total, shift, less, is_close, g, d_sum,
-    q_valid,
-    t, h, n,
-    o_batch, o_token, o_head, o_channel,
+    d_out, full, log_total, value_range, g, d_sum, q_valid, t, h, n,
     E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
     kv = head // (h // n)
-    if tl.load(is_close + batch * n + kv) == 0:
+    if tl.load(value_range.is_close + batch * n + kv) == 0:
         return
     rows = tile * ROWS + tl.arange(0, ROWS)
     is_row = is_token(q_valid, batch, rows, t)
     logs = tl.load(log_total + (batch * h + head) * t + rows, mask=is_row, other=float("inf"))
     has_keys = logs < float("inf")
     start = (batch * t * h + head) * E
-    d_o = load_tile(
-        d_out + batch * o_batch + head * o_head, rows, has_keys, o_token, o_channel, E, PADDED_E
-    ).to(tl.float32)
-    o = load_tile(full + start, rows, has_keys, h * E, 1, E, PADDED_E)
-    nu, u = shifts(shift, less, batch * n + kv, 0, E, PADDED_E)
+    d_o = load_channels(d_out, start_of(d_out, batch, head), rows, has_keys, E, PADDED_E)
+    d_o = d_o.to(tl.float32)
+    o = load_tile(full + start, rows, has_keys, h * E, E, PADDED_E)
+    nu, u = shifts(value_range, batch * n + kv, 0, E, PADDED_E)
     above = tl.where(has_keys[:, None], nu[None, :] - o, 0.0) * LOG2_E
     rounded = (d_o * tl.exp2(above)).to(g.dtype.element_ty)
     sums = tl.sum(rounded.to(tl.float32) * (tl.exp2(-above) - u[None, :]), 1)
-    store_tile(g + start, rows, rows < t, h * E, rounded, E)
+    store_channels(g + start, rows, rows < t, h * E, rounded, E)
     tl.store(d_sum + (batch * h + head) * t + rows, sums, mask=rows < t)
 
 
@@ -165,7 +158,7 @@ def spread(v: torch.Tensor, masks: KernelMasks) -> ValueSpread:
     largest, smallest = v.new_empty((2, b, n, segments, e), dtype=torch.float32)
     launch(
         _spread, (segments * b * n,),
-        v, masks.k_valid, largest, smallest, s, n, *v.stride(),
+        heads(v), masks.k_valid, largest, smallest, s, n,
         E=e, PADDED_E=padded_width(e), SEGMENT=SEGMENT, ROWS=_value_rows(e),
     )  # fmt: skip
     shift = largest.amax(2)
@@ -183,7 +176,7 @@ def weights(v: torch.Tensor, masks: KernelMasks, value_range: ValueSpread) -> to
     rows = _value_rows(e)
     launch(
         _weights, (cdiv(s, rows) * b * n,),
-        v, masks.k_valid, *value_range, w, s, n, *v.stride(),
+        heads(v), masks.k_valid, value_range, w, s, n,
         E=e, PADDED_E=padded_width(e), ROWS=rows,
     )  # fmt: skip
     return w
@@ -204,8 +197,8 @@ def cotangents(
     assert value_range.is_close is not None
     launch(
         _cotangent, (cdiv(t, rows) * b * h,),
-        d_out, full, logs, *value_range, g, d_sums, masks.q_valid,
-        t, h, value_range.is_close.shape[1], *d_out.stride(),
+        heads(d_out), full, logs, value_range, g, d_sums, masks.q_valid,
+        t, h, value_range.is_close.shape[1],
         E=e, PADDED_E=padded_width(e), ROWS=rows,
     )  # fmt: skip
     return g, d_sums

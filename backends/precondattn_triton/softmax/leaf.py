@@ -24,10 +24,10 @@ from precondattn.kernel_backend.attention_options import (
 )
 from precondattn.spec.metric import DOT
 from precondattn.spec.softmax import Softmax
+from precondattn_triton.softmax.channel_parts import WIDEST_VALUE, refuses_widths
 from precondattn_triton.softmax.score_tiles import row_products
 from precondattn_triton.softmax.softmax_backward import attention_backward
 from precondattn_triton.softmax.softmax_forward import attention_call, attention_forward
-from precondattn_triton.softmax.widths import WIDEST_VALUE, refuses_widths
 
 Tensors = Mapping[str, torch.Tensor]
 

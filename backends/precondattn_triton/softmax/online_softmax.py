@@ -4,6 +4,10 @@ For the scores S of a tile in units of log 2, −∞ where masked, as in `score_
 
     m' = max(m, max S),    P = 2^{S − m'},    l ← l 2^{m − m'} + P 1,    acc ← acc 2^{m − m'} + P V.
 
+Weights P of 16 bits are multiplied by ones on tensor cores, in every one of `COLUMNS` equal
+columns. Ordinary additions would first convert each weight to 16 bits and back, which takes as long
+as its exponential.
+
 A sink σ is one more column without a value. It is added after the last tile:
 
     m' = max(m, σ log₂ e),    l ← l 2^{m − m'} + e^σ 2^{−m'},    o = acc 2^{m − m'} / l.
@@ -17,16 +21,41 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.softmax.row_sums import row_sums, with_row_sums
 from precondattn_triton.softmax.score_tiles import add_product, mean_and_log
 from precondattn_triton.tiles import LOG2_E
+
+COLUMNS = tl.constexpr(16)
+"""The least width of a product."""
+
+
+@triton.jit
+def no_sums(FACTOR: tl.constexpr, ROWS: tl.constexpr):
+    """l = 0, for weights in the dtype FACTOR."""
+    WIDTH: tl.constexpr = 1 if tl.float32 == FACTOR else COLUMNS
+    return tl.zeros((ROWS, WIDTH), tl.float32)
+
+
+@triton.jit
+def with_row_sums(total, shrink, p):
+    """l after one more tile; `shrink` is (rows, 1)."""
+    if p.dtype == tl.float32:
+        total = total * shrink + tl.sum(p, 1, keep_dims=True)
+    else:
+        total = tl.dot(p, tl.full((p.shape[1], COLUMNS), 1.0, p.dtype), total * shrink)
+    return total
+
+
+@triton.jit
+def row_sums(total):
+    """l (rows)."""
+    return tl.max(total, 1)
 
 
 @triton.jit
 def with_scores(
     largest, total, acc, scores, unit, values, PRECISION: tl.constexpr, TWO_PARTS: tl.constexpr
 ):
-    """m, l (rows, columns of `row_sums.py`) and acc after one more tile, of S = scores · unit.
+    """m, l (rows, COLUMNS) and acc after one more tile, of S = scores · unit.
 
     The unit is positive: it is multiplied into the largest score, and fused into the exponents.
     """

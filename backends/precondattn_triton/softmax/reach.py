@@ -1,4 +1,4 @@
-"""The interval of keys that a query attends to, and the inner tiles, all of whose pairs may attend.
+"""The interval of keys that a query attends to, and the tiles of a loop, inner ones first.
 
 A query at position i of the keys attends to the keys j of its segment with
 
@@ -12,16 +12,27 @@ which keys any of its rows meets, and which keys all of them attend to, the inne
 
     first low   |   last low … first high   |   last high
 
-Tiles within the inner range need no mask. The other tiles, at a border, are those before and after.
+Tiles within the inner range need no mask. The other tiles, at a border, are those before and after:
+
+    begin, low, high, end = keys_in_reach(…)
+    for phase in tl.static_range(2):
+        first, last = visits(begin, low, high, end, phase)
+        for visit in range(first, last, COLUMNS):
+            start = visited(visit, low, high, phase)
+
+With low = high = begin and only the second phase, one loop visits all tiles.
+
 Keys and queries that are not valid are a matter of the caller: a query gradient masks invalid keys
-in every tile, and a key gradient in its result. `visits.py` has the loops over the tiles. `masks`,
-`options` and `sizes` are those of a call (`softmax_forward.py`).
+in every tile, and a key gradient in its result. `masks`, `options` and `sizes` are those of a call
+(`softmax_forward.py`).
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from precondattn_triton.tiles import is_token
 
 
 @triton.jit
@@ -123,3 +134,37 @@ def queries_in_reach(
     low, inner_high = queries_of(first, batch, masks, scoring, sizes, CAUSAL)
     inner_low, high = queries_of(last, batch, masks, scoring, sizes, CAUSAL)
     return _of_whole_tiles(low, inner_low, inner_high, high, SIZE)
+
+
+@triton.jit
+def visits(begin, low, high, end, phase: tl.constexpr):
+    """The limits of the loop over inner tiles, and, in the second phase, of that over the rest."""
+    if phase == 0:
+        return low, high
+    return begin + (high - low), end
+
+
+@triton.jit
+def visited(visit, low, high, phase: tl.constexpr):
+    """The first token of a tile that is visited."""
+    if phase == 0:
+        return visit
+    return tl.where(visit < high, visit - (high - low), visit)
+
+
+@triton.jit
+def is_visited(valid, batch, tokens, count, IS_WHOLE: tl.constexpr):
+    """Whether tokens exist and are valid; no mask for a whole tile, if all tokens are valid."""
+    if IS_WHOLE and valid is None:
+        return tl.full(tokens.shape, True, tl.int1)
+    return is_token(valid, batch, tokens, count)
+
+
+@triton.jit
+def tokens_again(tile, ROWS: tl.constexpr):
+    """The tokens of a program's tile, for what it does after its loops.
+
+    The second axis of the grid has one program, 0, which the compiler does not know. So it computes
+    the addresses anew, and does not keep those of the inputs in registers through the loops.
+    """
+    return (tile + tl.program_id(1)) * ROWS + tl.arange(0, ROWS)

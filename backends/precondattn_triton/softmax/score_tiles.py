@@ -24,7 +24,15 @@ import triton.language as tl
 
 from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.launching import cdiv, launch
-from precondattn_triton.tiles import LOG2_E, is_token, load_tile, tile_of_program
+from precondattn_triton.tiles import (
+    LOG2_E,
+    heads,
+    is_token,
+    load_channels,
+    load_tile,
+    start_of,
+    tile_of_program,
+)
 
 ELEMENTS = 4096
 """Elements in a tile of `_row_products`."""
@@ -79,9 +87,7 @@ def load_logs(log_total, start, rows, is_row):
 
 @triton.jit
 def _row_products(
-    d_out, full, log_total, q_valid, d_sum,
-    t, h,
-    g_batch, g_token, g_head, g_channel,
+    d_out, full, log_total, q_valid, d_sum, t, h,
     E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
@@ -89,10 +95,9 @@ def _row_products(
     is_row = is_token(q_valid, batch, rows, t)
     at = (batch * h + head) * t + rows
     has_keys = tl.load(log_total + at, mask=is_row, other=float("inf")) < float("inf")
-    d_o = load_tile(
-        d_out + batch * g_batch + head * g_head, rows, has_keys, g_token, g_channel, E, PADDED_E
-    ).to(tl.float32)
-    o = load_tile(full + (batch * t * h + head) * E, rows, has_keys, h * E, 1, E, PADDED_E)
+    d_o = load_channels(d_out, start_of(d_out, batch, head), rows, has_keys, E, PADDED_E)
+    d_o = d_o.to(tl.float32)
+    o = load_tile(full + (batch * t * h + head) * E, rows, has_keys, h * E, E, PADDED_E)
     tl.store(d_sum + at, tl.sum(d_o * o.to(tl.float32), 1), mask=rows < t)
 
 
@@ -108,7 +113,7 @@ def row_products(
     rows = max(ELEMENTS // padded_width(e), 16)
     launch(
         _row_products, (cdiv(t, rows) * b * h,),
-        d_out, full, log_total, q_valid, d_sum, t, h, *d_out.stride(),
+        heads(d_out), full, log_total, q_valid, d_sum, t, h,
         E=e, PADDED_E=padded_width(e), ROWS=rows,
     )  # fmt: skip
     return d_sum

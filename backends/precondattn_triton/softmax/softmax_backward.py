@@ -28,21 +28,27 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.launching import cdiv, launch
-from precondattn_triton.softmax.bias_tiles import bias_tile_of_program, store_pairs
 from precondattn_triton.softmax.channel_parts import PAIR_CHUNK, products_by_chunk
 from precondattn_triton.softmax.reach import (
+    is_visited,
     is_within,
     keys_in_reach,
     keys_of,
     may_attend_within,
     queries_in_reach,
     queries_of,
+    tokens_again,
+    visited,
+    visits,
 )
 from precondattn_triton.softmax.score_options import distances, scores_and_slopes
 from precondattn_triton.softmax.score_tiles import add_product, load_logs
 from precondattn_triton.softmax.softmax_forward import AttentionCall
-from precondattn_triton.softmax.tile_order import keys_of_program, rows_of_program
-from precondattn_triton.softmax.visits import is_visited, tokens_again, visited, visits
+from precondattn_triton.softmax.tile_order import (
+    bias_tile_of_program,
+    keys_of_program,
+    rows_of_program,
+)
 from precondattn_triton.tiles import (
     LOG2_E,
     factor_dtype,
@@ -52,6 +58,14 @@ from precondattn_triton.tiles import (
     start_of,
     store_channels,
 )
+
+
+@triton.jit
+def store_pairs(array, first, rows, columns, s, is_row, is_column, values):
+    """Store a tile of pairs, whose queries begin at row `first` of the array (…, s)."""
+    at = (first + rows[:, None]) * s + columns[None, :]
+    mask = is_row[:, None] & is_column[None, :]
+    tl.store(array + at, values.to(array.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -30,16 +30,27 @@ from precondattn.spec.softmax import Softmax
 from precondattn_triton.configurations import configuration
 from precondattn_triton.launching import Constant, cdiv, launch
 from precondattn_triton.precision import product_precision, splits_weights
-from precondattn_triton.softmax.channel_parts import PARTS, products_by_chunk
+from precondattn_triton.softmax.channel_parts import PARTS, is_wide, products_by_chunk
 from precondattn_triton.softmax.laser_values import ValueSpread, log_mean_and_log
-from precondattn_triton.softmax.online_softmax import mean_and_log_with_sink, with_scores
-from precondattn_triton.softmax.reach import is_within, keys_in_reach, keys_of
-from precondattn_triton.softmax.row_sums import no_sums, row_sums
+from precondattn_triton.softmax.online_softmax import (
+    mean_and_log_with_sink,
+    no_sums,
+    row_sums,
+    with_scores,
+)
+from precondattn_triton.softmax.reach import (
+    is_visited,
+    is_within,
+    keys_in_reach,
+    keys_of,
+    tokens_again,
+    visited,
+    visits,
+)
 from precondattn_triton.softmax.score_options import ScoreOptions, options_of, scores_in_units
 from precondattn_triton.softmax.tile_order import rows_of_program
-from precondattn_triton.softmax.visits import is_visited, tokens_again, visited, visits
-from precondattn_triton.softmax.widths import is_wide
 from precondattn_triton.tiles import (
+    CallSizes,
     KernelMasks,
     factor_dtype,
     heads,
@@ -55,16 +66,6 @@ TRITON_DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-
-
-class CallSizes(NamedTuple):
-    """The sizes of a call, as an argument of a kernel."""
-
-    scale: float
-    t: int
-    s: int
-    h: int
-    n: int
 
 
 class AttentionCall(NamedTuple):

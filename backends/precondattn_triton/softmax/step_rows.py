@@ -1,4 +1,4 @@
-"""Rows of a step of LASER: the queries of a key/value head, for all of its new tokens.
+"""Rows of a step: the queries of a key/value head, for all of its new tokens, and cached tokens.
 
 A step reads a cache of keys and values, which many programs share: each program reads some of the
 cached tokens, for all rows of a key/value head at once, so that every key and value is read once.
@@ -12,16 +12,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
 from precondattn_triton.softmax.score_options import scores_and_slopes
 from precondattn_triton.tiles import LOG2_E, start_of
-
-WIDEST = 256
-LARGEST_TILE = 8192
-"""Elements in a tile of rows that fits every multiprocessor."""
-MOST_ROWS = 64
 
 
 @triton.jit
@@ -130,25 +123,3 @@ def channels_of(x, batch, token, head, width, is_read, WIDTH: tl.constexpr):
 def finite(largest):
     """A maximum, or 0 where it is −∞ because there is nothing yet."""
     return tl.where(largest == float("-inf"), 0.0, largest)
-
-
-def rows_of_step(q: Tensor, n: int) -> int:
-    """The rows of a tile for the queries (b, t, h, d), with n key/value heads."""
-    return padded_width(q.shape[1] * (q.shape[2] // n))
-
-
-def refuses_step(q: tuple[int, ...], v: tuple[int, ...], dtype: str) -> str | None:
-    """The reason why there is no step for queries (b, t, h, d) and values (b, t, n, e); or None."""
-    (b, t, h, d), (n, e) = q, v[2:]
-    if 0 in q + v:
-        return "its step of LASER supports no empty arrays"
-    if b * n > MOST_HEADS:
-        return f"its step of LASER supports at most {MOST_HEADS} heads of all sequences"
-    rows, width = padded_width(t * (h // n)), padded_width(max(d, e))
-    most = MOST_ROWS if dtype != "float32" else MOST_ROWS // 2
-    if width > WIDEST or rows > most or rows * width > LARGEST_TILE:
-        return (
-            f"its step of LASER supports d, e <= {WIDEST}, and as many new tokens and query "
-            f"heads per key/value head as fit a tile; found d={d}, e={e}, t={t} and {h // n}"
-        )
-    return None

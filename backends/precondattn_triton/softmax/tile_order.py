@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.tiles import is_token
+from precondattn_triton.tiles import is_token, tile_of_program
 
 
 @triton.jit
@@ -60,3 +60,12 @@ def keys_of_program(
     keys = rank // PARTS * ROWS + tl.arange(0, ROWS)
     is_key = is_token(masks.k_valid, batch, keys, sizes.s)
     return rank // PARTS, rank % PARTS, batch, kv, keys, is_key
+
+
+@triton.jit
+def bias_tile_of_program(t, s, heads, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """This program's tile of queries, the first of its keys, and the first batch and head that have
+    the bias. `heads` is the number of different heads of the bias."""
+    across = tl.cdiv(s, COLUMNS)
+    pair, batch, head = tile_of_program(tl.cdiv(t, ROWS) * across, heads)
+    return pair // across, pair % across * COLUMNS, batch, head

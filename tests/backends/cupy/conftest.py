@@ -5,11 +5,10 @@ import os
 import numpy as np
 import pytest
 
-from precondattn_cupy import layout
+from precondattn_cupy import layout, scan
 from precondattn_cupy.launch import SIMULATE
 from precondattn_cupy.lucid import solve as lucid_solve
 from precondattn_cupy.lucid import step as lucid_step
-from precondattn_cupy.recurrence import scan
 from precondattn_cupy.softmax import attention, laser
 from precondattn_cupy.softmax import leaf as softmax
 from precondattn_cupy.softmax import step as softmax_step

@@ -9,7 +9,7 @@ from precondattn.kernel_backend.kernel_table import recurrences_in
 from precondattn_cupy import launch, variants
 from precondattn_cupy.backend import KERNELS
 from precondattn_cupy.configurations import Configuration, configuration, forced, padded_width
-from precondattn_cupy.sources import FOLDER, source
+from precondattn_cupy.launch import FOLDER, source
 
 ARRAYS = (np.ones(8, np.float32), np.empty(8, np.float32), 1, 8, 0.0)
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn_cupy.launch import CPP_TYPES, _defined
-from precondattn_cupy.sources import FOLDER
+from precondattn_cupy.launch import CPP_TYPES, FOLDER, _defined
 from precondattn_kernel_tools.cuda_simulator import SimulatedModule, checked
 from tests.backends.cupy.simulated import ORDERS, check, inputs_of
 from tests.backends.kernel_problems import DTYPES, error, row, wide

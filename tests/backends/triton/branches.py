@@ -32,7 +32,13 @@ def _noted_launch(self, *args, **kwargs):
     )
     given.apply_defaults()
     options = _taken[f"{self.fn.__module__}:{self.fn.__name__}"]
-    for name, value in given.arguments.items():
+    entries = {
+        f"{name}.{field}": entry
+        for name, value in given.arguments.items()
+        if hasattr(value, "_fields")
+        for field, entry in value._asdict().items()
+    }
+    for name, value in (given.arguments | entries).items():
         if name in self.constexprs and not (isinstance(value, SIZES) and value is not bool(value)):
             options[name].setdefault(str(value), _test)
         elif name not in self.constexprs:

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import torch
 import triton
 
-from precondattn_triton import assembler, backend
+from precondattn_triton import backend, target
 
 
 class Tool:
@@ -35,8 +35,8 @@ def warned(monkeypatch):
         monkeypatch.setattr(backend, "is_interpreting", lambda: False)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        assembler._is_hopper.cache_clear()
-        assembler._warn.cache_clear()
+        target._is_hopper.cache_clear()
+        target._warn.cache_clear()
         array = SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -46,8 +46,8 @@ def warned(monkeypatch):
         return [str(each.message) for each in caught], tool.asked
 
     yield calls
-    assembler._is_hopper.cache_clear()
-    assembler._warn.cache_clear()
+    target._is_hopper.cache_clear()
+    target._warn.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_kernels_are_launched_on_the_device_of_the_inputs_without_recording(
 ):
     entered = []
     monkeypatch.setattr(backend, "is_interpreting", lambda: False)
-    monkeypatch.setattr(assembler, "warn_of_old_assembler", lambda _: None)
+    monkeypatch.setattr(target, "warn_of_old_assembler", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", lambda to: entered.append(to) or torch.no_grad())
     array = SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"))

@@ -9,6 +9,7 @@ import torch
 import precondattn as pa
 from precondattn_triton import unit_rows
 from precondattn_triton.backend import Triton
+from precondattn_triton.tiles import heads
 from tests.backends.triton import pieces
 from tests.backends.triton.tiles import error, small_tiles
 
@@ -76,9 +77,9 @@ def test_rows_whose_squares_overflow_or_vanish(size):
 def test_the_gradient_has_no_row_after_the_last():
     o, d_y = drawn(2, 1, 3, 1, 4)
     whole = torch.full((4, 4), 7.0)
+    sizes = unit_rows.RowSizes(3, 3, 1, 4)
     unit_rows.unit_rows_vjp[(1,)](
-        o, d_y, whole[:3], 3, 3, 1, 4, 1e-6, *o.stride(), *d_y.stride(),
-        DETACH=True, ROWS=4, WIDTH=4,
-    )  # fmt: skip
+        heads(o), heads(d_y), whole[:3], sizes, 1e-6, DETACH=True, ROWS=4, WIDTH=4
+    )
     assert (whole[3] == 7).all()
     assert (whole[:3] != 7).any()

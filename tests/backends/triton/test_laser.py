@@ -209,7 +209,7 @@ def test_options(call, then):
     hold(call, then)
 
 
-WIDTHS = "precondattn_triton.softmax.widths"
+WIDTHS = "precondattn_triton.softmax.channel_parts"
 NARROW = {
     f"{WIDTHS}.WIDEST_KEY": 16,
     f"{WIDTHS}.WIDEST_VALUE": dict.fromkeys(DTYPES, 16),

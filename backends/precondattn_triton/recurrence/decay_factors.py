@@ -1,9 +1,11 @@
-"""The decay factors of a chunk with a gate per channel, and the gradient of the gates.
+"""The decay factors of a chunk, and the gradient of gates of channels.
 
     reading_i = e^{g_1 + … + g_i},    writing_j = e^{g_{j+1} + … + g_C},    total = reading_C
 
-As in `gate_sums.py`, but with rows (m, T, w) instead of numbers. Grid: one program per chunk and
-block of channels of one head.
+With a gate per head these are numbers (m, T), and keys that are erased from the state before its
+decay are read with reading_{i−1}. The delta rule computes them in its own pass over the keys
+(`delta_rule.py`). With a gate per channel they are rows (m, T, w). Grid: one program per chunk, and
+per block of channels if these have gates, of one head.
 """
 
 from __future__ import annotations
@@ -18,35 +20,81 @@ from precondattn_triton.recurrence.chunk_tiles import (
     product,
     store_rows,
 )
-from precondattn_triton.recurrence.gate_sums import LOWEST
 from precondattn_triton.tiles import load_rows
+
+LOWEST = tl.constexpr(-200.0)
+"""A gate whose exponential is 0 in float32, like that of −∞."""
+
+
+@triton.jit
+def numbers_of(x, head, heads, token, mask):
+    """The numbers of some tokens of a head, in float32; 0 outside the mask."""
+    at = head_of(x, head, heads) + token * x.token
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def gates_of(g, head, heads, token, mask):
+    """The gates of some tokens of a head, 0 outside the mask."""
+    return tl.where(mask, tl.maximum(numbers_of(g, head, heads, token, mask), LOWEST), 0.0)
+
+
+@triton.jit
+def factors_of(
+    g, head, heads, gates, reading, erasing, writing, total, at, chunk, start, s,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write the factors of the chunk that begins at `start`, from the gates `g` of a head.
+
+    They are stored at `at` of `gates`, `reading`, `erasing` and `writing`, and at `chunk` of
+    `total`. The decay from before the chunk to when each token erases is returned, and `writing`.
+    """
+    position = tl.arange(0, CHUNK)
+    token = (start + position).to(tl.int64)
+    loaded = gates_of(g, head, heads, token, token < s)
+    # The gate of the next token, in the same chunk.
+    has_next = (position + 1 < CHUNK) & (token + 1 < s)
+    following = gates_of(g, head, heads, token + 1, has_next)
+    until_now = tl.exp(tl.cumsum(loaded, axis=0))
+    until_end = tl.exp(tl.cumsum(following, axis=0, reverse=True))
+    tl.store(gates + at, loaded)
+    tl.store(reading + at, until_now)
+    tl.store(writing + at, until_end)
+    tl.store(total + chunk, tl.exp(tl.sum(loaded, axis=0)))
+    if erasing is not None:
+        preceding = gates_of(g, head, heads, token - 1, (position > 0) & (token - 1 < s))
+        until_now = tl.exp(tl.cumsum(preceding, axis=0))
+        tl.store(erasing + at, until_now)
+    return until_now, until_end
+
+
+@triton.jit
+def load_factors(g, gates, reading, writing, total, sizes, CHUNK: tl.constexpr):
+    """Write g to `gates`, reading, writing (m, T) and total (m, chunks)."""
+    heads, s, tokens = sizes.heads, sizes.s, sizes.tokens
+    head = tl.program_id(1).to(tl.int64)
+    start = tl.program_id(0) * CHUNK
+    at = head * tokens + start + tl.arange(0, CHUNK)
+    chunk = head * tl.num_programs(0) + tl.program_id(0)
+    factors_of(g, head, heads, gates, reading, None, writing, total, at, chunk, start, s, CHUNK)
 
 
 @triton.jit
 def load_channel_factors(
-    g,
-    reading,
-    writing,
-    total,
-    heads,
-    s,
-    tokens,
-    width,
-    g_strides,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GATE_STEP: tl.constexpr,
-):
+    g, reading, writing, total, sizes, width,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, GATE_STEP: tl.constexpr,
+):  # fmt: skip
     """Write reading, writing (m, T, w) and total (m, chunks, w)."""
+    heads, s, tokens = sizes.heads, sizes.s, sizes.tokens
     BLOCKS: tl.constexpr = GATE_STEP // BLOCK
     head = tl.program_id(1).to(tl.int64)
     chunk, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK
     start = chunk * CHUNK
-    g = head_of(g, head, heads, g_strides)
-    loaded = load_head(g, start, first, s, width, g_strides, CHUNK, BLOCK).to(tl.float32)
+    g_start = head_of(g, head, heads)
+    loaded = load_head(g, g_start, start, first, s, width, CHUNK, BLOCK).to(tl.float32)
     loaded = tl.maximum(loaded, LOWEST)
     # The gates of the next token, in the same chunk.
-    following = load_head(g, start + 1, first, s, width, g_strides, CHUNK, BLOCK).to(tl.float32)
+    following = load_head(g, g_start, start + 1, first, s, width, CHUNK, BLOCK).to(tl.float32)
     has_next = tl.arange(0, CHUNK) + 1 < CHUNK
     following = tl.where(has_next[:, None], tl.maximum(following, LOWEST), 0.0)
     since, until = tl.cumsum(loaded, axis=0), tl.cumsum(following, axis=0, reverse=True)
@@ -58,90 +106,54 @@ def load_channel_factors(
 
 @triton.jit
 def sums_of_values(
-    q,
-    k,
-    v,
-    d_o,
-    reading,
-    writing,
-    states,
-    d_states,
-    query_products,
-    key_products,
-    overlap,
-    heads,
-    queries,
-    s,
-    t,
-    tokens,
-    d,
-    e,
-    scale,
-    q_strides,
-    k_strides,
-    v_strides,
-    o_strides,
-    CHUNK: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k, v, d_o, reading, writing, states, d_states, query_products, key_products, overlap, sizes,
+    CHUNK: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    STEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """The sums from which the gradient of gates per value channel is computed.
 
     `query_products` (m r, T, STEP) gets s reading ∘ Q S ∘ dO, `key_products` (m, T, STEP) gets
     writing ∘ K dS ∘ V, and `overlap` (m, chunks, STEP) gets Σ S ∘ dS over key channels.
     """
+    heads, queries, s, t = sizes.heads, sizes.queries, sizes.s, sizes.t
+    tokens, d, e, scale = sizes.tokens, sizes.d, sizes.e, sizes.scale
     BLOCKS: tl.constexpr = STEP // BLOCK
     head = tl.program_id(1).to(tl.int64)
     chunk, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK
     start, at = chunk * CHUNK, head * (tokens // CHUNK) + chunk
-    q = head_of(q, head, heads, q_strides)
-    k = head_of(k, head, heads, k_strides)
-    v = head_of(v, head, heads, v_strides)
-    d_o = head_of(d_o, head, heads, o_strides)
+    q_start = head_of(q, head, heads)
+    k_start = head_of(k, head, heads)
+    v_start = head_of(v, head, heads)
+    d_o_start = head_of(d_o, head, heads)
     sums = tl.zeros((CHUNK, BLOCK), tl.float32)
     both = tl.zeros((BLOCK,), tl.float32)
     for c in range(0, WIDTH, KEYS):
         state = load_rows(states, at, WIDTH, c, KEYS, BLOCK, first, STEP)
         d_state = load_rows(d_states, at, WIDTH, c, KEYS, BLOCK, first, STEP)
         both += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=0)
-        keys = load_head(k, start, c, s, d, k_strides, CHUNK, KEYS)
+        keys = load_head(k, k_start, start, c, s, d, CHUNK, KEYS)
         sums += product(keys, d_state, PRECISION)
     tl.store(overlap + at * STEP + first + tl.arange(0, BLOCK), both)
     sums *= load_rows(writing, head, tokens, start, CHUNK, BLOCK, first, STEP)
-    sums *= load_head(v, start, first, s, e, v_strides, CHUNK, BLOCK).to(tl.float32)
+    sums *= load_head(v, v_start, start, first, s, e, CHUNK, BLOCK).to(tl.float32)
     store_rows(key_products, head, tokens, start, first, sums, STEP)
     for row in range(queries):
         sums = tl.zeros((CHUNK, BLOCK), tl.float32)
         for c in range(0, WIDTH, KEYS):
             state = load_rows(states, at, WIDTH, c, KEYS, BLOCK, first, STEP)
-            query_rows = load_queries(q, row, start - s + t, c, t, d, q_strides, CHUNK, KEYS)
+            query_rows = load_queries(q, q_start, row, start - s + t, c, t, d, CHUNK, KEYS)
             sums += product(query_rows, state, PRECISION)
         sums *= load_rows(reading, head, tokens, start, CHUNK, BLOCK, first, STEP) * scale
-        cotangent = load_queries(d_o, row, start - s + t, first, t, e, o_strides, CHUNK, BLOCK)
+        cotangent = load_queries(d_o, d_o_start, row, start - s + t, first, t, e, CHUNK, BLOCK)
         sums *= cotangent.to(tl.float32)
         store_rows(query_products, head * queries + row, tokens, start, first, sums, STEP)
 
 
 @triton.jit
 def channel_gate_gradient(
-    d_gates,
-    query_products,
-    key_products,
-    erase_products,
-    overlap,
-    total,
-    d_g,
-    s,
-    tokens,
-    queries,
-    width,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GATE_STEP: tl.constexpr,
-):
+    d_gates, query_products, key_products, erase_products, overlap, total, d_g, sizes, width,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, GATE_STEP: tl.constexpr,
+):  # fmt: skip
     """Write dg (m, s, w), the sum of its parts.
 
     `d_gates` (m, T, w) is the part of pairs of tokens, already per gate. `query_products` (m r, T,
@@ -149,6 +161,7 @@ def channel_gate_gradient(
     writes to the state after it; `overlap` (m, chunks, w) is the part of the state itself. With the
     delta rule, `erase_products` (m, T, w) is subtracted from the reads.
     """
+    queries, s, tokens = sizes.queries, sizes.s, sizes.tokens
     BLOCKS: tl.constexpr = GATE_STEP // BLOCK
     head = tl.program_id(1).to(tl.int64)
     chunk, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK

@@ -9,7 +9,12 @@ the forward pass holds nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from precondattn.arrays import Array, namespace
+from precondattn.frame import Frame
+from precondattn.kernel_backend.stateful import StatefulKernels, scale_in_form
+from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.recurrence import AllTokens, Stream, StreamGradients
 from precondattn_cupy.configurations import padded_width
 from precondattn_cupy.launch import cpp_type, launch
@@ -126,3 +131,10 @@ def tokens_first(x: Array) -> Array:
 def heads_first(x: Array) -> Array:
     """An array (b, tokens, heads, …) as (b, heads, tokens, …), as a view."""
     return namespace(x).permute_dims(x, (0, 2, 1, *range(3, x.ndim)))
+
+
+class RecurrenceKernels(StatefulKernels):
+    """The linear family with a decay for each token or key channel, CCQ's query, and ATK's key."""
+
+    def form(self, leaf: LinearFamily, x: Mapping[str, Array], frame: Frame) -> Scan:  # type: ignore[override]
+        return Scan(scale=scale_in_form(leaf, x))

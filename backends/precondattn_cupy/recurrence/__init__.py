@@ -1,1 +1,0 @@
-"""The recurrence of linear attention and the delta rule in chunks: launches."""
