@@ -23,19 +23,8 @@ from precondattn_portable.chunkwise_additive import (
     WrittenChunks,
 )
 from precondattn_portable.chunkwise_delta import DeltaRule, KeyDeltaRule
-from precondattn_portable.layout import blocks, budget, padded
-
-CHUNK = 64
-"""Tokens of a chunk, a power of two: larger costs more within chunks, smaller more between them."""
-
-TILE = 2**19
-"""Elements of an array that `by_tokens` processes at once: 2 MiB in float32."""
-
-GROUP = 2**19
-"""Elements of an array of the chunks that are computed at once: 2 MiB in float32.
-
-A chunk has ten to twenty arrays, of which each pass reads two or three from a core's own cache.
-"""
+from precondattn_portable.layout import blocks, padded
+from precondattn_portable.sizes import budget
 
 REREAD = 2
 """Groups that are read repeatedly are smaller by this factor, so that their arrays fit a cache."""
@@ -54,7 +43,7 @@ class Chunkwise:
     def __init__(
         self, ops: Arithmetic, chunk: int | None = None, kept_after: Sequence[int] = ()
     ) -> None:
-        self.ops, self.chunk = ops, CHUNK if chunk is None else chunk
+        self.ops, self.chunk = ops, ops.sizes.chunk if chunk is None else chunk
         self.kept_after = kept_after
 
     def work(self, x: Stream) -> ChunkWork:
@@ -111,7 +100,12 @@ class Chunkwise:
     def by_tokens(self, function: ByTokens, *arrays: Array, axis: int = 2) -> tuple[Array, ...]:
         """Apply a function to a few tokens at a time, so that its temporary results fit a cache."""
         t = arrays[0].shape[axis]
-        step = max(t * budget(TILE) // max(math.prod(array.shape) for array in arrays), 1)
+        step = max(
+            t
+            * budget(self.ops.sizes.token_entries)
+            // max(math.prod(array.shape) for array in arrays),
+            1,
+        )
         results: tuple[Array, ...] = ()
         for i0, i1 in blocks(t, step):
             index = (*(slice(None),) * axis, slice(i0, i1))
@@ -214,12 +208,13 @@ class ChunkWork:
         g = xp.reshape(x.g, (self.b, self.m, self.s, -1))
         self.written = WrittenChunks(x.k, x.v, g, beta, x.erase, x.undecayed)
         self.kind = kind_of(x)
-        # Streams without decay get a decay of zeros.
-        self.decays = g.shape[3] > 1 or is_traced(g) or bool(xp.any(g != 0))
+        # Streams without decay get a decay of zeros. An accelerator's entries are not read.
+        unread = is_traced(g) or ops.sizes.few_operations
+        self.decays = g.shape[3] > 1 or unread or bool(xp.any(g != 0))
 
     def parts(self, widest: int) -> Iterator[range]:
         """The groups, as ranges of chunks; one of them begins at the first chunk with a query."""
-        step = max(GROUP // (self.b * self.m * self.size * widest), 1)
+        step = max(self.ops.sizes.chunk_entries // (self.b * self.m * self.size * widest), 1)
         for low, high in ((0, self.first_read), (self.first_read, self.count)):
             for start in range(low, high, step):
                 yield range(start, min(start + step, high))

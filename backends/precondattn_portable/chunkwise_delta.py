@@ -16,8 +16,10 @@ additive states:
 Where E is erased from the undecayed state, its rows are those of the token before: L has D_{i−1,j}
 and `reading` is that of i − 1. Their part of the gates' gradient is then that of token i − 1.
 
-In each direction, three products depend on the adjacent chunk. (Computing M (β ∘ reading ∘ K) in
-advance would leave two, but costs one more product.)
+In each direction, three products depend on the adjacent chunk. Where operations should be few, W =
+M (reading ∘ β ∘ E) is computed in advance, and one product is left:
+
+    S ← (total − (writing ∘ K)ᵀ W) S + (writing ∘ K)ᵀ M (β ∘ V).
 
 With one decay for each key channel, the decay is a factor of the channels of a product and not of
 the product, and total multiplies the rows of S: with F(A, x, y) of `channel_decay.py`,
@@ -33,7 +35,13 @@ from __future__ import annotations
 from functools import cached_property
 
 from precondattn.arrays import Array, namespace
-from precondattn.spec.array_functions import next_token, previous_token, row_sum, transpose
+from precondattn.spec.array_functions import (
+    identity_like,
+    next_token,
+    previous_token,
+    row_sum,
+    transpose,
+)
 from precondattn_portable.arithmetic import Arithmetic, product_at
 from precondattn_portable.channel_decay import ChannelDecay
 from precondattn_portable.chunkwise_additive import ChunkGroup, Gradients, WrittenChunks
@@ -99,12 +107,30 @@ class DeltaRule(ChunkGroup):
         """Rows of E, moved to the last token whose gate multiplies them."""
         return rows if self.x.undecayed is None else next_token(rows)
 
+    @cached_property
+    def among_states(self) -> tuple[Array, Array]:
+        """W = M (reading ∘ β ∘ E), and the matrix between states, total − (writing ∘ K)ᵀ W."""
+        ops = self.ops
+        w = ops.product(self.inverse, self.reading_k)
+        between = ops.product(transpose(self.writing_k), w)
+        kept = identity_like(between) if self.total is None else self.total * identity_like(between)
+        return w, ops.add(ops.multiply(between, -1.0), kept)
+
     def states(self, state: Array) -> Array:
         ops, x = self.ops, self.x
         right = x.v * self.beta
         self.u = ops.empty(right.shape, right)
         states = ops.empty((x.k.shape[0] + 1, *state.shape), state)
         states[0, ...] = state
+        if ops.sizes.few_operations:
+            w, between = self.among_states
+            self.u = ops.product(self.inverse, right)
+            product_at(ops, states, (slice(1, None), ...), transpose(self.writing_k), self.u)
+            for chunk in range(x.k.shape[0]):
+                at, after = (chunk, ...), (chunk + 1, ...)
+                ops.add_product_at(states, after, between[at], states[at])
+            self.u = ops.add_product(self.u, w, states[:-1, ...], -1.0)
+            return states
         for chunk in range(x.k.shape[0]):
             at, after = (chunk, ...), (chunk + 1, ...)
             ops.add_product_at(right, at, self.reading_k[at], states[at], -1.0)
@@ -117,8 +143,17 @@ class DeltaRule(ChunkGroup):
         ops, decay = self.ops, self.decay
         self.scores = decay.scores(q, self.x.k)
         d_u = ops.product(transpose(self.scores), flat(d_o))
-        self.d_right = ops.empty(d_u.shape, d_u)
         d_states = self._added_by_reads(decayed(q, decay.reading), d_o, d_state)
+        if ops.sizes.few_operations:
+            w, between = self.among_states
+            ops.add_product_at(d_states, (slice(0, -1), ...), transpose(w), d_u, -1.0)
+            for chunk in range(self.x.k.shape[0] - 1, -1, -1):
+                at, after = (chunk, ...), (chunk + 1, ...)
+                ops.add_product_at(d_states, at, transpose(between[at]), d_states[after])
+            d_u = ops.add_product(d_u, self.writing_k, d_states[1:, ...])
+            self.d_right = ops.product(transpose(self.inverse), d_u)
+            return d_states
+        self.d_right = ops.empty(d_u.shape, d_u)
         for chunk in range(self.x.k.shape[0] - 1, -1, -1):
             at, after = (chunk, ...), (chunk + 1, ...)
             ops.add_product_at(d_u, at, self.writing_k[at], d_states[after])

@@ -41,7 +41,6 @@ from precondattn_portable.extension import filled, past_heads, step_as_defined
 from precondattn_portable.layout import (
     Part,
     Tile,
-    block_size,
     head_groups,
     time_first,
     tokens_at,
@@ -75,9 +74,10 @@ class WeightRows:
     def groups(self) -> Iterator[tuple[Part, list[Tile]]]:
         """Groups of heads and their tiles, whose keys end with the last row."""
         b, h, t, _ = self.q.shape
-        size = block_size(t)
+        sizes = self.ops.sizes
+        size = sizes.block(t)
         tiles = [*self.mask.tiles_to_diagonal(t, size, self.past)]
-        for part in head_groups(b, h, size * (self.past + t)):
+        for part in head_groups(sizes, b, h, size * (self.past + t)):
             yield part, tiles
 
     def scores(self, part: Part, tile: Tile, past_k: Array | None = None) -> Array:
