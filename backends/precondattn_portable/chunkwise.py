@@ -29,7 +29,7 @@ from precondattn_portable.sizes import budget
 REREAD = 2
 """Groups that are read repeatedly are smaller by this factor, so that their arrays fit a cache."""
 
-GroupKind = Callable[[Arithmetic, WrittenChunks], ChunkGroup]
+GroupKind = Callable[..., ChunkGroup]
 """A class that computes a group of chunks."""
 
 
@@ -166,7 +166,7 @@ def _read(
     The states after the chunks `among` are added to `kept`.
     """
     outputs, after = [], []
-    chunks: dict[int, Array] = {}  # Arrays that several streams share are divided once.
+    chunks: dict[object, Array] = {}  # Arrays that several streams share are divided once.
     for work, q, last, rows in zip(works, queries, lasts, kept, strict=True):
         group = work.group(part, chunks)
         states = group.states(last)
@@ -196,8 +196,7 @@ class ChunkWork:
     """A stream in chunks and groups of chunks. Results are collected as (b, t, m, …)."""
 
     def __init__(self, ops: Arithmetic, x: Stream, chunk: int) -> None:
-        xp = namespace(x.k)
-        self.ops = ops
+        xp, self.ops = namespace(x.k), ops
         self.b, self.m, self.s = x.k.shape[:3]
         self.size = min(chunk, 1 << (self.s - 1).bit_length())
         self.count = -(-self.s // self.size)
@@ -205,12 +204,11 @@ class ChunkWork:
         """The first chunk with a query."""
         self.widest = max(x.k.shape[3], x.v.shape[3], self.size)
         beta = None if x.beta is None else x.beta[..., None]
-        g = xp.reshape(x.g, (self.b, self.m, self.s, -1))
-        self.written = WrittenChunks(x.k, x.v, g, beta, x.erase, x.undecayed)
+        self.written = WrittenChunks(x.k, x.v, x.g, beta, x.erase, x.undecayed)
         self.kind = kind_of(x)
         # Streams without decay get a decay of zeros. An accelerator's entries are not read.
-        unread = is_traced(g) or ops.sizes.few_operations
-        self.decays = g.shape[3] > 1 or unread or bool(xp.any(g != 0))
+        unread = is_traced(x.g) or ops.sizes.few_operations
+        self.decays = max(x.g.shape[3:]) > 1 or unread or bool(xp.any(x.g != 0))
 
     def parts(self, widest: int) -> Iterator[range]:
         """The groups, as ranges of chunks; one of them begins at the first chunk with a query."""
@@ -219,16 +217,21 @@ class ChunkWork:
             for start in range(low, high, step):
                 yield range(start, min(start + step, high))
 
-    def group(self, part: range, known: dict[int, Array] | None = None) -> ChunkGroup:
-        """One group. `known` maps the identity of an array to its chunks, and is extended."""
+    def group(self, part: range, known: dict[object, Array] | None = None) -> ChunkGroup:
+        """One group. `known` has what streams share, by the identity of an array: its chunks, and
+        the decay of such gates. It is extended."""
         known = {} if known is None else known
         arrays = self.written if self.decays else self.written._replace(g=None)
         for array in arrays:
             if array is not None and id(array) not in known:
-                known[id(array)] = self._chunks(array, part, 0)
-        return self.kind(
-            self.ops, WrittenChunks(*(a if a is None else known[id(a)] for a in arrays))
-        )
+                chunks = self._chunks(array, part, 0)
+                if array is arrays.g:  # The decays of rows or columns are its last axis.
+                    chunks = namespace(chunks).reshape(chunks, (*chunks.shape[:3], -1))
+                known[id(array)] = chunks
+        written = WrittenChunks(*(a if a is None else known[id(a)] for a in arrays))
+        group = self.kind(self.ops, written, known.get(("decay", id(arrays.g))))
+        known["decay", id(arrays.g)] = group.decay
+        return group
 
     def of_reads(self, queries: Array, part: range) -> Array:
         """Queries of the last t tokens, or cotangents, as (c, n, C, r, w); 0 for earlier tokens."""

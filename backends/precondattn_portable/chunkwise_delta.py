@@ -62,8 +62,10 @@ class DeltaRule(ChunkGroup):
     d_right: Array
     """X"""
 
-    def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
-        super().__init__(ops, x)
+    def __init__(
+        self, ops: Arithmetic, x: WrittenChunks, decay: HeadDecay | ChannelDecay | None = None
+    ) -> None:
+        super().__init__(ops, x, decay)
         self.beta: Array = x.beta
         self.among_keys = self._among_keys()
         """L (c, n, C, C)"""
