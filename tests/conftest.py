@@ -97,9 +97,10 @@ def small_blocks(monkeypatch):
         triangular_inverse,
     )
 
+    rows = {"rows": 8, "fewest_rows": 4, "row_block_entries": 64, "lucid_entries": 64}
+    small_sizes = {**rows, "reflections": 8, "chunk": 4, "chunk_entries": 64, "token_entries": 64}
     for module, names in (
-        (sizes.ON_CPU, {"rows": 8, "fewest_rows": 4, "row_block_entries": 64}),
-        (sizes.ON_CPU, {"reflections": 8, "chunk": 4, "chunk_entries": 64, "token_entries": 64}),
+        *((each, small_sizes) for each in (sizes.ON_CPU, sizes.ON_ACCELERATOR)),
         (extension, {"TOKENS": 3}),
         (read_log_mean_exp, {"BLOCK": 8, "ELEMENTS": 3}),
         (triangular_inverse, {"LEAF": 2}),
