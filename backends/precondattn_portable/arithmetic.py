@@ -183,6 +183,14 @@ class Arithmetic:
         """x where `where` is true, else `otherwise`; in x."""
         return namespace(x).where(where, x, otherwise)
 
+    def replaced(self, x: Array, value: float, by: float) -> Array:
+        """x, with another number in place of `value`; it may be in x."""
+        return namespace(x).where(x == value, by, x)
+
+    def reciprocal(self, x: Array) -> Array:
+        """1 / x"""
+        return 1.0 / x
+
     def solve_unit_lower(
         self, strict: Array, right: Array, *, transposed: bool = False
     ) -> Array | None:

@@ -48,7 +48,46 @@ from precondattn_portable.chunkwise_additive import ChunkGroup, Gradients, Writt
 from precondattn_portable.head_decay import HeadDecay, decayed, flat, summed_rows, sums_before
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
+MOST_STEPS = 8
+"""The most steps between states that are computed one after the other where operations are few."""
+
 Pulled = tuple[Array, Array, Array | None, Array]
+
+
+def all_states(ops: Arithmetic, between: Array, added: Array, first: Array) -> Array:
+    """S_0 = `first`, S_{i+1} = P_i S_i + A_i: (c + 1, n, d, e) from P (c, n, d, d) and A.
+
+    Adjacent steps are joined until few are left, whose states are computed one after the other:
+
+        S_{2i+2} = (P_{2i+1} P_{2i}) S_{2i} + P_{2i+1} A_{2i} + A_{2i+1}.
+    """
+    xp, count = namespace(between), between.shape[0]
+    states = ops.empty((count + 1, *first.shape), first)
+    if count <= MOST_STEPS or count % 2:
+        joined = count - 1 if count > MOST_STEPS else 0
+        if joined:
+            steps = between[:joined, ...], added[:joined, ...]
+            states[: joined + 1, ...] = all_states(ops, *steps, first)
+        else:
+            states[0, ...] = first
+        states[joined + 1 :, ...] = added[joined:, ...]
+        for i in range(joined, count):
+            ops.add_product_at(states, (i + 1, ...), between[i, ...], states[i, ...])
+        return states
+    (p, later_p), (a, later_a) = (_even_and_odd(ops, x) for x in (between, added))
+    later_a = ops.add_product(later_a, later_p, a)
+    even = all_states(ops, ops.product(later_p, p), later_a, first)
+    states[0::2, ...] = even
+    states[1::2, ...] = ops.add_product(a, p, even[:-1, ...])
+    return states
+
+
+def _even_and_odd(ops: Arithmetic, x: Array) -> tuple[Array, Array]:
+    """The arrays of even and of odd chunks, each contiguous in memory."""
+    xp, half = namespace(x), x.shape[0] // 2
+    both = ops.empty((2, half, *x.shape[1:]), x)
+    both[...] = xp.permute_dims(xp.reshape(x, (half, 2, *x.shape[1:])), (1, 0, 2, 3, 4))
+    return both[0, ...], both[1, ...]
 
 
 class DeltaRule(ChunkGroup):
@@ -121,18 +160,16 @@ class DeltaRule(ChunkGroup):
     def states(self, state: Array) -> Array:
         ops, x = self.ops, self.x
         right = x.v * self.beta
+        if ops.sizes.few_operations:
+            w, between = self.among_states
+            u = ops.product(self.inverse, right)
+            added = ops.product(transpose(self.writing_k), u)
+            states = all_states(ops, between, added, state)
+            self.u = ops.add_product(u, w, states[:-1, ...], -1.0)
+            return states
         self.u = ops.empty(right.shape, right)
         states = ops.empty((x.k.shape[0] + 1, *state.shape), state)
         states[0, ...] = state
-        if ops.sizes.few_operations:
-            w, between = self.among_states
-            self.u = ops.product(self.inverse, right)
-            product_at(ops, states, (slice(1, None), ...), transpose(self.writing_k), self.u)
-            for chunk in range(x.k.shape[0]):
-                at, after = (chunk, ...), (chunk + 1, ...)
-                ops.add_product_at(states, after, between[at], states[at])
-            self.u = ops.add_product(self.u, w, states[:-1, ...], -1.0)
-            return states
         for chunk in range(x.k.shape[0]):
             at, after = (chunk, ...), (chunk + 1, ...)
             ops.add_product_at(right, at, self.reading_k[at], states[at], -1.0)
@@ -149,9 +186,9 @@ class DeltaRule(ChunkGroup):
         if ops.sizes.few_operations:
             w, between = self.among_states
             ops.add_product_at(d_states, (slice(0, -1), ...), transpose(w), d_u, -1.0)
-            for chunk in range(self.x.k.shape[0] - 1, -1, -1):
-                at, after = (chunk, ...), (chunk + 1, ...)
-                ops.add_product_at(d_states, at, transpose(between[at]), d_states[after])
+            xp = namespace(d_u)
+            backward = xp.flip(transpose(between), axis=0), xp.flip(d_states[:-1, ...], axis=0)
+            d_states = xp.flip(all_states(ops, *backward, d_state), axis=0)
             d_u = ops.add_product(d_u, self.writing_k, d_states[1:, ...])
             self.d_right = ops.product(transpose(self.inverse), d_u)
             return d_states

@@ -99,10 +99,10 @@ ON_ACCELERATOR = Sizes(
     row_block_entries=2**29,  # 2 GiB: 1,024 rows of 16 heads and 32,768 keys
     lucid_entries=2**29,
     few_operations=True,
-    reflections=256,
-    most_chunks=256,
-    chunks_per_row_block=4,
-    chunk=256,
+    reflections=2048,
+    most_chunks=16,
+    chunks_per_row_block=1,
+    chunk=128,
     chunk_entries=2**28,
     token_entries=2**28,
 )

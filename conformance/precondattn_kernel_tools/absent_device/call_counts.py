@@ -25,6 +25,8 @@ class CallCounts(NamedTuple):
     """PyTorch's operators that launch a kernel, by name."""
     bytes: int
     """The bytes of the arguments and results of these operators."""
+    live_bytes: int
+    """The most bytes of arrays that existed at once, beyond those of the arguments."""
 
 
 def counts_of(run: Callable[[], object], launches: Launches) -> CallCounts:
@@ -41,11 +43,13 @@ def counts_of(run: Callable[[], object], launches: Launches) -> CallCounts:
     recorded = torch.ops.absent.operators
     run()
     before = launches.count
+    torch.ops.absent.most_bytes()
     recorded(True)
     try:
         run()
     finally:
+        live_bytes = torch.ops.absent.most_bytes()
         lines = [line.split() for line in recorded(False).splitlines()]
     names = Counter(name.partition("::")[2] for name, _ in lines)
     total = sum(int(count) for _, count in lines)
-    return CallCounts(launches.count - before, dict(sorted(names.items())), total)
+    return CallCounts(launches.count - before, dict(sorted(names.items())), total, live_bytes)
