@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 import precondattn as pa
-from precondattn.arrays import Array, Arrays, Residuals, namespace
+from precondattn.arrays import Array, Arrays, Index, Residuals, namespace
 from precondattn.backend import ArraySpec
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
@@ -89,9 +89,9 @@ class WeightRows:
             block = xp.concat([self.ops.product(rows, transpose(past_k)), block], axis=-1)
         return self.mask.of_sequences(part[0]).apply(self.ops, block, tile)
 
-    def own_weight(self, part: Part, tile: Tile, log_total: Array) -> Array:
+    def own_weight(self, part: Part, queries: Index, log_total: Array) -> Array:
         """1 − a (b, h, rows, 1), from λ."""
-        xp, own_score = namespace(log_total), self.own_scores[part][tile.queries]
+        xp, own_score = namespace(log_total), self.own_scores[part][queries]
         has_keys = own_score > -math.inf
         gap = xp.where(has_keys, own_score, 0.0) - xp.where(has_keys, log_total, 0.0)
         return xp.where(has_keys, 0.5 + 0.5 * xp.tanh(0.5 * gap), 0.0)
@@ -145,10 +145,10 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
                 right = rows.v[part][queries] - beta * of_earlier
                 solved = solve_unit_lower(ops, beta * weights, right)
                 weighted = ops.add_product(of_earlier, weights, solved)
-                own_weight = rows.own_weight(part, tile, log_total)
                 u[part][queries], w[part][queries] = solved, weighted
-                o[part][queries] = (1.0 - own_weight) * weighted + own_weight * solved
                 log_totals[part][queries] = log_total
+            own_weight = rows.own_weight(part, (...,), log_totals[part])
+            o[part] = (1.0 - own_weight) * w[part] + own_weight * u[part]
         return o, w, u, log_totals
 
     def backward(
@@ -168,7 +168,7 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
             for tile in reversed(tiles):
                 i0, low, tokens = tile.i0, tile.low, tile.queries
                 log_total = log_totals[part][tokens]
-                own_weight = rows.own_weight(part, tile, log_total)
+                own_weight = rows.own_weight(part, tokens, log_total)
                 block = rows.scores(part, tile)
                 block = ops.exp(ops.subtract(block, finite_or_zero(log_total)))
                 weights, earlier = block[..., i0 - low :], transpose(block[..., : i0 - low])
