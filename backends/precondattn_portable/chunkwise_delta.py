@@ -61,7 +61,7 @@ def all_states(ops: Arithmetic, between: Array, added: Array, first: Array) -> A
 
         S_{2i+2} = (P_{2i+1} P_{2i}) S_{2i} + P_{2i+1} A_{2i} + A_{2i+1}.
     """
-    xp, count = namespace(between), between.shape[0]
+    count = between.shape[0]
     states = ops.empty((count + 1, *first.shape), first)
     if count <= MOST_STEPS or count % 2:
         joined = count - 1 if count > MOST_STEPS else 0
