@@ -32,7 +32,7 @@ LISTS = (DOCS / "mechanisms" / "index.md", DOCS / "which_mechanism.md")
 FIRST = {DOCS.parent / "README.md": "docs/", DOCS / "index.md": ""}
 """The pages with the numbers, and how their links to other pages begin."""
 MEASUREMENTS = DOCS / "measurements"
-KERNELS, VERSIONS = MEASUREMENTS / "kernels", MEASUREMENTS / "versions.json"
+KERNELS, VERSIONS = MEASUREMENTS / "kernels", MEASUREMENTS / "versions" / "runs.json"
 
 STUB_HEAD = '''\
 """The parameters of the shorthands, which `docs/make_pages.py` writes from the declarations.

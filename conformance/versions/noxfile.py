@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 import nox
 
 ROOT = Path(__file__).parents[2]
-RECORDS = ROOT / "docs" / "measurements" / "versions.json"
+RECORDS = ROOT / "docs" / "measurements" / "versions" / "runs.json"
 
 SETS = {
     "lowest": ("--resolution=lowest-direct",),
