@@ -9,6 +9,7 @@ arguments and results. Views and allocations are none. PyTorch's own attention i
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -42,6 +43,7 @@ def counts_of(run: Callable[[], object], launches: Launches) -> CallCounts:
 
     recorded = torch.ops.absent.operators
     run()
+    gc.collect()  # What an earlier call left behind is not freed during this one.
     before = launches.count
     torch.ops.absent.most_bytes()
     recorded(True)

@@ -297,10 +297,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", at::native::unfold);
 }
 
-// The most bytes that existed at once since the last call, beyond those that exist now.
+// The most bytes that existed at once since the last call, beyond those that existed then.
 int64_t most_bytes() {
-  const int64_t most = most_live - live;
-  most_live = live.load();
+  static int64_t before = 0;
+  const int64_t most = most_live - before;
+  before = most_live = live.load();
   return most;
 }
 
