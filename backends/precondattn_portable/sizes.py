@@ -103,8 +103,8 @@ ON_ACCELERATOR = Sizes(
     most_chunks=16,
     chunks_per_row_block=2,
     chunk=128,
-    chunk_entries=2**28,
-    token_entries=2**28,
+    chunk_entries=2**26,  # 256 MiB of each array: 16 heads of width 128 and 32,768 tokens
+    token_entries=2**26,
 )
 
 

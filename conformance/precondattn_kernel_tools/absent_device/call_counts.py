@@ -47,9 +47,11 @@ def counts_of(run: Callable[[], object], launches: Launches) -> CallCounts:
     before = launches.count
     torch.ops.absent.most_bytes()
     recorded(True)
+    gc.disable()
     try:
         run()
     finally:
+        gc.enable()
         live_bytes = torch.ops.absent.most_bytes()
         lines = [line.split() for line in recorded(False).splitlines()]
     names = Counter(name.partition("::")[2] for name, _ in lines)
