@@ -5,6 +5,7 @@ python docs/make_performance.py
 Every number on the page comes from a file that `precondattn bench --save` wrote.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,16 @@ def page(records: dict[str, BenchRecord]) -> str:
     used = {n: v for r in records.values() for n, v in r.machine.get("versions", {}).items()}
     versions = "Versions: " + ", ".join(f"{name} {v}" for name, v in used.items()) + ".\n\n"
     sections = versions + "\n".join(section(name, record) for name, record in records.items())
-    return with_measured(PAGE, "\n".join(curves()).strip(), sections.strip())
+    return with_measured(PAGE, launches(), "\n".join(curves()).strip(), sections.strip())
+
+
+def launches() -> str:
+    """Launches and memory on an accelerator, by length and by work."""
+    saved = json.loads((MEASUREMENTS / "launches" / "torch.json").read_text(encoding="utf-8"))
+    work = ("forward", "with gradient", "forward, 32,768 tokens", "with gradient, 32,768 tokens")
+    cells = ([f"{count:,} ({size(bytes_)})" for count, bytes_ in rows] for rows in saved.values())
+    rows = [(f"`{name}`", *each) for name, each in zip(saved, cells, strict=True)]
+    return table(("8,192 tokens", *work), rows)
 
 
 def load_curves() -> dict[str, BenchRecord]:

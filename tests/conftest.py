@@ -91,16 +91,16 @@ def small_blocks(monkeypatch):
     from precondattn_jax import read_log_mean_exp as jax_read_log_mean_exp
     from precondattn_jax import triangular_inverse as jax_triangular_inverse
     from precondattn_portable import (
-        chunkwise,
         extension,
-        layout,
         read_log_mean_exp,
+        sizes,
         triangular_inverse,
     )
 
+    rows = {"rows": 8, "fewest_rows": 4, "row_block_entries": 64, "lucid_entries": 64}
+    small_sizes = {**rows, "reflections": 8, "chunk": 4, "chunk_entries": 64, "token_entries": 64}
     for module, names in (
-        (layout, {"ROWS": 8, "FEWEST_ROWS": 4, "CHUNK": 8, "ROW_BLOCK_ENTRIES": 64}),
-        (chunkwise, {"CHUNK": 4, "GROUP": 64, "TILE": 64}),
+        *((each, small_sizes) for each in (sizes.ON_CPU, sizes.ON_ACCELERATOR)),
         (extension, {"TOKENS": 3}),
         (read_log_mean_exp, {"BLOCK": 8, "ELEMENTS": 3}),
         (triangular_inverse, {"LEAF": 2}),

@@ -28,7 +28,7 @@ class Jax(JaxBackend, Portable):
     preference = 10
     segments_as_batch = False
 
-    def arithmetic(self, library: str) -> Arithmetic:
+    def arithmetic(self, library: str, device: str) -> Arithmetic:
         from precondattn_jax.arithmetic import JAX
 
         return JAX
@@ -48,14 +48,14 @@ class Jax(JaxBackend, Portable):
     def differentiable(self, mechanism: Piece) -> Output | None:
         if not self._computes(mechanism):
             return None
-        algorithm: Any = self.algorithm(mechanism, "jax")
+        algorithm: Any = self.algorithm(mechanism, "jax", "cpu")
         output: Output = algorithm.output
         return output
 
     def differentiable_step(self, mechanism: Piece) -> StepOutput | None:
         if not self._computes(mechanism):
             return None
-        return self.runner(mechanism, "jax").step
+        return self.runner(mechanism, "jax", "cpu").step
 
     def refusal(self, piece: Piece, request: Request) -> str | None:
         if len(piece.program.calls) > 1:

@@ -61,6 +61,11 @@ class ChannelDecay(channel_decay.ChannelDecay):
     written in place, and JAX differentiates them.
     """
 
+    def _with_totals(self, since: Array, until: Array) -> tuple[Array, Array]:
+        of_first, of_second = since[FIRST][..., -1:, :], since[SECOND][..., -1:, :]
+        until = jnp.stack([until[FIRST] + of_second, until[SECOND]], axis=3)
+        return jnp.stack([since[FIRST], since[SECOND] + of_first], axis=3), until
+
     def scores(self, x: Array, y: Array, *, diagonal: bool = True) -> Array:
         chunks, heads, size, r, _ = x.shape
         whole = jnp.sum(x * y[..., None, :], axis=-1, keepdims=True)

@@ -20,6 +20,7 @@ from precondattn.arrays import Array, Arrays, Index, Namespace, arange_like, nam
 from precondattn.spec.array_functions import row_sum, swap_time_and_heads, transpose
 from precondattn.spec.l2_norm import l2_norm, length
 from precondattn.spec.rms_norm import rms
+from precondattn_portable.sizes import ON_CPU, Sizes
 
 NP: Namespace = np
 """NumPy without its types, which are narrower than those of the operations."""
@@ -55,6 +56,9 @@ class Arithmetic:
 
     writes = False
     """Whether `array[index] = update` is allowed."""
+
+    def __init__(self, sizes: Sizes = ON_CPU) -> None:
+        self.sizes = sizes
 
     add = staticmethod(operator.add)
     """x + y, in x; y broadcasts to x, as in the next three operations."""
@@ -179,6 +183,14 @@ class Arithmetic:
         """x where `where` is true, else `otherwise`; in x."""
         return namespace(x).where(where, x, otherwise)
 
+    def replaced(self, x: Array, value: float, by: float) -> Array:
+        """x, with another number in place of `value`; it may be in x."""
+        return namespace(x).where(x == value, by, x)
+
+    def reciprocal(self, x: Array) -> Array:
+        """1 / x"""
+        return 1.0 / x
+
     def solve_unit_lower(
         self, strict: Array, right: Array, *, transposed: bool = False
     ) -> Array | None:
@@ -298,12 +310,7 @@ class OfNumPy(InPlace):
 
 STANDARD = Arithmetic()
 IN_PLACE = InPlace()
-BY_LIBRARY: dict[str | None, Arithmetic] = {"numpy": OfNumPy(), "cupy": IN_PLACE}
-
-
-def arithmetic_of(library: str | None) -> Arithmetic:
-    """The arithmetic of the arrays of a library."""
-    return BY_LIBRARY.get(library, STANDARD)
+BY_LIBRARY: dict[str, type[Arithmetic]] = {"numpy": OfNumPy, "cupy": InPlace}
 
 
 def product_at(ops: Arithmetic, array: Array, where: Index, a: Array, b: Array) -> Array:

@@ -48,10 +48,7 @@ from precondattn_portable.forget_gate import ForgetGate
 from precondattn_portable.layout import (
     Part,
     Tile,
-    block_size,
     blocks,
-    chunk_size,
-    chunks_per_row_block,
     grouped_bias,
     grouped_queries,
     groups_with_scratch,
@@ -182,9 +179,12 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         ops, leaf = self.ops, self.leaf
         (_, _, r, t, _), s = view.q.shape, view.k.shape[2]
         is_transported = isinstance(leaf.metric, Transported)
-        size, chunk, chunks = block_size(t, r), 1, 1
+        size, chunk, chunks = ops.sizes.block(t, r), 1, 1
         if is_transported:
-            chunk, chunks = (chunk_size(t), 1) if gradient else chunks_per_row_block(t)
+            sizes = ops.sizes
+            chunk, chunks = (
+                (sizes.chunk_of_reflections(t), 1) if gradient else sizes.chunks_in_row_block(t)
+            )
             size = chunk * chunks
         if frame.q_valid is not None and not leaf.bias:
             # Outputs and cotangents of padded queries are set to 0; a bias may be NaN there.
@@ -239,7 +239,9 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         leaf, t, s = self.leaf, x["q"].shape[1], x["k"].shape[1]
         if frame.q_prefix is None or leaf.window is None or leaf.distance != "none":
             return []
-        return parts_of(Mask(frame, s, self._offset(t, s), leaf.causal, leaf.window), t)
+        return parts_of(
+            self.ops.sizes, Mask(frame, s, self._offset(t, s), leaf.causal, leaf.window), t
+        )
 
     def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
         if parts := self._parts(x, frame):
@@ -344,8 +346,8 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         known_frame = known.frame.replaced(pairs=None)
         mask = Mask(known_frame, s, known.offset, window=leaf.window, pairs=pairs)
         o = ops.time_first((b, n, r, t, view.v.shape[3]), view.q, 3)
-        size = block_size(t, r)
-        for part in head_groups(b, n, r * size * s):
+        size = ops.sizes.block(t, r)
+        for part in head_groups(ops.sizes, b, n, r * size * s):
             group, group_mask = view.group(part), mask.of_part(part)
             keys, values = [cached_k[part], group.k], [cached_v[part], group.v]
             for i0, i1 in blocks(t, size):

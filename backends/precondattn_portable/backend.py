@@ -24,7 +24,8 @@ from precondattn.preconditioners.lucid import is_lucid
 from precondattn.runner import LeafRunner
 from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import TOKEN_WISE, AnyAlgorithm
-from precondattn_portable.arithmetic import Arithmetic, arithmetic_of
+from precondattn_portable.arithmetic import BY_LIBRARY, Arithmetic
+from precondattn_portable.sizes import sizes_on
 
 RECURRENCES = (
     Recurrences(
@@ -101,18 +102,19 @@ class Portable(Backend):
         place = entry_of(self.algorithms, cast("LeafProtocol", leaf))
         return None if place is None else algorithm_at(place)
 
-    def algorithm(self, leaf: Piece | LeafProtocol, library: str) -> AnyAlgorithm:
+    def algorithm(self, leaf: Piece | LeafProtocol, library: str, device: str) -> AnyAlgorithm:
         """The algorithm of a leaf that `refusal` has not declined."""
         algorithm_class = self.algorithm_class(leaf)
         assert algorithm_class is not None
-        return algorithm_class(self.arithmetic(library), leaf)
+        return algorithm_class(self.arithmetic(library, device), leaf)
 
-    def arithmetic(self, library: str) -> Arithmetic:
-        return arithmetic_of(library)
+    def arithmetic(self, library: str, device: str) -> Arithmetic:
+        """The operations of a library, with the sizes of blocks on a device."""
+        return BY_LIBRARY.get(library, Arithmetic)(sizes_on(device))
 
     def prepare(self, piece: Piece, request: Request) -> Runner | str:
         reason = self.refusal(piece, request)
-        return self.runner(piece, request.library) if reason is None else reason
+        return self.runner(piece, request.library, request.device) if reason is None else reason
 
     def refusal(self, piece: Piece, request: Request) -> str | None:
         """The reason why the backend does not support a request; None if it does."""
@@ -124,16 +126,16 @@ class Portable(Backend):
             return f"has no algorithm for {leaf.name}{lack_of(self.algorithms, leaf)}"
         return None
 
-    def runner(self, piece: Piece, library: str) -> AlgorithmRunner:
+    def runner(self, piece: Piece, library: str, device: str) -> AlgorithmRunner:
         """The runner of a leaf or group that `refusal` has not declined."""
         if is_lucid(piece.program):
             from precondattn_portable.fused import LucidStep
 
-            attention = self.algorithm(piece.program.leaves[1], library)
-            ops, group = self.arithmetic(library), cast("Group", piece)
+            attention = self.algorithm(piece.program.leaves[1], library, device)
+            ops, group = self.arithmetic(library, device), cast("Group", piece)
             algorithm: AnyAlgorithm = LucidStep(ops, group, attention)
         else:
-            algorithm = self.algorithm(piece, library)
+            algorithm = self.algorithm(piece, library, device)
         return self.runner_class(piece)(piece, algorithm, algorithm=algorithm.name)
 
     def runner_class(self, piece: Piece) -> type[AlgorithmRunner]:

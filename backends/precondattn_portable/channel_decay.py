@@ -55,18 +55,23 @@ class ChannelDecay(ChunkDecay):
         """The decays of blocks with halves of 1, 2, 4 … tokens."""
         xp = namespace(self.g)
         result = []
-        since, until = self.g, xp.zeros_like(self.g)
+        since, until = self.g + 0, xp.zeros_like(self.g)
         half = 1
         while half < self.size:
             shape = self._blocks(self.g, half)
             since, until = xp.reshape(since, shape), xp.reshape(until, shape)
             first, second = until[FIRST], since[SECOND]
             result.append(HalvedDecay(half, xp.exp(second), xp.exp(first)))
-            total_of_first, total_of_second = since[FIRST][..., -1:, :], second[..., -1:, :]
-            until = xp.stack([first + total_of_second, until[SECOND]], axis=3)
-            since = xp.stack([since[FIRST], second + total_of_first], axis=3)
+            since, until = self._with_totals(since, until)
             half *= 2
         return result
+
+    def _with_totals(self, since: Array, until: Array) -> tuple[Array, Array]:
+        """The sums of blocks, from those of their halves: each half adds the other's total."""
+        # A half's total is read before its own sums change.
+        changed_at(self.ops.add, until, FIRST, since[SECOND][..., -1:, :])
+        changed_at(self.ops.add, since, SECOND, since[FIRST][..., -1:, :])
+        return since, until
 
     def scores(self, x: Array, y: Array, *, diagonal: bool = True) -> Array:
         """dF/dA, 0 above the diagonal, and without `diagonal` on it too."""

@@ -23,24 +23,13 @@ from precondattn_portable.chunkwise_additive import (
     WrittenChunks,
 )
 from precondattn_portable.chunkwise_delta import DeltaRule, KeyDeltaRule
-from precondattn_portable.layout import blocks, budget, padded
-
-CHUNK = 64
-"""Tokens of a chunk, a power of two: larger costs more within chunks, smaller more between them."""
-
-TILE = 2**19
-"""Elements of an array that `by_tokens` processes at once: 2 MiB in float32."""
-
-GROUP = 2**19
-"""Elements of an array of the chunks that are computed at once: 2 MiB in float32.
-
-A chunk has ten to twenty arrays, of which each pass reads two or three from a core's own cache.
-"""
+from precondattn_portable.layout import blocks, padded
+from precondattn_portable.sizes import budget
 
 REREAD = 2
 """Groups that are read repeatedly are smaller by this factor, so that their arrays fit a cache."""
 
-GroupKind = Callable[[Arithmetic, WrittenChunks], ChunkGroup]
+GroupKind = Callable[..., ChunkGroup]
 """A class that computes a group of chunks."""
 
 
@@ -54,7 +43,7 @@ class Chunkwise:
     def __init__(
         self, ops: Arithmetic, chunk: int | None = None, kept_after: Sequence[int] = ()
     ) -> None:
-        self.ops, self.chunk = ops, CHUNK if chunk is None else chunk
+        self.ops, self.chunk = ops, ops.sizes.chunk if chunk is None else chunk
         self.kept_after = kept_after
 
     def work(self, x: Stream) -> ChunkWork:
@@ -111,7 +100,12 @@ class Chunkwise:
     def by_tokens(self, function: ByTokens, *arrays: Array, axis: int = 2) -> tuple[Array, ...]:
         """Apply a function to a few tokens at a time, so that its temporary results fit a cache."""
         t = arrays[0].shape[axis]
-        step = max(t * budget(TILE) // max(math.prod(array.shape) for array in arrays), 1)
+        step = max(
+            t
+            * budget(self.ops.sizes.token_entries)
+            // max(math.prod(array.shape) for array in arrays),
+            1,
+        )
         results: tuple[Array, ...] = ()
         for i0, i1 in blocks(t, step):
             index = (*(slice(None),) * axis, slice(i0, i1))
@@ -172,7 +166,7 @@ def _read(
     The states after the chunks `among` are added to `kept`.
     """
     outputs, after = [], []
-    chunks: dict[int, Array] = {}  # Arrays that several streams share are divided once.
+    chunks: dict[object, Array] = {}  # Arrays that several streams share are divided once.
     for work, q, last, rows in zip(works, queries, lasts, kept, strict=True):
         group = work.group(part, chunks)
         states = group.states(last)
@@ -202,8 +196,7 @@ class ChunkWork:
     """A stream in chunks and groups of chunks. Results are collected as (b, t, m, …)."""
 
     def __init__(self, ops: Arithmetic, x: Stream, chunk: int) -> None:
-        xp = namespace(x.k)
-        self.ops = ops
+        xp, self.ops = namespace(x.k), ops
         self.b, self.m, self.s = x.k.shape[:3]
         self.size = min(chunk, 1 << (self.s - 1).bit_length())
         self.count = -(-self.s // self.size)
@@ -211,29 +204,34 @@ class ChunkWork:
         """The first chunk with a query."""
         self.widest = max(x.k.shape[3], x.v.shape[3], self.size)
         beta = None if x.beta is None else x.beta[..., None]
-        g = xp.reshape(x.g, (self.b, self.m, self.s, -1))
-        self.written = WrittenChunks(x.k, x.v, g, beta, x.erase, x.undecayed)
+        self.written = WrittenChunks(x.k, x.v, x.g, beta, x.erase, x.undecayed)
         self.kind = kind_of(x)
-        # Streams without decay get a decay of zeros.
-        self.decays = g.shape[3] > 1 or is_traced(g) or bool(xp.any(g != 0))
+        # Streams without decay get a decay of zeros. An accelerator's entries are not read.
+        unread = is_traced(x.g) or ops.sizes.few_operations
+        self.decays = max(x.g.shape[3:]) > 1 or unread or bool(xp.any(x.g != 0))
 
     def parts(self, widest: int) -> Iterator[range]:
         """The groups, as ranges of chunks; one of them begins at the first chunk with a query."""
-        step = max(GROUP // (self.b * self.m * self.size * widest), 1)
+        step = max(self.ops.sizes.chunk_entries // (self.b * self.m * self.size * widest), 1)
         for low, high in ((0, self.first_read), (self.first_read, self.count)):
             for start in range(low, high, step):
                 yield range(start, min(start + step, high))
 
-    def group(self, part: range, known: dict[int, Array] | None = None) -> ChunkGroup:
-        """One group. `known` maps the identity of an array to its chunks, and is extended."""
+    def group(self, part: range, known: dict[object, Array] | None = None) -> ChunkGroup:
+        """One group. `known` has what streams share, by the identity of an array: its chunks, and
+        the decay of such gates. It is extended."""
         known = {} if known is None else known
         arrays = self.written if self.decays else self.written._replace(g=None)
         for array in arrays:
             if array is not None and id(array) not in known:
-                known[id(array)] = self._chunks(array, part, 0)
-        return self.kind(
-            self.ops, WrittenChunks(*(a if a is None else known[id(a)] for a in arrays))
-        )
+                chunks = self._chunks(array, part, 0)
+                if array is arrays.g:  # The decays of rows or columns are its last axis.
+                    chunks = namespace(chunks).reshape(chunks, (*chunks.shape[:3], -1))
+                known[id(array)] = chunks
+        written = WrittenChunks(*(a if a is None else known[id(a)] for a in arrays))
+        group = self.kind(self.ops, written, known.get(("decay", id(arrays.g))))
+        known["decay", id(arrays.g)] = group.decay
+        return group
 
     def of_reads(self, queries: Array, part: range) -> Array:
         """Queries of the last t tokens, or cotangents, as (c, n, C, r, w); 0 for earlier tokens."""

@@ -39,6 +39,14 @@ class WrittenChunks(NamedTuple):
     """(c, n, C, d), in place of `erase`, if its value is read before the state decays."""
 
 
+BY_DECAY = {
+    (-2, -1): ((1, 0, 2, 3), (1, 0, 2, 3)),
+    -1: ((1, 2, 0, 3), (2, 0, 1, 3)),
+    -2: ((1, 3, 0, 2), (2, 0, 3, 1)),
+}
+"""The order of the axes of states (c, n, d, e) in which c follows the axes that have decays of
+their own, by the axes that share one; and the order back."""
+
 Gradients = tuple[Array, WrittenChunks]
 """The gradients of the queries, and of the written inputs."""
 
@@ -50,9 +58,11 @@ class ChunkGroup:
     shared: int | tuple[int, int] = (-2, -1)
     """The axes of the state along which it has one decay."""
 
-    def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
+    def __init__(
+        self, ops: Arithmetic, x: WrittenChunks, decay: HeadDecay | ChannelDecay | None = None
+    ) -> None:
         self.ops, self.x = ops, x
-        self.decay = self.kind(ops, x.g, x.k)
+        self.decay = self.kind(ops, x.g, x.k) if decay is None else decay
         total = self.decay.total
         self.total = transpose(total) if self.shared == -1 else total
         """The factor of the state (c, n, 1 or d, 1 or e); None for 1."""
@@ -112,17 +122,35 @@ class Additive(ChunkGroup):
         """The two factors (c, n, C, r, …) whose product is added to the state's gradient."""
         return decayed(q, self.decay.reading), d_o
 
+    def _accumulated(self, states: Array, *, transposed: bool = False) -> Array:
+        """E S over all states (c + 1, n, d, e), in S, where E is the decay between them; or Eᵀ S.
+
+        It is as many small products as there are decays, in the place of a product per chunk.
+        """
+        decay, xp = self.decay.among_states, namespace(states)
+        if transposed:
+            decay = transpose(decay)
+        order, back = BY_DECAY[self.shared]
+        each = xp.permute_dims(states, order)
+        rows = xp.reshape(each, (decay.shape[0], states.shape[0], -1))
+        states[...] = xp.permute_dims(xp.reshape(self.ops.product(decay, rows), each.shape), back)
+        return states
+
     def states(self, state: Array) -> Array:
         k, v = self._written()
         states = self.ops.empty((k.shape[0] + 1, *state.shape), state)
         states[0, ...] = state
         product_at(self.ops, states, (slice(1, None), ...), transpose(k), v)
+        if self.ops.sizes.few_operations:
+            return self._accumulated(states)
         for chunk in range(k.shape[0]):
             self._pass_on(states, chunk, chunk, chunk + 1)
         return states
 
     def d_states(self, q: Array, d_o: Array, d_state: Array) -> Array:
         d_states = self._added_by_reads(*self._pulled(q, d_o), d_state)
+        if self.ops.sizes.few_operations:
+            return self._accumulated(d_states, transposed=True)
         for chunk in range(q.shape[0] - 1, -1, -1):
             self._pass_on(d_states, chunk, chunk + 1, chunk)
         return d_states

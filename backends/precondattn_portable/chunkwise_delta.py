@@ -16,8 +16,10 @@ additive states:
 Where E is erased from the undecayed state, its rows are those of the token before: L has D_{i−1,j}
 and `reading` is that of i − 1. Their part of the gates' gradient is then that of token i − 1.
 
-In each direction, three products depend on the adjacent chunk. (Computing M (β ∘ reading ∘ K) in
-advance would leave two, but costs one more product.)
+In each direction, three products depend on the adjacent chunk. Where operations should be few, W =
+M (reading ∘ β ∘ E) is computed in advance, and one product is left:
+
+    S ← (total − (writing ∘ K)ᵀ W) S + (writing ∘ K)ᵀ M (β ∘ V).
 
 With one decay for each key channel, the decay is a factor of the channels of a product and not of
 the product, and total multiplies the rows of S: with F(A, x, y) of `channel_decay.py`,
@@ -33,14 +35,59 @@ from __future__ import annotations
 from functools import cached_property
 
 from precondattn.arrays import Array, namespace
-from precondattn.spec.array_functions import next_token, previous_token, row_sum, transpose
+from precondattn.spec.array_functions import (
+    identity_like,
+    next_token,
+    previous_token,
+    row_sum,
+    transpose,
+)
 from precondattn_portable.arithmetic import Arithmetic, product_at
 from precondattn_portable.channel_decay import ChannelDecay
 from precondattn_portable.chunkwise_additive import ChunkGroup, Gradients, WrittenChunks
 from precondattn_portable.head_decay import HeadDecay, decayed, flat, summed_rows, sums_before
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
+MOST_STEPS = 8
+"""The most steps between states that are computed one after the other where operations are few."""
+
 Pulled = tuple[Array, Array, Array | None, Array]
+
+
+def all_states(ops: Arithmetic, between: Array, added: Array, first: Array) -> Array:
+    """S_0 = `first`, S_{i+1} = P_i S_i + A_i: (c + 1, n, d, e) from P (c, n, d, d) and A.
+
+    Adjacent steps are joined until few are left, whose states are computed one after the other:
+
+        S_{2i+2} = (P_{2i+1} P_{2i}) S_{2i} + P_{2i+1} A_{2i} + A_{2i+1}.
+    """
+    count = between.shape[0]
+    states = ops.empty((count + 1, *first.shape), first)
+    if count <= MOST_STEPS or count % 2:
+        joined = count - 1 if count > MOST_STEPS else 0
+        if joined:
+            steps = between[:joined, ...], added[:joined, ...]
+            states[: joined + 1, ...] = all_states(ops, *steps, first)
+        else:
+            states[0, ...] = first
+        states[joined + 1 :, ...] = added[joined:, ...]
+        for i in range(joined, count):
+            ops.add_product_at(states, (i + 1, ...), between[i, ...], states[i, ...])
+        return states
+    (p, later_p), (a, later_a) = (_even_and_odd(ops, x) for x in (between, added))
+    later_a = ops.add_product(later_a, later_p, a)
+    even = all_states(ops, ops.product(later_p, p), later_a, first)
+    states[0::2, ...] = even
+    states[1::2, ...] = ops.add_product(a, p, even[:-1, ...])
+    return states
+
+
+def _even_and_odd(ops: Arithmetic, x: Array) -> tuple[Array, Array]:
+    """The arrays of even and of odd chunks, each contiguous in memory."""
+    xp, half = namespace(x), x.shape[0] // 2
+    both = ops.empty((2, half, *x.shape[1:]), x)
+    both[...] = xp.permute_dims(xp.reshape(x, (half, 2, *x.shape[1:])), (1, 0, 2, 3, 4))
+    return both[0, ...], both[1, ...]
 
 
 class DeltaRule(ChunkGroup):
@@ -54,8 +101,10 @@ class DeltaRule(ChunkGroup):
     d_right: Array
     """X"""
 
-    def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
-        super().__init__(ops, x)
+    def __init__(
+        self, ops: Arithmetic, x: WrittenChunks, decay: HeadDecay | ChannelDecay | None = None
+    ) -> None:
+        super().__init__(ops, x, decay)
         self.beta: Array = x.beta
         self.among_keys = self._among_keys()
         """L (c, n, C, C)"""
@@ -99,9 +148,25 @@ class DeltaRule(ChunkGroup):
         """Rows of E, moved to the last token whose gate multiplies them."""
         return rows if self.x.undecayed is None else next_token(rows)
 
+    @cached_property
+    def among_states(self) -> tuple[Array, Array]:
+        """W = M (reading ∘ β ∘ E), and the matrix between states, total − (writing ∘ K)ᵀ W."""
+        ops = self.ops
+        w = ops.product(self.inverse, self.reading_k)
+        between = ops.product(transpose(self.writing_k), w)
+        kept = identity_like(between) if self.total is None else self.total * identity_like(between)
+        return w, ops.add(ops.multiply(between, -1.0), kept)
+
     def states(self, state: Array) -> Array:
         ops, x = self.ops, self.x
         right = x.v * self.beta
+        if ops.sizes.few_operations:
+            w, between = self.among_states
+            u = ops.product(self.inverse, right)
+            added = ops.product(transpose(self.writing_k), u)
+            states = all_states(ops, between, added, state)
+            self.u = ops.add_product(u, w, states[:-1, ...], -1.0)
+            return states
         self.u = ops.empty(right.shape, right)
         states = ops.empty((x.k.shape[0] + 1, *state.shape), state)
         states[0, ...] = state
@@ -117,8 +182,17 @@ class DeltaRule(ChunkGroup):
         ops, decay = self.ops, self.decay
         self.scores = decay.scores(q, self.x.k)
         d_u = ops.product(transpose(self.scores), flat(d_o))
-        self.d_right = ops.empty(d_u.shape, d_u)
         d_states = self._added_by_reads(decayed(q, decay.reading), d_o, d_state)
+        if ops.sizes.few_operations:
+            w, between = self.among_states
+            ops.add_product_at(d_states, (slice(0, -1), ...), transpose(w), d_u, -1.0)
+            xp = namespace(d_u)
+            backward = xp.flip(transpose(between), axis=0), xp.flip(d_states[:-1, ...], axis=0)
+            d_states = xp.flip(all_states(ops, *backward, d_state), axis=0)
+            d_u = ops.add_product(d_u, self.writing_k, d_states[1:, ...])
+            self.d_right = ops.product(transpose(self.inverse), d_u)
+            return d_states
+        self.d_right = ops.empty(d_u.shape, d_u)
         for chunk in range(self.x.k.shape[0] - 1, -1, -1):
             at, after = (chunk, ...), (chunk + 1, ...)
             ops.add_product_at(d_u, at, self.writing_k[at], d_states[after])

@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 import precondattn as pa
-from precondattn.arrays import Array, Arrays, Residuals, namespace
+from precondattn.arrays import Array, Arrays, Index, Residuals, namespace
 from precondattn.backend import ArraySpec
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
@@ -41,7 +41,6 @@ from precondattn_portable.extension import filled, past_heads, step_as_defined
 from precondattn_portable.layout import (
     Part,
     Tile,
-    block_size,
     head_groups,
     time_first,
     tokens_at,
@@ -75,9 +74,10 @@ class WeightRows:
     def groups(self) -> Iterator[tuple[Part, list[Tile]]]:
         """Groups of heads and their tiles, whose keys end with the last row."""
         b, h, t, _ = self.q.shape
-        size = block_size(t)
+        sizes = self.ops.sizes
+        size = sizes.block(t)
         tiles = [*self.mask.tiles_to_diagonal(t, size, self.past)]
-        for part in head_groups(b, h, size * (self.past + t)):
+        for part in head_groups(sizes, b, h, size * (self.past + t)):
             yield part, tiles
 
     def scores(self, part: Part, tile: Tile, past_k: Array | None = None) -> Array:
@@ -89,9 +89,9 @@ class WeightRows:
             block = xp.concat([self.ops.product(rows, transpose(past_k)), block], axis=-1)
         return self.mask.of_sequences(part[0]).apply(self.ops, block, tile)
 
-    def own_weight(self, part: Part, tile: Tile, log_total: Array) -> Array:
+    def own_weight(self, part: Part, queries: Index, log_total: Array) -> Array:
         """1 − a (b, h, rows, 1), from λ."""
-        xp, own_score = namespace(log_total), self.own_scores[part][tile.queries]
+        xp, own_score = namespace(log_total), self.own_scores[part][queries]
         has_keys = own_score > -math.inf
         gap = xp.where(has_keys, own_score, 0.0) - xp.where(has_keys, log_total, 0.0)
         return xp.where(has_keys, 0.5 + 0.5 * xp.tanh(0.5 * gap), 0.0)
@@ -145,10 +145,10 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
                 right = rows.v[part][queries] - beta * of_earlier
                 solved = solve_unit_lower(ops, beta * weights, right)
                 weighted = ops.add_product(of_earlier, weights, solved)
-                own_weight = rows.own_weight(part, tile, log_total)
                 u[part][queries], w[part][queries] = solved, weighted
-                o[part][queries] = (1.0 - own_weight) * weighted + own_weight * solved
                 log_totals[part][queries] = log_total
+            own_weight = rows.own_weight(part, (...,), log_totals[part])
+            o[part] = (1.0 - own_weight) * w[part] + own_weight * u[part]
         return o, w, u, log_totals
 
     def backward(
@@ -168,7 +168,7 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
             for tile in reversed(tiles):
                 i0, low, tokens = tile.i0, tile.low, tile.queries
                 log_total = log_totals[part][tokens]
-                own_weight = rows.own_weight(part, tile, log_total)
+                own_weight = rows.own_weight(part, tokens, log_total)
                 block = rows.scores(part, tile)
                 block = ops.exp(ops.subtract(block, finite_or_zero(log_total)))
                 weights, earlier = block[..., i0 - low :], transpose(block[..., : i0 - low])

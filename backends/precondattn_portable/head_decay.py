@@ -17,6 +17,7 @@ from functools import cached_property
 from precondattn.arrays import Array, arange_like, cast, namespace
 from precondattn.spec.array_functions import row_sum, transpose
 from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.layout import padded
 
 FORGOTTEN = -1e4
 """The value of lower gates, such as −∞: e^g is 0 in every precision, and 0 g is not NaN."""
@@ -67,6 +68,15 @@ class ChunkDecay:
             following = xp.concat([g[..., 1:, :], xp.zeros_like(g[..., :1, :])], axis=-2)
             self.writing = xp.exp(sums_from(following))
             self.total = self.reading[:, :, -1:, :]
+
+    @cached_property
+    def among_states(self) -> Array:
+        """The decay from each state between chunks to those after it (n w, c + 1, c + 1)."""
+        xp = namespace(self.g)
+        sums = xp.permute_dims(xp.sum(self.g, axis=-2), (1, 2, 0))
+        sums = xp.reshape(sums, (1, -1, sums.shape[2], 1))
+        sums = padded(sums, 1, 0)  # The first state has no chunk before it.
+        return HeadDecay(self.ops, sums, sums).pairs[0, ...]
 
     def by_gate(self, x: Array) -> Array:
         """The sum over the channels that share a gate (c, n, C, w)."""

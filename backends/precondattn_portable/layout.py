@@ -8,7 +8,6 @@ blocks together fit a cache.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator
 from types import EllipsisType
 from typing import NamedTuple
@@ -17,41 +16,7 @@ from precondattn.arrays import Array, Index, namespace, placement, zero_where_no
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import swap_time_and_heads
 from precondattn_portable.arithmetic import Arithmetic, Scratch
-
-ROWS = 128
-"""Rows of a row block: enough for products at full speed, with little waste at the diagonal."""
-
-FEWEST_ROWS = 32
-"""Fewest positions of a block, however many query heads share a key head."""
-
-CHUNK = 128
-"""Tokens of a chunk of reflections. Longer chunks cost more within a chunk; shorter chunks are
-more numerous, and each costs every preceding key a product."""
-
-MOST_CHUNKS = 256
-"""Approximate maximum number of chunks of reflections in a sequence."""
-
-CHUNKS_PER_ROW_BLOCK = 4
-"""Chunks of reflections of a row block where it may have several: then each row block, not each
-chunk, costs every preceding key a product, and chunks are half as long."""
-
-ROW_BLOCK_ENTRIES = 2**22
-"""Entries of all row blocks that are processed together: 16 MiB in float32."""
-
-
-class ThreadShare(threading.local):
-    """Per thread: the number of threads that divide a call, and so the memory of each."""
-
-    count = 1
-
-
-SHARING = ThreadShare()
-
-
-def budget(entries: int) -> int:
-    """This thread's share of the entries that may be processed together."""
-    return entries // SHARING.count
-
+from precondattn_portable.sizes import Sizes, budget
 
 Part = tuple[slice, slice, EllipsisType]
 """The index of some sequences and some key heads of (b, n, …)."""
@@ -131,31 +96,17 @@ time_first = swap_time_and_heads
 """(b, h, t, …) to (b, t, h, …)."""
 
 
-def block_size(tokens: int, queries_per_key_head: int = 1) -> int:
-    """Positions of a block, whose rows are those of all query heads of a key head."""
-    return min(max(ROWS // queries_per_key_head, FEWEST_ROWS), tokens)
-
-
-def chunk_size(tokens: int) -> int:
-    """Positions of a chunk of reflections. The gradient costs products per pair of chunks."""
-    return min(CHUNK * max(tokens // (CHUNK * MOST_CHUNKS), 1), tokens)
-
-
-def chunks_per_row_block(tokens: int) -> tuple[int, int]:
-    """Positions of a chunk and chunks of a row block, where it may have several."""
-    size = min(max(CHUNK // 2, 1), tokens)
-    return size, min(CHUNKS_PER_ROW_BLOCK, -(-tokens // size))
-
-
 def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
     """(start, stop) of blocks of `size`, the last one shorter."""
     starts = range(0, count, size)
     return zip(starts, (*starts[1:], count), strict=False)  # Without tokens there is no start.
 
 
-def head_groups(b: int, n: int, row_block: int, most: int | None = None) -> Iterator[Part]:
+def head_groups(
+    sizes: Sizes, b: int, n: int, row_block: int, most: int | None = None
+) -> Iterator[Part]:
     """Groups of heads with at most `most` entries, or the usual number; a head has `row_block`."""
-    entries = budget(ROW_BLOCK_ENTRIES)
+    entries = budget(sizes.row_block_entries)
     together = max(min(entries, most or entries) // max(row_block, 1), 1)
     if together >= n:
         for start, stop in blocks(b, together // n):
@@ -172,7 +123,7 @@ def groups_with_scratch(
     """Groups of the heads of `like`, and workspace for their row blocks (and those' gradients)."""
     workspaces: list[Scratch] = []
     b, n = like.shape[:2]
-    for part in head_groups(b, n, row_block, most):
+    for part in head_groups(ops.sizes, b, n, row_block, most):
         # The first group is the largest.
         entries = math.prod(like[part].shape[:2]) * row_block
         workspaces = workspaces or [ops.scratch(entries, like) for _ in range(1 + gradient)]

@@ -34,7 +34,7 @@ from precondattn.spec.metric import DOT
 from precondattn.spec.rms_norm import rms, rms_norm_vjp
 from precondattn.spec.transported import Transported
 from precondattn_portable.algorithm import Algorithm
-from precondattn_portable.arithmetic import Arithmetic, Scratch, product_at
+from precondattn_portable.arithmetic import Arithmetic, Scratch, stored
 from precondattn_portable.extension import (
     FilledPart,
     filled,
@@ -43,13 +43,9 @@ from precondattn_portable.extension import (
     step_as_defined,
 )
 from precondattn_portable.layout import (
-    ROW_BLOCK_ENTRIES,
     Part,
     Tile,
-    block_size,
     blocks,
-    budget,
-    chunk_size,
     groups_with_scratch,
     head_groups,
     only_at,
@@ -66,12 +62,9 @@ from precondattn_portable.lucid_one_block import (
 )
 from precondattn_portable.masks import Mask
 from precondattn_portable.scores import DotScores, Scores
+from precondattn_portable.sizes import budget
 from precondattn_portable.transported import TransportedScores
-from precondattn_portable.triangular_inverse import unit_lower_inverse
-
-ENTRIES = 2**21
-"""Entries of the row blocks that are processed together, few as their passes are: 8 MiB in
-float32, of which caches hold more."""
+from precondattn_portable.triangular_inverse import solve_unit_lower, unit_lower_inverse
 
 FACTORED = 32.0
 """The largest shift that is a factor of products, not subtracted from every score: scores of
@@ -157,7 +150,8 @@ class LucidMatrix:
         del within  # It is as large as the inverses.
         if self.beta is not None:
             below = below * self._by_block(self.beta)
-        self.inverse = unit_lower_inverse(ops, below)
+        self.solves = ops.sizes.few_operations
+        self.blocks_or_inverses = below if self.solves else unit_lower_inverse(ops, below)
 
     def _by_block(self, x: Array) -> Array:
         """(b, n, s, 1) as (b, n, chunks, size, 1)"""
@@ -195,9 +189,14 @@ class LucidMatrix:
         starts = range(tile.i0, tile.i1, self.size)
         return [Tile(j0, j0 + self.size, tile.i0, j0) for j0 in starts]
 
-    def inverse_at(self, block: Tile) -> Array:
-        """(I + β' stril(Φ))⁻¹ of the rows of a block."""
-        return self.inverse[:, :, block.i0 // self.size, ...]
+    def solved(
+        self, block: Tile, right: Array, out: Array | None = None, *, transposed: bool = False
+    ) -> Array:
+        """(I + β' stril(Φ))⁻¹ right of the rows of a block, in `out`; or with the transpose."""
+        ops, matrix = self.ops, self.blocks_or_inverses[:, :, block.i0 // self.size, ...]
+        if self.solves:
+            return solve_unit_lower(ops, matrix, right, transposed=transposed)
+        return ops.product(transpose(matrix) if transposed else matrix, right, out)
 
     def weights(self, tile: Tile) -> Array:
         """Φ / `factor` (b, n, i1 − i0, high − low), 0 at masked pairs."""
@@ -273,7 +272,10 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
 
     def _size(self, s: int) -> int:
         """Tokens of a block."""
-        return chunk_size(s) if isinstance(self.leaf.metric, Transported) else block_size(s)
+        sizes = self.ops.sizes
+        if isinstance(self.leaf.metric, Transported):
+            return sizes.chunk_of_reflections(s)
+        return sizes.block(s)
 
     def _systems(
         self, view: LucidView, frame: Frame, *, gradient: bool = False
@@ -282,7 +284,8 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         size = self._size(s)
         mask = Mask(self._padded_frame(frame, s), s, 0, window=leaf.window, strict=True)
         height = size * self._blocks_per_row_block(size, s, gradient=gradient)
-        groups = groups_with_scratch(self.ops, view.k, height * s, ENTRIES, gradient=gradient)
+        most = self.ops.sizes.lucid_entries
+        groups = groups_with_scratch(self.ops, view.k, height * s, most, gradient=gradient)
         for part, workspaces in groups:
             group, group_mask = view.group(part), mask.of_sequences(part[0])
             given = (self.ops, leaf, group, group_mask, size, height, workspaces)
@@ -290,9 +293,9 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
 
     def _blocks_per_row_block(self, size: int, s: int, *, gradient: bool) -> int:
         """One with transported scores, or where the several row blocks of a gradient are long."""
-        is_long = 2 * size * s > budget(ROW_BLOCK_ENTRIES)
+        is_long = 2 * size * s > budget(self.ops.sizes.row_block_entries)
         is_transported = isinstance(self.leaf.metric, Transported)
-        return 1 if is_transported or (gradient and is_long) else 2
+        return 1 if is_transported or self.ops.sizes.few_operations or (gradient and is_long) else 2
 
     def _padded_frame(self, frame: Frame, s: int) -> Frame:
         """The frame in which keys attend to keys, with the padding to whole blocks."""
@@ -313,7 +316,7 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
 
     def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
         ops = self.ops
-        if self.has_plain_matrix and is_one_block(x):
+        if self.has_plain_matrix and is_one_block(ops, x):
             return solve_one_block(ops, self.leaf, x, frame), ()
         s = x["k"].shape[1]
         view = self._view(x, frame, self._size(s))
@@ -328,7 +331,8 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
                     rhs = system.without_known(rhs, solution, block)
                     if system.beta is not None:
                         rhs = system.beta[block.queries] * rhs
-                    product_at(ops, solution, block.queries, system.inverse_at(block), rhs)
+                    view = solution[block.queries]
+                    stored(solution, block.queries, view, system.solved(block, rhs, view))
         return time_first(y)[:, :s, ...], ()
 
     def backward(
@@ -368,7 +372,7 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         d_v = solved if view.beta is None else ops.empty(solved.shape, right)
         for block in reversed(system.blocks(tile)):
             here = tokens_at(block.i0 - i0, block.i1 - i0)
-            x = ops.product(transpose(system.inverse_at(block)), right[block.queries])
+            x = system.solved(block, right[block.queries], transposed=True)
             if system.diagonal is not None:
                 x = x / system.diagonal[block.queries]
             solved[here] = x
@@ -416,8 +420,8 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         new = PastSystem(ops, leaf, past, x, known)
         v = ops.heads_first(x["v"])
         right, (b, n, t, _) = ops.empty(v.shape, v), v.shape
-        size = block_size(t)
-        for part in head_groups(b, n, size * max(known.count, 1)):
+        size = ops.sizes.block(t)
+        for part in head_groups(ops.sizes, b, n, size * max(known.count, 1)):
             for i0, i1 in blocks(t, size):
                 rhs = v[part][:, :, i0:i1, :]
                 if known.count:

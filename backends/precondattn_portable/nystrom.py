@@ -23,10 +23,11 @@ from precondattn.spec.array_functions import (
     transpose,
 )
 from precondattn.spec.nystrom import segment_means
-from precondattn_portable import banded_convolution, layout
+from precondattn_portable import banded_convolution
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.iterated_inverse import steps, steps_vjp
-from precondattn_portable.layout import only_at, time_first
+from precondattn_portable.layout import blocks, only_at, time_first
+from precondattn_portable.sizes import budget
 from precondattn_portable.whole_sequence import WholeSequenceAlgorithm
 
 
@@ -124,8 +125,8 @@ class NystromCall:
             yield slice(None), ...  # Symbolic sizes can not be counted while they are traced.
             return
         entries = m * max(sizes[1:])
-        at_once = max(layout.budget(layout.ROW_BLOCK_ENTRIES) // entries, 1)
-        for start, stop in layout.blocks(heads, at_once):
+        at_once = max(budget(self.ops.sizes.row_block_entries) // entries, 1)
+        for start, stop in blocks(heads, at_once):
             yield slice(start, stop), ...
 
     def to_landmarks(self, part: Index) -> Array:

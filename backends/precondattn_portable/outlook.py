@@ -25,7 +25,8 @@ from precondattn.spec.array_functions import transpose
 from precondattn.spec.whole_sequence import valid_as_both
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, changed_at
-from precondattn_portable.layout import ROW_BLOCK_ENTRIES, blocks, budget, only_at, padded
+from precondattn_portable.layout import blocks, only_at, padded
+from precondattn_portable.sizes import budget
 
 Rows = tuple[int, int]
 """The first row of windows, and the one after the last."""
@@ -36,8 +37,10 @@ class OutlookRows(Algorithm[pa.Outlook]):
 
     name = "rows of windows"
 
-    entries_together = ROW_BLOCK_ENTRIES
-    """Entries of weights, slots and outputs that are computed together."""
+    @property
+    def entries_together(self) -> int:
+        """Entries of weights, slots and outputs that are computed together."""
+        return self.ops.sizes.row_block_entries
 
     def call(self, x: Arrays, frame: Frame) -> OutlookCall:
         return OutlookCall(self.ops, self.leaf, x, frame)

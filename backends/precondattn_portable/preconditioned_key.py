@@ -21,14 +21,12 @@ from precondattn.spec.preconditioned_key import PreconditionedKey as Leaf
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import stored
 from precondattn_portable.head_decay import HeadDecay
-from precondattn_portable.layout import blocks, budget, padded, time_first
+from precondattn_portable.layout import blocks, padded, time_first
+from precondattn_portable.sizes import budget
 from precondattn_portable.stateful import StatefulAlgorithm
 
 KEY_CHUNK = 16
 """Tokens of a chunk."""
-
-TOGETHER = 2**19
-"""Entries of k that are computed together: 2 MiB in float32."""
 
 LARGEST_CENTER = 30
 """|c|, up to which A is computed with a factor e^{−c}."""
@@ -47,7 +45,9 @@ class PreconditionedKeyChunks(StatefulAlgorithm[Leaf]):
     def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
         xp, ops, (b, s, h, d) = namespace(x["k"]), self.ops, x["k"].shape
         out, squares = ops.empty(x["k"].shape, x["k"]), ops.zeros((b * h, 1, d), x["k"])
-        together = min(max(budget(TOGETHER) // (b * h * d * KEY_CHUNK), 1), MOST_CHUNKS)
+        together = min(
+            max(budget(ops.sizes.chunk_entries) // (b * h * d * KEY_CHUNK), 1), MOST_CHUNKS
+        )
         keys = time_first(x["k"])
         arrays = (keys, where_valid(keys, frame), time_first(out), *gates_and_weights(x, frame))
         whole = s - s % KEY_CHUNK

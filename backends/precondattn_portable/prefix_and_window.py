@@ -15,10 +15,10 @@ from typing import NamedTuple
 from precondattn.algebra.declaration import Inputs
 from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.frame import Frame
-from precondattn_portable import layout
 from precondattn_portable.algorithm import AnyAlgorithm
 from precondattn_portable.layout import blocks
 from precondattn_portable.masks import Mask
+from precondattn_portable.sizes import Sizes
 
 
 class PartOfQueries(NamedTuple):
@@ -79,14 +79,14 @@ def axes_of(declared: Inputs, name: str) -> dict[str, int]:
     return {letter: letters.index(letter) for letter in "ts" if letter in letters}
 
 
-def parts_of(mask: Mask, t: int) -> list[PartOfQueries]:
+def parts_of(sizes: Sizes, mask: Mask, t: int) -> list[PartOfQueries]:
     """The parts of a call of t queries; empty if no block of queries has a wide enough gap.
 
     Computing the scores in a narrower gap costs less than copies of keys and values.
     """
-    rows = list(blocks(t, layout.ROWS))
+    rows = list(blocks(t, sizes.rows))
     gaps = [stop - start for start, stop in (mask.between(*each) for each in rows)]
-    if max(gaps, default=0) < layout.ROWS:
+    if max(gaps, default=0) < sizes.rows:
         return []
     return [
         PartOfQueries(slice(*each), tuple(slice(*r) for r in mask.ranges(*each))) for each in rows

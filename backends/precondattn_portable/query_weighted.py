@@ -22,7 +22,6 @@ from precondattn_portable.extension import step_as_defined
 from precondattn_portable.layout import (
     Part,
     Tile,
-    block_size,
     grouped_queries,
     head_groups,
     time_first,
@@ -43,8 +42,8 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
     ) -> Iterator[tuple[Part, Tile, Array, Array]]:
         """The heads, the tile, p and s̃ of every block of queries."""
         ops, (b, n, r, t, _), s = self.ops, q.shape, k.shape[2]
-        mask, size = Mask(frame.replaced(q_valid=None), s, s - t), block_size(t, r)
-        for part in head_groups(b, n, 2 * r * size * s):
+        mask, size = Mask(frame.replaced(q_valid=None), s, s - t), ops.sizes.block(t, r)
+        for part in head_groups(ops.sizes, b, n, 2 * r * size * s):
             group_mask = mask.of_sequences(part[0])
             for tile in mask.tiles(t, size):
                 tile = tile._replace(low=0)

@@ -30,12 +30,12 @@ def exponentials(
     xp = ops.namespace(row_block)
     largest = xp.max(row_block, axis=-1, keepdims=True)
     shift = largest if sink is None else xp.maximum(largest, sink)
-    shift = xp.where(shift == -math.inf, 0.0, shift)  # A row may have no visible key.
-    row_block = ops.exp(ops.add(row_block, -shift))
+    shift = ops.replaced(shift, -math.inf, 0.0)  # A row may have no visible key.
+    row_block = ops.exp(ops.subtract(row_block, shift))
     total = xp.sum(row_block, axis=-1, keepdims=True)
     if sink is not None:
         total = total + xp.exp(sink - shift)
-    total = xp.where(total > 0, total, 1.0)
+    total = ops.replaced(total, 0.0, 1.0)
     return row_block, total, shift + xp.log(total)
 
 
@@ -108,7 +108,7 @@ class MeanRead:
             sink = sink_of_rows(sink, row_block.shape[2])
         row_block, total, log_total = exponentials(self.ops, row_block, sink)
         o = self.ops.product(row_block, self.v[tile.keys])
-        return self.ops.multiply(o, 1.0 / total), log_total
+        return self.ops.multiply(o, self.ops.reciprocal(total)), log_total
 
     def backward(self, row_block: Array, tile: Tile, rows: ReadRows, workspace: Scratch) -> Array:
         """dS of the row block; adds dv to `d_v`."""
@@ -117,7 +117,7 @@ class MeanRead:
             sink = sink_of_rows(self.sink, row_block.shape[2])
             weights = ops.exp(log_weights(row_block, rows.log_total, sink))
         else:
-            weights = ops.exp(ops.add(row_block, -rows.log_total))
+            weights = ops.exp(ops.subtract(row_block, rows.log_total))
         ops.add_product_at(self.d_v, tile.keys, transpose(weights), d_mean)
         values = transpose(self.v[tile.keys])
         d_weights = ops.product(d_mean, values, workspace.shaped(row_block.shape))

@@ -11,6 +11,7 @@ cancel.
 from __future__ import annotations
 
 from precondattn.arrays import Array
+from precondattn.spec.array_functions import identity_like
 from precondattn_portable.arithmetic import Arithmetic
 
 LEAF = 8
@@ -21,6 +22,10 @@ def unit_lower_inverse(ops: Arithmetic, strict: Array, out: Array | None = None)
     """(I + strict)⁻¹ for strictly lower triangular matrices (…, C, C), in `out` where given."""
     xp = ops.namespace(strict)
     size = strict.shape[-1]
+    if ops.sizes.few_operations:
+        solved = ops.solve_unit_lower(strict, identity_like(strict))
+        if solved is not None:
+            return solved
     flat = ops.reshape(strict, (-1, size, size))
     whole = size - size % LEAF
     if out is None:

@@ -28,7 +28,8 @@ from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.layout import ROW_BLOCK_ENTRIES, budget, padded, time_first, zero_padding
+from precondattn_portable.layout import padded, time_first, zero_padding
+from precondattn_portable.sizes import budget
 from precondattn_portable.windows import Partition, WindowPart, partition
 
 
@@ -53,9 +54,6 @@ class WindowedBlocks(Algorithm[pa.Windowed]):
     """Algorithm of `Windowed`."""
 
     name = "blocks of windows"
-
-    entries_together = ROW_BLOCK_ENTRIES
-    """Scores, or terms of LASER's read, that are computed together."""
 
     def call(self, x: Arrays, frame: Frame) -> WindowedCall:
         return WindowedCall(self.ops, self.leaf, x, frame)
@@ -105,7 +103,7 @@ class WindowedBlocks(Algorithm[pa.Windowed]):
             out, residuals = self.leaf.forward(x, frame)
             return out, residuals
         call = self.call(x, frame)
-        windows = call.windows(budget(self.entries_together))
+        windows = call.windows(budget(self.ops.sizes.row_block_entries))
         out = call.by_token([call.as_slots(self.read(each)) for each in windows])
         return zero_padding(out[:, call.missing :, ...] if call.missing else out, frame), ()
 
@@ -120,7 +118,7 @@ class WindowedBlocks(Algorithm[pa.Windowed]):
         out, cotangent = (padded(a, call.missing, 0, axis=1) for a in cotangents)
         slots: dict[str, list[Array]] = {"q": [], "k": [], "v": []}
         d_bias = None
-        for each in call.windows(budget(self.entries_together)):
+        for each in call.windows(budget(self.ops.sizes.row_block_entries)):
             o = None if self.leaf.read == MEAN else call.gathered(out, each.part)
             d_scores, *d_rows = self.pull(each, o, call.gathered(cotangent, each.part))
             for (name, parts), rows in zip(slots.items(), d_rows, strict=True):

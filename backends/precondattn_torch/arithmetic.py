@@ -103,6 +103,11 @@ class TorchArithmetic(InPlace):
     def keep(self, x: Tensor, where: Tensor, otherwise: float) -> Tensor:
         return x.masked_fill_(~where, otherwise)
 
+    def replaced(self, x: Tensor, value: float, by: float) -> Tensor:
+        return x.masked_fill_(x == value, by)
+
+    reciprocal = staticmethod(torch.reciprocal)
+
     def solve_unit_lower(
         self, strict: Tensor, right: Tensor, *, transposed: bool = False
     ) -> Tensor:

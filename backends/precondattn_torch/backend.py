@@ -24,6 +24,7 @@ from precondattn_portable.backend import (
     Portable,
     algorithm_at,
 )
+from precondattn_portable.sizes import sizes_on
 
 UNGATED = Recurrences(gate=(None, "fixed"), normaliser=(None, "sum"))
 GATED_BY_HEAD = Recurrences(gate=("head",))
@@ -43,10 +44,10 @@ class Torch(Portable):
     libraries = frozenset({"torch"})
     preference = 10
 
-    def arithmetic(self, library: str) -> Arithmetic:
-        from precondattn_torch.arithmetic import TORCH
+    def arithmetic(self, library: str, device: str) -> Arithmetic:
+        from precondattn_torch.arithmetic import TorchArithmetic
 
-        return TORCH
+        return TorchArithmetic(sizes_on(device))
 
     algorithms: Algorithms = {  # noqa: RUF012  No one writes to it.
         UNGATED: ALGORITHMS[RECURRENCES[0]],
@@ -58,15 +59,15 @@ class Torch(Portable):
         pa.Path: "precondattn_torch.path:PathAttention",
     }
 
-    def algorithm(self, leaf: Piece | LeafProtocol, library: str) -> AnyAlgorithm:
+    def algorithm(self, leaf: Piece | LeafProtocol, library: str, device: str) -> AnyAlgorithm:
         if type(leaf) is pa.Path and leaf.read != MEAN:
-            return algorithm_at(ALGORITHMS[pa.Path])(self.arithmetic(library), leaf)
-        algorithm = super().algorithm(leaf, library)
+            return algorithm_at(ALGORITHMS[pa.Path])(self.arithmetic(library, device), leaf)
+        algorithm = super().algorithm(leaf, library, device)
         if key_of(self.algorithms, cast("LeafProtocol", leaf)) in (pa.Softmax, *WHOLE):
             return algorithm
         from precondattn_torch.by_heads import ByHeads
 
-        return ByHeads(algorithm)
+        return ByHeads(algorithm) if device == "cpu" else algorithm
 
     def _is_differentiable(self, leaf: Piece, request: Request) -> bool:
         """Whether a call consists of PyTorch's own differentiable operations."""

@@ -31,7 +31,7 @@ from precondattn.frame import Frame
 from precondattn.frameworks.torch.modes import only_computes
 from precondattn.spec.transported import Transported
 from precondattn_portable.algorithm import Algorithm, AnyAlgorithm
-from precondattn_portable.layout import SHARING, chunk_size
+from precondattn_portable.sizes import SHARING, Sizes
 
 R = TypeVar("R")
 
@@ -97,7 +97,7 @@ class ByHeads(Algorithm[Piece]):
     def backward(
         self, x: Arrays, frame: Frame, out: Tensor, residuals: Residuals, cotangent: Tensor
     ) -> Arrays:
-        division = None if _is_large(self.leaf, x) else division_of(self.leaf, x)
+        division = None if _is_large(self.ops.sizes, self.leaf, x) else division_of(self.leaf, x)
         if division is None:
             return self.whole.backward(x, frame, out, residuals, cotangent)
         # PyTorch's own attention returns no residuals.
@@ -160,7 +160,7 @@ def _head_axis(pattern: Pattern) -> int | None:
     return next((i for i, axis in enumerate(pattern.axes) if axis.letter in HEADS), None)
 
 
-def _is_large(leaf: Piece, x: Arrays) -> bool:
+def _is_large(sizes: Sizes, leaf: Piece, x: Arrays) -> bool:
     """Whether the gradient of one head has arrays too large for all threads at once.
 
     With reflections, these are the matrices of all chunks, and the scores of a chunk with all keys.
@@ -168,7 +168,7 @@ def _is_large(leaf: Piece, x: Arrays) -> bool:
     if not isinstance(getattr(leaf, "metric", None), Transported):
         return False
     s = x["k"].shape[1]
-    is_large: bool = chunk_size(s) * s > MOST
+    is_large: bool = sizes.chunk_of_reflections(s) * s > MOST
     return is_large
 
 

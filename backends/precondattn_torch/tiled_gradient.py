@@ -20,6 +20,7 @@ from torch import Tensor
 from precondattn_portable.arithmetic import FlatScratch
 from precondattn_portable.layout import Part, Tile, blocks, head_groups
 from precondattn_portable.masks import Mask
+from precondattn_portable.sizes import ON_CPU
 from precondattn_torch.arithmetic import TORCH
 from precondattn_torch.by_heads import in_threads
 from precondattn_torch.scaled_dot_product import Heads
@@ -60,7 +61,9 @@ class TiledGradient:
         threads = 1 if few else min(torch.get_num_threads(), heads)
         row_block = tiles.r * size * min(KEYS, tiles.s)
         parts = [
-            *head_groups(tiles.b, tiles.n, row_block, min(TOGETHER, heads // threads * row_block))
+            *head_groups(
+                ON_CPU, tiles.b, tiles.n, row_block, min(TOGETHER, heads // threads * row_block)
+            )
         ]
 
         def of_thread(thread: int) -> Tensor | None:

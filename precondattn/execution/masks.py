@@ -1,8 +1,8 @@
 """The masks of a call: lengths, key masks and segments are checked, and padding is zeroed.
 
 Some errors depend on the entries of arrays: a length out of range, or segments that are not
-contiguous. If the arrays are traced, no error can be raised. Then these sequences are marked
-invalid, and their output is NaN.
+contiguous. If the arrays are traced, no error can be raised, and on an accelerator it would wait
+for the device. Then these sequences are marked invalid, and their output is NaN.
 
 `cu_seqlens` is another way to write `segment_ids`, for calls with b = 1: sequence i has the tokens
 from cu_seqlens[i] to cu_seqlens[i + 1] − 1. Tokens after the last sequence are padding.
@@ -41,7 +41,8 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 
 
 class ValueChecks:
-    """Checks of array entries: they raise an error, or mark sequences of traced arrays invalid."""
+    """Checks of array entries: they raise an error, or mark sequences invalid whose entries can not
+    be read without waiting."""
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
@@ -50,7 +51,7 @@ class ValueChecks:
     def require(self, good: Array, message: str) -> None:
         """Raise an error, or mark sequences invalid, where `good` (b,) is False."""
         xp = namespace(good)
-        if is_traced(good):
+        if is_traced(good) or device_of(good) != "cpu":
             invalid = xp.logical_not(good)
             self.invalid = invalid if self.invalid is None else self.invalid | invalid
         elif not bool(xp.all(good)):
@@ -145,7 +146,7 @@ class Packed(NamedTuple):
     segment_ids: Array
     """Segment ids (b, s); padding after `cu_seqlens` has its own id. None without segments."""
     on_host: np.ndarray | None = None
-    """The segment ids as a NumPy array, if they can be read."""
+    """The segment ids as a NumPy array, if they can be read without waiting for a device."""
     lengths: Array | None = None
     """The number of tokens before that padding (1,), int32; None if there is no padding."""
 
@@ -159,7 +160,7 @@ def segments_of(
         ids = check_mask(owner, "segment_ids", segment_ids, like, (b, s), INTEGERS, "(b s)")
         if ids is None:
             return Packed(None)
-        on_host = host_array(ids)
+        on_host = host_array(ids) if device_of(ids) == "cpu" else None
         is_good = is_contiguous(ids if on_host is None else on_host)
         checks.require(is_good, "segment_ids must be contiguous: each id in one run")
         return Packed(ids, on_host)

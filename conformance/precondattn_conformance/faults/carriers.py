@@ -195,7 +195,7 @@ class BlockedCarrier(Carrier):
 
     def truth(self, call: MethodCall) -> MethodResult:
         library = library_of(next(iter(call.inputs.values())))
-        runner = self.portable.runner(call.mechanism, library or "")
+        runner = self.portable.runner(call.mechanism, library or "", "cpu")
         with small_blocks():
             return _result(runner, call)
 

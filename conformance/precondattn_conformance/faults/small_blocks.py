@@ -7,28 +7,23 @@ from contextlib import contextmanager
 
 from precondattn_conformance.faults.fault import REPLACING, Owner
 from precondattn_portable import (
-    chunkwise,
     extension,
-    layout,
     read_log_mean_exp,
     symmetric_lucid,
     triangular_inverse,
 )
-from precondattn_portable.outlook import OutlookRows
-from precondattn_portable.windowed import WindowedBlocks
+from precondattn_portable.sizes import ON_CPU
 
 BLOCK = 4
 """The number of tokens of a block in most algorithms."""
 
 SMALL = (
-    (layout, {"ROWS": 2 * BLOCK, "FEWEST_ROWS": BLOCK, "CHUNK": BLOCK, "ROW_BLOCK_ENTRIES": 64}),
-    (chunkwise, {"CHUNK": BLOCK, "GROUP": 256, "TILE": 64}),
+    (ON_CPU, {"rows": 2 * BLOCK, "fewest_rows": BLOCK, "row_block_entries": 64}),
+    (ON_CPU, {"reflections": BLOCK, "chunk": BLOCK, "chunk_entries": 256, "token_entries": 64}),
     (extension, {"TOKENS": 3}),
     (read_log_mean_exp, {"BLOCK": 2 * BLOCK, "ELEMENTS": 3}),
     (symmetric_lucid, {"DIRECT": 2 * BLOCK}),
     (triangular_inverse, {"LEAF": 2}),
-    (WindowedBlocks, {"entries_together": 300}),
-    (OutlookRows, {"entries_together": 300}),
 )
 """The block sizes of each module or class of the blocked algorithms."""
 

@@ -9,6 +9,7 @@ arguments and results. Views and allocations are none. PyTorch's own attention i
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -25,6 +26,8 @@ class CallCounts(NamedTuple):
     """PyTorch's operators that launch a kernel, by name."""
     bytes: int
     """The bytes of the arguments and results of these operators."""
+    live_bytes: int
+    """The most bytes of arrays that existed at once, beyond those of the arguments."""
 
 
 def counts_of(run: Callable[[], object], launches: Launches) -> CallCounts:
@@ -40,12 +43,17 @@ def counts_of(run: Callable[[], object], launches: Launches) -> CallCounts:
 
     recorded = torch.ops.absent.operators
     run()
+    gc.collect()  # What an earlier call left behind is not freed during this one.
     before = launches.count
+    torch.ops.absent.most_bytes()
     recorded(True)
+    gc.disable()
     try:
         run()
     finally:
+        gc.enable()
+        live_bytes = torch.ops.absent.most_bytes()
         lines = [line.split() for line in recorded(False).splitlines()]
     names = Counter(name.partition("::")[2] for name, _ in lines)
     total = sum(int(count) for _, count in lines)
-    return CallCounts(launches.count - before, dict(sorted(names.items())), total)
+    return CallCounts(launches.count - before, dict(sorted(names.items())), total, live_bytes)

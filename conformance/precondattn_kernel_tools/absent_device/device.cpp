@@ -19,6 +19,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
+#include <atomic>
+#include <memory>
 #include <sstream>
 #include <string>
 #include <unordered_map>
@@ -29,15 +31,21 @@ namespace {
 constexpr auto kType = at::DeviceType::PrivateUse1;
 const at::Device kDevice(kType, 0);
 
-void keep(void*) {}
+std::atomic<int64_t> live = 0, most_live = 0;  // The bytes of the arrays that exist.
+
+void release(void* context) {
+  const std::unique_ptr<size_t> size(static_cast<size_t*>(context));
+  live -= *size;
+}
 
 // Every tensor has the same address, which is divisible by 16 and never read.
 struct Nowhere final : at::Allocator {
-  at::DataPtr allocate(size_t) override {
-    void* address = reinterpret_cast<void*>(uintptr_t(1) << 40);
-    return {address, address, &keep, kDevice};
+  at::DataPtr allocate(size_t size) override {
+    live += size;
+    if (live > most_live) most_live = live.load();
+    return {reinterpret_cast<void*>(uintptr_t(1) << 40), new size_t(size), &release, kDevice};
   }
-  at::DeleterFnPtr raw_deleter() const override { return &keep; }
+  at::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void*, const void*, std::size_t) const override {}
 } nowhere;
 
@@ -289,6 +297,17 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", at::native::unfold);
 }
 
-TORCH_LIBRARY(absent, m) { m.def("operators(bool record) -> str", &operators); }
+// The most bytes that existed at once since the last call, beyond those that existed then.
+int64_t most_bytes() {
+  static int64_t before = 0;
+  const int64_t most = most_live - before;
+  before = most_live = live.load();
+  return most;
+}
+
+TORCH_LIBRARY(absent, m) {
+  m.def("operators(bool record) -> str", &operators);
+  m.def("most_bytes() -> int", &most_bytes);
+}
 
 }  // namespace

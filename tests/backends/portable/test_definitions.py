@@ -11,13 +11,14 @@ import pytest
 
 import precondattn as pa
 from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
-from precondattn_portable import chunkwise, lucid_solve
+from precondattn_portable import lucid_solve
 from precondattn_portable.preconditioned_key import KEY_CHUNK
+from precondattn_portable.sizes import ON_CPU
 
-CHUNK = chunkwise.CHUNK
-OUTLOOK = "outlook.OutlookRows.entries_together"
+CHUNK = ON_CPU.chunk
+OUTLOOK = "sizes.ON_CPU.row_block_entries"
 DIRECT = "symmetric_lucid.DIRECT"
-WINDOWS = "windowed.WindowedBlocks.entries_together"
+WINDOWS = "sizes.ON_CPU.row_block_entries"
 SYMMETRIC = "lucid[normalize=queries_and_keys,rho=0.1](softmax[causal=false,bias=true])"
 
 
@@ -99,7 +100,7 @@ ROWS_OF_TABLE = (
             (5 * KEY_CHUNK + 3, "segments", "true"),
         )
     ),
-    row("preconditioned_key", 9 * KEY_CHUNK + 5, **{"preconditioned_key.TOGETHER": 640}),
+    row("preconditioned_key", 9 * KEY_CHUNK + 5, **{"sizes.ON_CPU.chunk_entries": 640}),
     *(
         row(f"atk{option}({base})", s, n=4)
         for option, base, s in (

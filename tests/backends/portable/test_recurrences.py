@@ -15,17 +15,18 @@ from precondattn.cache import Cache
 from precondattn.spec.l2_norm import l2_norm
 from precondattn.spec.recurrence import Stream, recurrent, recurrent_vjp
 from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
-from precondattn_portable import chunkwise
-from precondattn_portable.arithmetic import IN_PLACE, STANDARD
+from precondattn_portable import chunkwise_delta
+from precondattn_portable.arithmetic import IN_PLACE, STANDARD, InPlace
 from precondattn_portable.chunkwise import Chunkwise
 from precondattn_portable.few_tokens import FewTokens
 from precondattn_portable.one_token import OneToken
+from precondattn_portable.sizes import ON_ACCELERATOR, ON_CPU
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 array_api_strict = pytest.importorskip("array_api_strict")
 torch = pytest.importorskip("torch")
 
-from precondattn_torch.arithmetic import TORCH  # noqa: E402
+from precondattn_torch.arithmetic import TORCH, TorchArithmetic  # noqa: E402
 
 CHUNK = 8
 FIELDS = ("erase", "undecayed")
@@ -110,8 +111,10 @@ def check(given, form, to=np.asarray, bound=1e-10):
 
 @pytest.fixture
 def several_groups(monkeypatch):
-    """Two chunks per group, so that three chunks have two groups."""
-    monkeypatch.setattr(chunkwise, "GROUP", 2 * 4 * CHUNK * CHUNK)
+    """Two chunks per group, so that three chunks have two groups. On an accelerator they are one
+    group, whose states are computed in joined steps."""
+    monkeypatch.setattr(ON_CPU, "chunk_entries", 2 * 4 * CHUNK * CHUNK)
+    monkeypatch.setattr(chunkwise_delta, "MOST_STEPS", 1)
 
 
 @pytest.mark.usefixtures("several_groups")
@@ -119,8 +122,11 @@ def several_groups(monkeypatch):
 @pytest.mark.parametrize("kind", [*KINDS, *ERASING])
 def test_chunks_are_the_definition(kind, s, r):
     for t in sorted({s, max(s - 2, 1), 1}):
-        check(problem(kind, s, t, r), Chunkwise(IN_PLACE, CHUNK))
+        for ops in (IN_PLACE, InPlace(ON_ACCELERATOR)):
+            check(problem(kind, s, t, r), Chunkwise(ops, CHUNK))
     if (s, r) == (21, 3):
+        few = TorchArithmetic(ON_ACCELERATOR)
+        check(problem(kind, 43, 14, 2), Chunkwise(few, CHUNK), LIBRARIES["torch"])
         for library in ("torch", "array_api_strict"):
             check(problem(kind, s, 14, 2), Chunkwise(STANDARD, CHUNK), LIBRARIES[library])
 
@@ -131,6 +137,7 @@ def test_no_gate_costs_accuracy(kind, gates):
     """Strong gates in chunks of 64 cost no digits, in float64 and in float32."""
     given = problem(kind, 70, gates=gates)
     check(given, Chunkwise(IN_PLACE))
+    check(given, Chunkwise(InPlace(ON_ACCELERATOR)))
     check(given, Chunkwise(IN_PLACE), lambda a: a.astype(np.float32), 2e-5)
 
 
