@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from precondattn_conformance.faults.fault import REPLACING, Owner
+from precondattn_conformance.faults.fault import REPLACING
 from precondattn_portable import (
     extension,
     read_log_mean_exp,
@@ -25,7 +25,7 @@ SMALL = (
     (symmetric_lucid, {"DIRECT": 2 * BLOCK}),
     (triangular_inverse, {"LEAF": 2}),
 )
-"""The block sizes of each module or class of the blocked algorithms."""
+"""The block sizes of the blocked algorithms: what has them, and their names."""
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def small_blocks() -> Iterator[None]:
             _set(original)
 
 
-def _set(sizes: Iterable[tuple[Owner, Mapping[str, int]]]) -> None:
+def _set(sizes: Iterable[tuple[object, Mapping[str, int]]]) -> None:
     for owner, numbers in sizes:
         for name, number in numbers.items():
             setattr(owner, name, number)

@@ -1,6 +1,6 @@
 """What calls of mechanisms by the default backends ask of an accelerator, counted without one.
 
-`python -m precondattn_kernel_tools.absent_device.mechanisms` prints what is saved in
+`python -m tests.kernel_tools.launches_on_absent_gpu` prints what is saved in
 `docs/measurements/launches/torch.json`: the operators of PyTorch that launch a kernel, and the most
 bytes of arrays that exist at once beyond the arguments, for one sequence, 16 heads of width 128, in
 bfloat16.
