@@ -20,7 +20,7 @@ from precondattn.arrays import Array, Arrays, Index, Namespace, arange_like, nam
 from precondattn.spec.array_functions import row_sum, swap_time_and_heads, transpose
 from precondattn.spec.l2_norm import l2_norm, length
 from precondattn.spec.rms_norm import rms
-from precondattn_portable.sizes import ON_CPU, Sizes
+from precondattn_portable.sizes import ON_CPU, BlockSizes
 
 NP: Namespace = np
 """NumPy without its types, which are narrower than those of the operations."""
@@ -57,7 +57,7 @@ class Arithmetic:
     writes = False
     """Whether `array[index] = update` is allowed."""
 
-    def __init__(self, sizes: Sizes = ON_CPU) -> None:
+    def __init__(self, sizes: BlockSizes = ON_CPU) -> None:
         self.sizes = sizes
 
     add = staticmethod(operator.add)

@@ -16,7 +16,7 @@ from precondattn.arrays import Array, Index, namespace, placement, zero_where_no
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import swap_time_and_heads
 from precondattn_portable.arithmetic import Arithmetic, Scratch
-from precondattn_portable.sizes import Sizes, budget
+from precondattn_portable.sizes import BlockSizes, budget
 
 Part = tuple[slice, slice, EllipsisType]
 """The index of some sequences and some key heads of (b, n, …)."""
@@ -103,7 +103,7 @@ def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def head_groups(
-    sizes: Sizes, b: int, n: int, row_block: int, most: int | None = None
+    sizes: BlockSizes, b: int, n: int, row_block: int, most: int | None = None
 ) -> Iterator[Part]:
     """Groups of heads with at most `most` entries, or the usual number; a head has `row_block`."""
     entries = budget(sizes.row_block_entries)

@@ -18,7 +18,7 @@ from precondattn.frame import Frame
 from precondattn_portable.algorithm import AnyAlgorithm
 from precondattn_portable.layout import blocks
 from precondattn_portable.masks import Mask
-from precondattn_portable.sizes import Sizes
+from precondattn_portable.sizes import BlockSizes
 
 
 class PartOfQueries(NamedTuple):
@@ -79,7 +79,7 @@ def axes_of(declared: Inputs, name: str) -> dict[str, int]:
     return {letter: letters.index(letter) for letter in "ts" if letter in letters}
 
 
-def parts_of(sizes: Sizes, mask: Mask, t: int) -> list[PartOfQueries]:
+def parts_of(sizes: BlockSizes, mask: Mask, t: int) -> list[PartOfQueries]:
     """The parts of a call of t queries; empty if no block of queries has a wide enough gap.
 
     Computing the scores in a narrower gap costs less than copies of keys and values.

@@ -32,7 +32,7 @@ def budget(entries: int) -> int:
 
 
 @dataclass(kw_only=True)
-class Sizes:
+class BlockSizes:
     """The sizes of blocks on one kind of device. Entries are float32: 4 bytes."""
 
     rows: int
@@ -80,7 +80,7 @@ class Sizes:
         return size, min(self.chunks_per_row_block, -(-tokens // size))
 
 
-ON_CPU = Sizes(
+ON_CPU = BlockSizes(
     rows=128,
     fewest_rows=32,
     row_block_entries=2**22,  # 16 MiB
@@ -93,7 +93,7 @@ ON_CPU = Sizes(
     chunk_entries=2**19,
     token_entries=2**19,
 )
-ON_ACCELERATOR = Sizes(
+ON_ACCELERATOR = BlockSizes(
     rows=1024,
     fewest_rows=256,
     row_block_entries=2**29,  # 2 GiB: 1,024 rows of 16 heads and 32,768 keys
@@ -108,7 +108,7 @@ ON_ACCELERATOR = Sizes(
 )
 
 
-def sizes_on(device: str) -> Sizes:
+def sizes_on(device: str) -> BlockSizes:
     """The sizes on a device, by its kind as a request names it."""
     chosen = os.environ.get(VARIABLE) or ("cpu" if device == "cpu" else "accelerator")
     if chosen not in ("cpu", "accelerator"):
