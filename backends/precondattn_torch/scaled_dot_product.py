@@ -94,7 +94,7 @@ def options_of(leaf: SoftmaxAttention, q: Shape, k: Shape) -> SdpaOptions:
     return {
         "is_causal": leaf.causal,
         "scale": leaf.scale_for(q[3]),
-        "enable_gqa": bool(q[2] != k[2]),  # BlockSizes are symbolic while PyTorch traces.
+        "enable_gqa": bool(q[2] != k[2]),  # Sizes are symbolic while PyTorch traces.
     }
 
 
