@@ -1,22 +1,25 @@
 """Prints, as JSON, what calls ask of an absent GPU, eager and while a graph captures them.
 
-Calls have b = 1, h = n = 16 and d = e = 128, in bfloat16. A step extends a cache that is half full,
-whose length the host knows, as in generation of text. This is a process of its own, because PyTorch
-then takes the absent device for the accelerator.
+PyTorch's device "meta" stands for the GPU: its tensors have no entries to read. Calls have b = 1,
+h = n = 16 and d = e = 128, in bfloat16. A step extends a cache that is half full, whose length the
+host knows, as in generation of text. This is a process of its own, without Triton's interpreter.
 """
 
 import json
+from collections import Counter
 from contextlib import nullcontext
 from unittest.mock import patch
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import precondattn as pa
 from precondattn.cache.known_lengths import remembered
+from precondattn.frameworks.torch import operators
 from precondattn.frameworks.torch.framework import PyTorch
-from precondattn_kernel_tools.absent_device import NAME
-from precondattn_kernel_tools.absent_device.absent_gpu import absent_gpu
-from precondattn_kernel_tools.absent_device.call_counts import counts_of
+from precondattn_kernel_tools.triton_launches import recorded
 from precondattn_triton.backend import Triton
 from precondattn_triton.target import compiling_for
 
@@ -33,6 +36,66 @@ CALLS = [
 ]
 _OF_PATH = "lucid(path)", "lucid(path[flush=64])"
 STEPS = [(name, STEP, 8192) for name in ("laser", "gla", "ccq(gated_delta)", *_OF_PATH)]
+
+
+ON_HOST = "the call copies between the host and the device"
+
+
+class Operators(TorchDispatchMode):
+    """Counts PyTorch's operators that launch a kernel: not views and allocations."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.namespace == "precondattn":  # On this device it would compute a shape alone.
+            with self:
+                return getattr(operators, function._opname)._init_fn(*args)
+        if function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            tensors = (x for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+            devices = {x.device for x in tensors} | {kwargs.get("device")} - {None}
+            assert len({torch.device(each).type for each in devices}) == 1, ON_HOST
+        aliases = (each.alias_info for each in function._schema.returns)
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        name = function._schema.name.partition("::")[2]
+        if not is_view and "empty" not in name:
+            self.counts[name] += 1
+        return function(*args, **kwargs)
+
+
+class NoNewData(TorchFunctionMode):
+    """Refuses tensors of numbers of the host, of which `Operators` is not told."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        device = (kwargs or {}).get("device")
+        if function in (torch.tensor, torch.as_tensor) and device is not None:
+            assert torch.device(device).type != "meta", ON_HOST
+        return function(*args, **(kwargs or {}))
+
+
+class Attention(torch.autograd.Function):
+    """In place of PyTorch's attention, whose kernels need a GPU."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        return torch.empty_like(inputs[0])
+
+    @staticmethod
+    def backward(ctx, _):
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
+def counts_of(call):
+    """The launches and the operators of the second time that a call is made."""
+    with recorded() as launches, NoNewData(), Operators() as mode:
+        for _ in range(2):
+            launches.clear()
+            mode.counts.clear()
+            call()
+    return len(launches), dict(sorted(mode.counts.items()))
 
 
 def inputs_of(name, tokens, device, **options):
@@ -68,13 +131,13 @@ def ready(name, work, tokens, device):
 
 def captured():
     """A context in which calls behave as while a CUDA graph captures them."""
-    return patch.object(PyTorch, "is_captured", lambda _, tensor: str(tensor.device.type) == NAME)
+    return patch.object(PyTorch, "is_captured", lambda _, tensor: tensor.is_meta)
 
 
 def masked(device):
     """The calls with masks on the device that a graph captures."""
     done = []
-    with captured(), torch.no_grad():
+    with captured(), torch.no_grad(), recorded(), NoNewData(), Operators():
         for name in ("lucid", "gated_delta", "laser", "path"):
             mechanism, x = pa.parse(name), inputs_of(name, 256, device)
             valid = torch.ones(1, 256, dtype=torch.bool, device=device)
@@ -86,9 +149,15 @@ def masked(device):
 
 
 def main():
-    found = {}
+    found, device = {}, torch.device("meta")
+    functional = torch.nn.functional
     with (
-        absent_gpu() as (device, launches),
+        patch.object(
+            functional, "scaled_dot_product_attention", lambda *heads, **_: Attention.apply(*heads)
+        ),
+        patch.object(PyTorch, "is_traced", lambda self, tensor: self.is_captured(tensor)),
+        patch.object(PyTorch, "has_only_a_shape", lambda *_: False),
+        patch.object(PyTorch, "only_computes", lambda _: True),
         # The backend accepts tensors off the GPU, and calls read none of them.
         patch.object(Triton, "refuses_request", lambda *_: None),
         patch.object(PyTorch, "reads_at_once", False),
@@ -98,8 +167,7 @@ def main():
             with context:
                 calls = [*CALLS, *(STEPS if place == "captured" else [])]
                 found[place] = {
-                    " ".join(map(str, call)): counts_of(ready(*call, device), launches)[:2]
-                    for call in calls
+                    " ".join(map(str, call)): counts_of(ready(*call, device)) for call in calls
                 }
         found["masked"] = masked(device)
     print(json.dumps(found))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +13,6 @@ pytest.importorskip("triton")
 
 @pytest.fixture(scope="module")
 def found():
-    if shutil.which("g++") is None:
-        pytest.skip("g++ compiles the absent device")
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernel_tools.calls_on_absent_gpu"],

@@ -16,8 +16,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from precondattn_kernel_tools.cuda_simulator.errors import CompilationError
 from precondattn_kernel_tools.cuda_simulator.shared_declarations import (
+    CompilationError,
     plain_kernels,
     translate,
 )
