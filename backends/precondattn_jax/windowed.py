@@ -18,11 +18,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import precondattn as pa
-from precondattn.arrays import Arrays, Residuals
+from precondattn.arrays import Arrays
 from precondattn.frame import Frame
 from precondattn.spec.grid_windows import GridWindows
-from precondattn_jax.arithmetic import full_precision
-from precondattn_jax.definition import AlgorithmInLoops
+from precondattn_jax.definition import InFullPrecision
 from precondattn_portable import windowed
 from precondattn_portable.layout import padded
 from precondattn_portable.windowed import GatheredWindows, WindowedCall
@@ -132,18 +131,8 @@ class GridCall(WindowedCall):
         return jnp.reshape(each, (-1, 1, self.slots, self.slots))
 
 
-class WindowedBlocks(AlgorithmInLoops[pa.Windowed], windowed.WindowedBlocks):
+class WindowedBlocks(InFullPrecision[pa.Windowed], windowed.WindowedBlocks):
     """Algorithm of `Windowed`."""
 
     def call(self, x: Arrays, frame: Frame) -> GridCall:
         return GridCall(self.ops, self.leaf, x, frame)
-
-    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
-        with full_precision():
-            return super().forward(x, frame)
-
-    def backward(
-        self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
-    ) -> Arrays:
-        with full_precision():
-            return super().backward(x, frame, out, residuals, cotangent)

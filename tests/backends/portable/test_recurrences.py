@@ -19,7 +19,7 @@ from precondattn_portable import chunkwise
 from precondattn_portable.arithmetic import IN_PLACE, STANDARD
 from precondattn_portable.chunkwise import Chunkwise
 from precondattn_portable.few_tokens import FewTokens
-from precondattn_portable.one_token import OneToken
+from precondattn_portable.stateful import OneToken
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 array_api_strict = pytest.importorskip("array_api_strict")
