@@ -18,9 +18,9 @@ from precondattn.kernel_backend.limits import padded_width
 from precondattn.kernel_backend.lucid_step import LucidStepKernels, leaves_of
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.softmax import Softmax
+from precondattn_pallas.arrays import where_valid
 from precondattn_pallas.configurations import Configuration, configuration
 from precondattn_pallas.lucid import decode as lucid_decode
-from precondattn_pallas.masks import where_valid
 from precondattn_pallas.precision import LOG2_E, Products, products
 from precondattn_pallas.softmax.score_tiles import padded
 
