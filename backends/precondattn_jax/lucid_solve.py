@@ -65,10 +65,8 @@ class LucidSolveBlocks(SteppingAsDefined[pa.LucidSolve]):
                 d_tile = -product_with_transposed(d_v, total) * weights
                 if rows.maxima is None or leaf.detach_max:
                     return d_tile
-                column = (j * blocks.size + jnp.arange(blocks.size, dtype="int32"))[
-                    None, None, None
-                ]
-                return d_tile + jnp.where(rows.maxima.first == column, row_sum(d_v * v), 0.0)
+                is_first = rows.maxima.first == blocks.columns(j)
+                return d_tile + jnp.where(is_first, row_sum(d_v * v), 0.0)
 
             def pull(i: Array, carry: Tree) -> Tree:
                 sums, right, d_rows, residual = carry

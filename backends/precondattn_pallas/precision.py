@@ -49,11 +49,6 @@ class Products(NamedTuple):
             a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
         )
 
-    def dot_of_gradient(self, d_scores: Array, rows: Array, *, rounds: bool) -> Array:
-        """dS K or dSᵀ Q, with dS rounded to the dtype of the rows, or both in float32."""
-        factor = rows.dtype if rounds else jnp.float32
-        return self.dot(d_scores.astype(factor), rows.astype(factor))
-
     @property
     def exact(self) -> Products:
         """The products without tf32: factors lose no bits."""

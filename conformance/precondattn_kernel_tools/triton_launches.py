@@ -62,7 +62,8 @@ class TritonLaunch(NamedTuple):
                 base = (base,) if isinstance(base, int) else base
                 types = [typed(entry, (*base, i), False) for i, entry in enumerate(value)]
                 return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
-            if is_constant or value is None or isinstance(value, bool) or _is_one(value):
+            is_one = isinstance(value, int) and value == 1
+            if is_constant or value is None or isinstance(value, bool) or is_one:
                 constants[place] = value
                 return "constexpr"
             if isinstance(value, int):
@@ -84,10 +85,6 @@ class TritonLaunch(NamedTuple):
             self.options,
             divisible=tuple(divisible),
         )
-
-
-def _is_one(value: Foreign) -> bool:
-    return isinstance(value, int) and value == 1
 
 
 @contextmanager

@@ -55,7 +55,8 @@ class SoftmaxTiling(NamedTuple):
 
     def times(self, d_scores: Array, rows: Array) -> Array:
         """dS K, or dSᵀ Q."""
-        return self.products.dot_of_gradient(d_scores, rows, rounds=self.rounds)
+        factor = rows.dtype if self.rounds else jnp.float32
+        return self.products.dot(d_scores.astype(factor), rows.astype(factor))
 
 
 Running = tuple[Array, Array, Array]

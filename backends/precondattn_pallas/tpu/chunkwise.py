@@ -78,8 +78,7 @@ class TpuChunkwise(Chunkwise):
     def __init__(
         self, products: TpuProducts, dtype: DType, *, decays: bool, interpret: Interpret
     ) -> None:
-        self.dtype, self.decays = dtype, decays
-        self.products = products  # type: ignore[assignment]
+        super().__init__(products, dtype, decays=decays)  # type: ignore[arg-type]
         self.interpret = interpret
 
     def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:

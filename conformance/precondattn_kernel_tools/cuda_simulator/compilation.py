@@ -97,12 +97,6 @@ def build(
     return Built(_cached(f"module-{key}.so", make), names)
 
 
-def cache_folder() -> Path:
-    """The user's cache folder. It may be removed at any time."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "precondattn" / "cuda_simulator"
-
-
 def _supported(options: Sequence[str]) -> list[str]:
     supported = []
     for option in options:
@@ -164,8 +158,9 @@ def _key(*texts: str) -> str:
 
 
 def _cached(name: str, make: Callable[[Path], None]) -> Path:
-    """The cached file with this name. Concurrent processes each get a complete one."""
-    folder = cache_folder()
+    """The file with this name in the user's cache. Concurrent processes each get a complete one."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = home / "precondattn" / "cuda_simulator"
     path = folder / name
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
