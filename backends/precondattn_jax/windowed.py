@@ -3,7 +3,7 @@
     (b, s, h, ·)  →  grid (b, R, C, h, ·), padded to whole windows and rolled by the shift
                   →  (b windows, h, w, ·)
 
-The indices that `precondattn_portable.windows` has in NumPy arrays are computed from iotas here,
+The indices that `precondattn_portable.windowed` has in NumPy arrays are computed from iotas here,
 because JAX does not partition functions that contain constant arrays.
 """
 
@@ -24,8 +24,7 @@ from precondattn.spec.grid_windows import GridWindows
 from precondattn_jax.definition import InFullPrecision
 from precondattn_portable import windowed
 from precondattn_portable.layout import padded
-from precondattn_portable.windowed import GatheredWindows, WindowedCall
-from precondattn_portable.windows import WindowPart
+from precondattn_portable.windowed import GatheredWindows, WindowedCall, WindowPart
 
 
 class TokenGrid:
@@ -114,14 +113,6 @@ class GridCall(WindowedCall):
     @property
     def slots(self) -> int:
         return prod(self.leaf.windows.size)
-
-    def entries(self) -> Array:
-        slot, columns = jnp.arange(self.slots, dtype="int32"), self.leaf.windows.size[-1]
-        places = [slot] if len(self.leaf.windows.size) == 1 else [slot // columns, slot % columns]
-        entry = jnp.zeros((self.slots, self.slots), slot.dtype)
-        for place, w in zip(places, self.leaf.windows.size, strict=True):
-            entry = entry * (2 * w - 1) + place[:, None] - place[None, :] + w - 1
-        return jnp.reshape(entry, (-1,))
 
     def never_hidden(self, part: WindowPart | None) -> Array | None:
         if self.is_filled(part) and not any(self.leaf.windows.shift):

@@ -206,7 +206,7 @@ class Pallas(JaxBackend, KernelBackend):
         """The runner's method, on several devices of each one's own sequences and heads."""
         import jax
 
-        from precondattn.frameworks.jax.sharding import on_shards
+        from precondattn.frameworks.jax.sharding import compiled, on_shards
 
         leaves = jax.tree.leaves(arrays)
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
@@ -214,8 +214,7 @@ class Pallas(JaxBackend, KernelBackend):
         # JAX's interpreter of TPU kernels has effects, which can not be divided.
         if not is_divided or (is_interpreting() and target() == TPU):
             return runner.computing(verb)(*arrays)
-        divided = on_shards if is_traced else jax.jit(on_shards, static_argnums=(0, 1))
-        return divided(verb, runner, *arrays)
+        return (on_shards if is_traced else compiled)(verb, runner, *arrays)
 
 
 def kernels_of(mechanism: Piece, *, interpret: Interpret, target: str = CUDA) -> Kernels:
