@@ -41,7 +41,7 @@ STEPS = [(name, STEP, 8192) for name in ("laser", "gla", "ccq(gated_delta)", *_O
 ON_HOST = "the call copies between the host and the device"
 
 
-class Operators(TorchDispatchMode):
+class LaunchingOperators(TorchDispatchMode):
     """Counts PyTorch's operators that launch a kernel: not views and allocations."""
 
     def __init__(self):
@@ -66,7 +66,7 @@ class Operators(TorchDispatchMode):
 
 
 class NoNewData(TorchFunctionMode):
-    """Refuses tensors of numbers of the host, of which `Operators` is not told."""
+    """Refuses tensors of numbers of the host, of which `LaunchingOperators` is not told."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         device = (kwargs or {}).get("device")
@@ -75,7 +75,7 @@ class NoNewData(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class Attention(torch.autograd.Function):
+class AttentionOnMeta(torch.autograd.Function):
     """In place of PyTorch's attention, whose kernels need a GPU."""
 
     @staticmethod
@@ -90,7 +90,7 @@ class Attention(torch.autograd.Function):
 
 def counts_of(call):
     """The launches and the operators of the second time that a call is made."""
-    with recorded() as launches, NoNewData(), Operators() as mode:
+    with recorded() as launches, NoNewData(), LaunchingOperators() as mode:
         for _ in range(2):
             launches.clear()
             mode.counts.clear()
@@ -137,7 +137,7 @@ def captured():
 def masked(device):
     """The calls with masks on the device that a graph captures."""
     done = []
-    with captured(), torch.no_grad(), recorded(), NoNewData(), Operators():
+    with captured(), torch.no_grad(), recorded(), NoNewData(), LaunchingOperators():
         for name in ("lucid", "gated_delta", "laser", "path"):
             mechanism, x = pa.parse(name), inputs_of(name, 256, device)
             valid = torch.ones(1, 256, dtype=torch.bool, device=device)
@@ -153,7 +153,9 @@ def main():
     functional = torch.nn.functional
     with (
         patch.object(
-            functional, "scaled_dot_product_attention", lambda *heads, **_: Attention.apply(*heads)
+            functional,
+            "scaled_dot_product_attention",
+            lambda *heads, **_: AttentionOnMeta.apply(*heads),
         ),
         patch.object(PyTorch, "is_traced", lambda self, tensor: self.is_captured(tensor)),
         patch.object(PyTorch, "has_only_a_shape", lambda *_: False),

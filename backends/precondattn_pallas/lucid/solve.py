@@ -99,8 +99,9 @@ class LucidPlan(NamedTuple):
 
     def solve(self, x: SolveInputs, right: Array, *, backward: bool) -> lucid_substitution.Solved:
         """The solution of the system or its transpose; right (b, s, n, e)."""
-        options = {"super_block": self.super_block, "backward": backward}
-        inverse = lucid_inverse.inverses(self.phi, x, self.inverse, **options)
+        inverse = lucid_inverse.inverses(
+            self.phi, x, self.inverse, super_block=self.super_block, backward=backward
+        )
         right = right.astype(jnp.float32)
         return lucid_substitution.substitute(
             self.phi,

@@ -81,10 +81,6 @@ class _LaserCall(NamedTuple):
     spread: ValueSpread
 
     @property
-    def group(self) -> int:
-        return int(self.q.shape[2] // self.k.shape[2])
-
-    @property
     def factor(self) -> Array:
         return factor_dtype(self.v.dtype)
 
@@ -100,7 +96,7 @@ class _LaserCall(NamedTuple):
 
     def of_queries(self, array: Array) -> Array:
         """One number for each query head."""
-        return jnp.repeat(array, self.group, axis=2)
+        return jnp.repeat(array, self.q.shape[2] // array.shape[2], axis=2)
 
     @property
     def wide(self) -> tuple[Array, Array, Array]:
