@@ -113,8 +113,7 @@ class LucidSolveBlocks(SteppingAsDefined[pa.LucidSolve]):
     def _step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
         """A step with the dot product and a unit diagonal."""
         leaf, (b, t, n, d) = self.leaf, x["k"].shape
-        scale, updates = leaf.scale_for(d), dict[str, Append](key=Append(x["k"]))
-        k = x["k"]
+        k, scale, updates = x["k"], leaf.scale_for(d), dict[str, Append](key=Append(x["k"]))
         if leaf.normalize == "keys":
             r = rms(k, leaf.eps)
             k, updates["rms"] = k / r, Append(r[..., 0])

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from precondattn.arrays import Array
 from precondattn_pallas.configurations import Configuration
 from precondattn_pallas.launch import References, divide, launch, loop, shape_of, whole
-from precondattn_pallas.lucid.tiles import Phi, SolveInputs, all_of, of_tile, reach, rows_of
+from precondattn_pallas.lucid.tiles import Phi, SolveInputs, of_head, of_tile, reach
 
 
 def key_gradient(
@@ -88,8 +88,8 @@ def d_keys(
     result = launch(
         key_gradient,
         (whole(tokens, configuration.rows), m),
-        {name: all_of(array, m) for name, array in inputs.items()},
-        {"d_keys": rows_of(shape_of((m, tokens, d), jnp.float32), m, configuration.rows)},
+        {name: of_head(array, heads=m) for name, array in inputs.items()},
+        {"d_keys": of_head(shape_of((m, tokens, d), jnp.float32), configuration.rows)},
         configuration,
         interpret=phi.products.interpret,
         phi=phi,

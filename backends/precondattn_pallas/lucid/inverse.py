@@ -30,7 +30,7 @@ from precondattn_pallas.launch import (
     remainder,
     shape_of,
 )
-from precondattn_pallas.lucid.tiles import Phi, SolveInputs, all_of, of_tile, reach, rows_of
+from precondattn_pallas.lucid.tiles import Phi, SolveInputs, of_head, of_tile, reach
 from precondattn_pallas.recurrence.chunk_inverse import unit_lower_inverse
 
 FIRST_BLOCK = 32
@@ -126,12 +126,15 @@ def inverses(
     interpret = phi.products.interpret
     common = {"phi": phi, "interpret": interpret}
     half = min(FIRST_BLOCK, configuration.rows, super_block)
-    row_inputs = {"keys": rows_of(keys, m, half), "factor": rows_of(factor, m, half)}
-    everything = {"keys": all_of(keys, m), "factor": all_of(factor, m)}
+    row_inputs = {"keys": of_head(keys, half, m), "factor": of_head(factor, half, m)}
+    everything = {"keys": of_head(keys, heads=m), "factor": of_head(factor, heads=m)}
     bounds = {}
     if segments is not None:
-        row_inputs["segments"] = rows_of(segments.begin, m, half)
-        bounds = {"segments": all_of(segments.begin, m), "ends": all_of(segments.end, m)}
+        row_inputs["segments"] = of_head(segments.begin, half, m)
+        bounds = {
+            "segments": of_head(segments.begin, heads=m),
+            "ends": of_head(segments.end, heads=m),
+        }
     per_block = super_block // half
     diagonal = pl.BlockSpec((None, half, half), lambda i, h: (h, i, remainder(i, per_block)))
     inverse = jnp.zeros((m, tokens, super_block), keys.dtype)
@@ -153,7 +156,7 @@ def inverses(
         left = launch(
             left_factors,
             (pairs * tiles * tiles, m),
-            {**everything, **bounds, "inverse": all_of(inverse, m)},
+            {**everything, **bounds, "inverse": of_head(inverse, heads=m)},
             {"left": (shape_of((m, pairs * half, half), keys.dtype), _tile_of_left(tile, tiles))},
             configuration,
             by_row=backward,
@@ -164,7 +167,7 @@ def inverses(
             right_factors,
             (pairs * tiles * tiles, m),
             {
-                "inverse": all_of(inverse, m),
+                "inverse": of_head(inverse, heads=m),
                 "left": (left, _column_of_left(pairs * half, tile, tiles)),
                 **bounds,
             },

@@ -51,8 +51,7 @@ class LucidStep(LucidStepKernels):
             configuration("lucid_decode", widest, q.dtype.itemsize == 2),
             products(q.dtype, interpret=self.interpret),
         )
-        masks = (frame.q_position, frame.k_position, frame.q_valid, frame.k_valid)
-        out, y, rms = _step(plan, dict(past), dict(x), masks)
+        out, y, rms = _step(plan, dict(past), dict(x), (frame.q_valid, frame.k_valid))
         return out, self.updates(group, x["k"], y, rms)
 
 
@@ -65,7 +64,7 @@ def _step(plan: LucidStepPlan, past: Arrays, x: Arrays, masks: Array) -> tuple[A
     b, _, h, d = q.shape
     n, e = x["v"].shape[2:]
     m, group = b * n, h // n
-    *_, q_valid, valid = masks
+    q_valid, valid = masks
     capacity = past[slots["key"]].shape[1]
     valid = jnp.broadcast_to(valid, (b, capacity + 1))
     new, cached = valid[:, capacity:], valid[:, :capacity]

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from precondattn.arrays import Array
 from precondattn_pallas.configurations import Configuration
 from precondattn_pallas.launch import References, divide, launch, loop, shape_of
-from precondattn_pallas.lucid.tiles import Phi, SolveInputs, all_of, of_tile, reach, rows_of
+from precondattn_pallas.lucid.tiles import Phi, SolveInputs, of_head, of_tile, reach
 
 
 class Solved(NamedTuple):
@@ -112,7 +112,7 @@ def substitute(
             (super_block // tile, m, e // chunk),
             {
                 "start": (start[None], start_spec),
-                "inverse": all_of(inverse, m),
+                "inverse": of_head(inverse),
                 "sides": chunk_of(sides),
             },
             {
@@ -133,16 +133,16 @@ def substitute(
         block = pl.BlockSpec((None, rows, chunk), lambda i, h, c: (h, i, c))
         inputs = {
             "start": (start[None], start_spec),
-            "i_keys": rows_of(keys, m, rows),
-            "j_keys": all_of(_part(keys, start, super_block), m),
+            "i_keys": of_head(keys, rows),
+            "j_keys": of_head(_part(keys, start, super_block)),
             "operand": chunk_of(operand),
             "sizes": (sizes[:, 0], pl.BlockSpec((None, chunk), lambda i, h, c: (h, c))),
             "right": (right, block),
         }
         if segments is not None:
-            inputs["segments"] = rows_of(segments.begin, m, rows)
-            inputs["ends"] = rows_of(segments.end, m, rows)
-            inputs["j_segments"] = all_of(_part(segments.begin, start, super_block), m)
+            inputs["segments"] = of_head(segments.begin, rows, m)
+            inputs["ends"] = of_head(segments.end, rows, m)
+            inputs["j_segments"] = of_head(_part(segments.begin, start, super_block), heads=m)
         return launch(
             update,
             (-(-count // rows), m, e // chunk),

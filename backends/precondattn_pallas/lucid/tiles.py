@@ -97,17 +97,19 @@ def segments_of(ids: Array, tokens: int) -> SegmentBounds | None:
     return SegmentBounds(found("left"), found("right"))
 
 
-def all_of(array: Array, heads: int) -> tuple[Array, pl.BlockSpec]:
-    """An array of all heads or sequences, with the part of a program's head as the block."""
-    by, zeros = heads // array.shape[0], (0,) * (array.ndim - 1)
-    return array, pl.BlockSpec((None, *array.shape[1:]), lambda i, h, *_: (divide(h, by), *zeros))
+def of_head(
+    array: Array, rows: int | None = None, heads: int | None = None
+) -> tuple[Array, pl.BlockSpec]:
+    """An array of all heads, with all rows of a program's head as the block, or its tile of rows.
 
+    With a number of heads, an array of all sequences, or of as many heads.
+    """
+    by, rest = heads and heads // array.shape[0], array.shape[2:]
 
-def rows_of(array: Array, heads: int, rows: int) -> tuple[Array, pl.BlockSpec]:
-    """An array of all heads or sequences, with the rows of a program as the block."""
-    by, rest = heads // array.shape[0], array.shape[2:]
-    zeros = (0,) * len(rest)
-    return array, pl.BlockSpec((None, rows, *rest), lambda i, h, *_: (divide(h, by), i, *zeros))
+    def index(i: Array, h: Array, *_: Array) -> tuple[Array, ...]:
+        return divide(h, by) if by else h, 0 if rows is None else i, *(0,) * len(rest)
+
+    return array, pl.BlockSpec((None, rows or array.shape[1], *rest), index)
 
 
 def reach(x: References, start: Array, count: int) -> tuple[Array, Array]:

@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from precondattn_kernel_tools.cuda_simulator.shared_declarations import (
     CompilationError,
@@ -51,11 +52,11 @@ ENTRY = (
 )
 
 
-class Built:
+class Built(NamedTuple):
     """A library, and the names of its kernels by index."""
 
-    def __init__(self, path: Path, names: Sequence[str]) -> None:
-        self.path, self.names = path, tuple(names)
+    path: Path
+    names: list[str]
 
 
 def build(
