@@ -21,7 +21,6 @@ from collections.abc import Iterator
 
 import precondattn as pa
 from precondattn.arrays import Array, Arrays, Residuals, arange_like, namespace
-from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import transpose, where_valid
 from precondattn.spec.positive_definite import tolerance_of
@@ -140,7 +139,3 @@ class SymmetricLucidSolveBlocks(Algorithm[pa.SymmetricLucidSolve]):
         if leaf.normalize == "keys":
             d_k = rms_norm_vjp(k, leaf.eps, d_k)
         return {"k": time_first(d_k), "v": time_first(d_v)}
-
-    def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
-        out: tuple[Array, Updates] = self.leaf.step(past, x, frame)
-        return out

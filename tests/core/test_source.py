@@ -43,7 +43,7 @@ SHARED = {
     # What computes the same in several backends.
     BLOCKS: """AttentionBlocks CappedScores ChannelDecay ChunkWork DeltaFormerBlocks DeltaRule
         DotScores ForgetGate HeadAdditive KeyAdditive KeyDeltaRule LogMeanExpRead LucidSolveBlocks
-        Mask MeanAndLogSumRead MeanRead OutlookRows QueryWeighted ReadRows Similarities
+        Mask MeanAndLogSumRead MeanRead QueryWeighted ReadRows Similarities
         SolvingChunkwise SymmetricLucidSolveBlocks TransportedScores ValueAdditive
         WindowedBlocks""",
     KERNELS: """Configuration KernelMasks LaserKernels LucidPlan LucidSolveKernels
