@@ -27,12 +27,11 @@ from multiprocessing.connection import Connection, wait
 from precondattn_conformance.alone import Alone
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Backend
-from precondattn_conformance.cores import shared_by
 from precondattn_conformance.libraries import named
+from precondattn_conformance.process_settings import compiling_quickly, shared_by
 from precondattn_conformance.runner import Outcome, run_case
 from precondattn_conformance.snippet import snippet
 from precondattn_conformance.status import FAILED
-from precondattn_conformance.xla import compiling_quickly
 
 TIMEOUT = 300.0
 """Seconds for one case, including a kernel's first compilation."""
@@ -68,8 +67,7 @@ class Worker:
     ) -> None:
         """`beside` is the number of processes that share the cores.
 
-        If it `is_quick`, JAX compiles without optimisations (`xla.py`). The process calls
-        `prepare` first.
+        If it `is_quick`, JAX compiles without optimisations. The process calls `prepare` first.
         """
         self.backend, self.device, self.timeout, self.beside = backend, device, timeout, beside
         self.is_quick, self.prepare = is_quick, prepare

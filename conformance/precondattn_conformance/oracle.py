@@ -1,7 +1,6 @@
 """The oracle: the reference in float64, on inputs rounded to the case's dtype.
 
-Its gradients are checked by central differences wherever those are accurate enough. Long calls are
-computed by blocked algorithms that the reference has certified (`expecting.py`).
+Its gradients are checked by central differences wherever those are accurate enough.
 """
 
 from __future__ import annotations
@@ -23,13 +22,14 @@ from precondattn_conformance.cancellation import (
 )
 from precondattn_conformance.declared import is_smooth, is_softmax, mechanism_of
 from precondattn_conformance.disagreement import DisagreementError
-from precondattn_conformance.expecting import HELPED, REFERENCE
 from precondattn_conformance.extremes import EXTREMES, SATURATED, at_an_extreme
 from precondattn_conformance.harmless_keys import with_harmless_keys
 from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_conformance.libraries import HALF
 from precondattn_conformance.memory_order import constant, cotangent_axes
 
+REFERENCE = "reference"
+"""The backend of the definitions."""
 QUERIES_AND_KEYS = ("q", "k", "q2", "k2", "tau")
 """Inputs whose gradients are nearly 0 if one key or one slot has all the weight."""
 OF_WEIGHTS = ("q", "k", "g", "i")
@@ -52,14 +52,12 @@ class Oracle:
     Gradients are computed, and checked by central differences, when a check first asks for them.
     """
 
-    def __init__(
-        self, mechanism: str, layout: CallLayout, kind: str, dtype: str, by: str = REFERENCE
-    ) -> None:
+    def __init__(self, mechanism: str, layout: CallLayout, kind: str, dtype: str) -> None:
         self.mechanism, self.layout, self.kind, self.dtype = mechanism, layout, kind, dtype
         self.inputs: Arrays = inputs_of(mechanism, layout, kind, dtype)
         self.masks: Arrays = layout.masks()
         m = mechanism_of(mechanism)
-        self.out, self._pullback = m.vjp(**self.inputs, **self.masks, backend=HELPED[by])
+        self.out, self._pullback = m.vjp(**self.inputs, **self.masks, backend=REFERENCE)
         cotangent = rounded(np.random.default_rng(1).normal(size=self.out.shape), dtype)
         cotangent = constant(cotangent, cotangent_axes(layout.order, cotangent.ndim))
         self.cotangent: np.ndarray = np.where(np.isfinite(self.out), cotangent, 0.0)
@@ -118,11 +116,9 @@ class Oracle:
 
 
 @lru_cache(maxsize=256)
-def oracle(
-    mechanism: str, layout: CallLayout, kind: str, dtype: str, by: str = REFERENCE
-) -> Oracle:
-    """The results of the reference in float64 on NumPy, or of another source `by`."""
-    return Oracle(mechanism, layout, kind, dtype, by)
+def oracle(mechanism: str, layout: CallLayout, kind: str, dtype: str) -> Oracle:
+    """The results of the reference in float64 on NumPy."""
+    return Oracle(mechanism, layout, kind, dtype)
 
 
 def is_certifying(layout: CallLayout) -> bool:

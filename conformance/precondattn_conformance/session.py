@@ -8,25 +8,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import precondattn as pa
 from precondattn.dispatch.discovery import discover
 from precondattn_conformance.case import Case
 from precondattn_conformance.cases import case_of, cases, known_cases
 from precondattn_conformance.conventions import unpromised_by
-from precondattn_conformance.declared import expressions
 from precondattn_conformance.declines import declared
-from precondattn_conformance.design.coverage import Pairs, pairs
 from precondattn_conformance.design.levels import LEVELS
 from precondattn_conformance.division import cases as division
 from precondattn_conformance.division.run import run_divided
 from precondattn_conformance.enough import CheckShare, shares
 from precondattn_conformance.expectations import Expectations, name_of
 from precondattn_conformance.isolation import TIMEOUT, nothing_to_prepare, run_isolated
-from precondattn_conformance.libraries import installed
 from precondattn_conformance.promises import Promise, promises
 from precondattn_conformance.runner import Outcome, run_case
 from precondattn_conformance.source import Source
-from precondattn_conformance.status import COMPARED
 from precondattn_conformance.widest import is_narrow
 
 
@@ -166,19 +161,6 @@ class Session:
         if not self.backend or (self.dtypes and "float32" not in self.dtypes):
             return False
         return is_narrow(self.backend, expression, library, self.device)
-
-    def pairs(self, outcomes: Sequence[Outcome]) -> list[Pairs]:
-        """The compared pairs of levels of the design; empty for cases given by id."""
-        if self.ids or self.devices is not None:
-            return []
-        compared = {o.case.id for o in outcomes if o.status in COMPARED}
-        mechanisms = [str(pa.parse(text)) for text in self.mechanisms] or expressions()
-        libraries = [
-            name
-            for name in self.libraries or installed()
-            if any(name == o.case.library for o in outcomes)
-        ]
-        return pairs(self.level, mechanisms, libraries, compared, self.blocks)
 
     def promises(self, outcomes: Sequence[Outcome]) -> list[Promise]:
         """The conventions that the backend promises, and which hold; empty if no backend is named.

@@ -17,9 +17,9 @@ from precondattn_conformance.declared import expressions
 from precondattn_conformance.design.levels import SHARING
 from precondattn_conformance.isolation import lanes_of
 from precondattn_conformance.libraries import installed
+from precondattn_conformance.process_settings import FLAGS, compiling_quickly, quick_flags
 from precondattn_conformance.report.record import load
 from precondattn_conformance.session import Session
-from precondattn_conformance.xla import FLAGS, compiling_quickly, quick_flags
 
 FIRST_LINE = """
 import sys

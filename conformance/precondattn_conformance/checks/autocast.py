@@ -36,7 +36,7 @@ with torch.autocast({device}, torch.{dtype}):
         trial.require_outputs()
         wide = _Wide(trial.case, trial.library, trial.backend)
         inputs = _every_other_in_half(trial, wide.inputs)
-        cotangent = trial.library.array(trial.expected.cotangent, trial.case.dtype)
+        cotangent = trial.cotangent()
         with trial.library.autocast(trial.case.dtype):
             out = wide.call()
             automatic = trial.automatic(wide.call, wide.inputs, cotangent)
@@ -50,12 +50,10 @@ with torch.autocast({device}, torch.{dtype}):
         _require_same(trial, "the output", out, trial.call(half))
         for name, gradient in trial.automatic(trial.call, half, cotangent).items():
             _require_same(trial, f"the gradient of {name}", automatic[name], gradient)
-        pairs = {"the output": (trial.numpy(out), trial.expected.out)}
-        pairs |= trial.pairs_of_gradients(explicit)
-        pairs |= trial.pairs_of_gradients(automatic, "autograd")
+        pairs = trial.pairs_of(out, explicit) | trial.pairs_of_gradients(automatic, "autograd")
         if tokens is not None:
             pairs["the extended output"] = tokens
-        return trial.agree(pairs, trial.terms_of_gradients())
+        return trial.agree(pairs)
 
 
 class _Wide(Trial):

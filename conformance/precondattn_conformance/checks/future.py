@@ -98,7 +98,7 @@ def _earlier(trial: Trial) -> float:
         if trial.mechanism.inputs[name].time_axis is not None:
             result = trial.numpy(gradient)
             pairs[f"vjp of {name}"] = _only(trial, name, result, _before(j), expected[name])
-    return trial.agree(pairs, trial.terms_of_gradients()).error
+    return trial.agree(pairs).error
 
 
 def before_a_key(trial: Trial, bad: float) -> float:
@@ -185,7 +185,7 @@ def _compare(trial: Trial, inputs: Arrays, chosen: Chosen, *, gradients: bool) -
         pattern = trial.mechanism.inputs[name]
         if pattern.time_axis is not None and not pattern.is_pairwise:
             pairs[f"vjp of {name}"] = _only(trial, name, trial.numpy(gradient), chosen)
-    return trial.agree(pairs, trial.terms_of_gradients()).error
+    return trial.agree(pairs).error
 
 
 def _with_bad_keys(trial: Trial, bad: float) -> Arrays:

@@ -26,9 +26,7 @@ class PaddedLengths(Check):
         trial.require_outputs()
         padded, is_padding = with_nan(trial)
         out, gradients = trial.results(trial.arrays(padded))
-        pairs = {"the output": (trial.numpy(out), trial.expected.out)}
-        pairs |= trial.pairs_of_gradients(gradients)
-        measured = trial.agree(pairs, trial.terms_of_gradients())
+        measured = trial.agree(trial.pairs_of(out, gradients))
         for name in gradients.keys() & is_padding.keys():
             what, found = f"the gradient of {name}", trial.numpy(gradients[name])
             reason = "is not 0 in padding, which reaches no output"

@@ -61,22 +61,20 @@ print(derived.explain(**inputs, backend=({listed}, "reference")))  # Who compute
                 f"{type(error).__name__}: {error}. {ADVICE}",
                 traceback.format_exc(limit=-4),
             ) from error
-        pairs = {"the output": (trial.numpy(out), trial.expected.out)}
-        pairs |= trial.pairs_of_gradients(gradients)
-        return _agree(trial, derived, pairs)
+        return _agree(trial, derived, trial.pairs_of(out, gradients))
 
 
 def _agree(trial: Trial, derived: pa.Mechanism, pairs: Pairs) -> Measured:
     """The error of results that should be twice the oracle's, and not equal to them."""
     twice = {what: (result, 2 * expected) for what, (result, expected) in pairs.items()}
-    terms = {what: 2 * size for what, size in trial.terms_of_gradients().items()}
+    terms = {name: 2 * size for name, size in trial.expected.terms.items()}
     try:
         return trial.agree(twice, terms)
     except DisagreementError as error:
         what = error.what
         parent = type(derived).__mro__[1].__name__
         try:
-            trial.agree({what: pairs[what]}, trial.terms_of_gradients())
+            trial.agree({what: pairs[what]})
         except DisagreementError:
             message = f"{trial.under_test} is wrong on {_described(derived)}: {error}. {ADVICE}"
         else:

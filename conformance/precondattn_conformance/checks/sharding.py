@@ -52,7 +52,7 @@ out = call(inputs)  # The check shards the arrays over devices."""
         inputs = shards.placed(trial.mechanism.inputs, trial.inputs)
         masks = {n: shards.put(Pattern.read("b s"), a) for n, a in trial.masks.items()}
         output = trial.mechanism.program.output
-        cotangent = trial.library.array(trial.expected.cotangent, trial.case.dtype)
+        cotangent = trial.cotangent()
 
         def call(x: Mapping[str, Array], masks: Mapping[str, Array]) -> Array:
             return trial.mechanism(**x, **masks, backend=trial.backend)
@@ -71,11 +71,10 @@ out = call(inputs)  # The check shards the arrays over devices."""
         shards.require("the output", output, out)
         for name, gradient in found.items():
             shards.require(f"the gradient of {name}", trial.mechanism.inputs[name], gradient)
-        pairs = {"the output": (trial.numpy(out), trial.expected.out)}
-        pairs |= trial.pairs_of_gradients(found, "autograd")
+        pairs = trial.pairs_of(out, found, "autograd")
         if Caching().applies(trial.case) and _extends(trial):
             pairs["the extended output"] = (_extended(trial, shards), trial.expected.out)
-        return trial.agree(pairs, trial.terms_of_gradients())
+        return trial.agree(pairs)
 
 
 class _Shards:

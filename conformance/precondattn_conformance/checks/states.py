@@ -93,7 +93,7 @@ out, last, pullback = mechanism.extend_vjp(cache, **inputs, backend={backend})""
             errors = {what: error(a, oracle[what]) for what, a in rounded_results.items()}
             return errors | {f"autograd of {n}": errors[f"vjp of {n}"] for n in (*inputs, *start)}
 
-        return trial.agree(pairs, model=model)
+        return trial.agree(pairs, terms={}, model=model)
 
 
 def _in_float32(arrays: Array | Arrays) -> Array | Arrays:

@@ -32,13 +32,9 @@ class StridedInputs(Check):
         for order in VIEWS:
             views = {n: trial.library.view(array, order) for n, array in trial.inputs.items()}
             out, gradients = trial.results(views, order=order)
-            pairs = {f"from {order}, the output": (trial.numpy(out), trial.expected.out)}
-            by_name = trial.pairs_of_gradients(gradients)
-            pairs |= {f"from {order}, {what}": pair for what, pair in by_name.items()}
-            terms = {
-                f"from {order}, {what}": size for what, size in trial.terms_of_gradients().items()
-            }
-            worst = max(worst, trial.agree(pairs, terms).error)
+            pairs = trial.pairs_of(out, gradients).items()
+            named = {f"from {order}, {what}": pair for what, pair in pairs}
+            worst = max(worst, trial.agree(named).error)
         trial.require_purity()
         if CHECK_OF_STEPS.applies(trial.case):
             with suppress(UnsupportedError):  # A backend may support full calls only.

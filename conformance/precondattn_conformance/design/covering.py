@@ -65,11 +65,6 @@ class CoveringArray:
         return [*self.first, *map(self._named, self._rows_of_pairs())]
 
     @cached_property
-    def pairs(self) -> frozenset[tuple[Level, Level]]:
-        """Every compatible pair of levels, except those that no row can contain."""
-        return frozenset(pair for row in self.pair_rows for pair in pairs_of(row))
-
-    @cached_property
     def rows(self) -> list[Row]:
         """The rows that cover every pair, followed by those that cover the triples."""
         return [*self.pair_rows, *map(self._named, self._rows_of_triples())]
@@ -157,8 +152,3 @@ def _bits(number: int) -> list[int]:
 
 def _number(bits: Iterable[int]) -> int:
     return sum(1 << i for i in bits)
-
-
-def pairs_of(row: Row) -> Iterator[tuple[Level, Level]]:
-    """The pairs of levels in a row."""
-    return combinations(row.items(), 2)

@@ -21,11 +21,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from precondattn_conformance.checks.check import Backend
-from precondattn_conformance.cores import shared_by
 from precondattn_conformance.division import jax_worker, torch_worker
-from precondattn_conformance.division.replies import PartOfCall, ProcessStart, Reply
-from precondattn_conformance.inside import context_manager
+from precondattn_conformance.division.replies import (
+    PartOfCall,
+    ProcessStart,
+    Reply,
+    context_manager,
+)
 from precondattn_conformance.isolation import cause
+from precondattn_conformance.process_settings import shared_by
 from precondattn_conformance.status import FAILED
 
 WORKERS = {"torch": torch_worker, "jax": jax_worker}

@@ -6,7 +6,8 @@ import faulthandler
 import signal
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import IO, NamedTuple
 
@@ -16,7 +17,6 @@ import precondattn as pa
 from precondattn.arrays import Arrays
 from precondattn.dispatch.discovery import discover
 from precondattn_conformance.checks.check import Backend
-from precondattn_conformance.inside import context_manager
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.status import FAILED, UNSUPPORTED
 
@@ -58,6 +58,25 @@ class Reply(NamedTuple):
     details: str = ""
     out: np.ndarray | None = None
     gradients: Arrays | None = None
+
+
+def context_manager(text: str) -> Callable[[], AbstractContextManager[object]]:
+    """The context manager for all calls, by its name "package.module:function" (`--inside`).
+
+    Raises
+    ------
+    ValueError
+        if it does not exist.
+    """
+    module, _, name = text.partition(":")
+    try:
+        found: Callable[[], AbstractContextManager[object]] = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"--inside: expected the name of a context manager, as my_tests.tiles:small_tiles; "
+            f"found {text!r}: {error}"
+        ) from None
+    return found
 
 
 def answer(

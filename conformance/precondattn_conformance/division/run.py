@@ -118,7 +118,7 @@ def compared(trial: Trial, parts: ProcessParts, replies: list[Reply]) -> Measure
         pattern = mechanism.inputs[name]
         found = parts.joined([d[name] for _, d in done], pattern, right.shape)
         pairs[f"vjp of {name}"] = (found, right)
-    return trial.agree(pairs, trial.terms_of_gradients())
+    return trial.agree(pairs)
 
 
 def _where(trial: Trial, parts: ProcessParts, error: DisagreementError) -> str:

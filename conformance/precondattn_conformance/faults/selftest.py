@@ -24,7 +24,6 @@ from rich.markup import escape
 
 from precondattn_conformance.case import Case
 from precondattn_conformance.cases import cases
-from precondattn_conformance.cores import shared_by
 from precondattn_conformance.faults.carriers import CARRIERS, Carrier, helped, registered
 from precondattn_conformance.faults.catalogue import (
     OF_EACH_STAGE,
@@ -32,6 +31,7 @@ from precondattn_conformance.faults.catalogue import (
     subjects,
 )
 from precondattn_conformance.faults.fault import BACKWARD, FORWARD, STEP, STEP_BACKWARD, Fault
+from precondattn_conformance.process_settings import shared_by
 from precondattn_conformance.progress import Progress
 from precondattn_conformance.runner import run_case
 from precondattn_conformance.status import FAILED, PASSED

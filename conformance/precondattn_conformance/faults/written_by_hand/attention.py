@@ -21,8 +21,8 @@ from precondattn_conformance.faults.fault import (
     Truth,
     inside,
     with_call,
+    written,
 )
-from precondattn_conformance.faults.written_by_hand.written import written
 from precondattn_portable import read_mean
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.block_conjugate_gradients import Residual
@@ -91,7 +91,7 @@ def _alone(call: MethodCall) -> MethodCall:
     t = frame.q_position.shape[1]
     later = namespace(frame.q_position).arange(t)[None, :] * 1_000_000
     position = namespace(later).concat([frame.k_position[:, :-t], frame.q_position + later], axis=1)
-    return replace(call, frame=frame.replaced(k_position=position))
+    return call.with_frame(k_position=position)
 
 
 def _of_row(call: MethodCall) -> MethodCall:
@@ -100,14 +100,12 @@ def _of_row(call: MethodCall) -> MethodCall:
     if frame.q_prefix is None or frame.k_segment is None:
         return call
     of_row = np.broadcast_to(np.asarray(frame.q_prefix)[:, :1], frame.q_prefix.shape)
-    return replace(call, frame=frame.replaced(q_prefix=of_row))
+    return call.with_frame(q_prefix=of_row)
 
 
 def _of_next(call: MethodCall) -> MethodCall:
     pairs = call.frame.pairs
-    if pairs is None:
-        return call
-    return replace(call, frame=call.frame.replaced(pairs=np.roll(np.asarray(pairs), 1, axis=0)))
+    return call if pairs is None else call.with_frame(pairs=np.roll(np.asarray(pairs), 1, axis=0))
 
 
 def _laser_of_one_shift(self: LogMeanExp, log_weights: Array, log_total: Array, v: Array) -> Array:

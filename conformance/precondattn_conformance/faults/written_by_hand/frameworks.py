@@ -21,8 +21,8 @@ from precondattn_conformance.faults.fault import (
     MethodResult,
     Truth,
     inside,
+    written,
 )
-from precondattn_conformance.faults.written_by_hand.written import written
 
 BOTH = (FORWARD, BACKWARD)
 SECONDS = 0.02

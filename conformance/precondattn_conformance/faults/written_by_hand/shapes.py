@@ -19,8 +19,8 @@ from precondattn_conformance.faults.fault import (
     MethodResult,
     Truth,
     with_call,
+    written,
 )
-from precondattn_conformance.faults.written_by_hand.written import written
 
 
 def faults() -> list[Fault]:
