@@ -121,13 +121,13 @@ class CheckResult:
     @property
     def by_check(self) -> dict[str, tuple[int, int, int]]:
         """For each check, the numbers of passed, failed and all cases."""
-        counts: dict[str, list[int]] = {}
+        statuses: dict[str, list[str]] = {}
         for outcome in self.outcomes:
-            of_check = counts.setdefault(outcome.case.check, [0, 0, 0])
-            of_check[0] += outcome.status in COMPARED and outcome.status != FAILED
-            of_check[1] += outcome.status == FAILED
-            of_check[2] += 1
-        return {name: (right, wrong, all_) for name, (right, wrong, all_) in counts.items()}
+            statuses.setdefault(outcome.case.check, []).append(outcome.status)
+        return {
+            name: (sum(s in COMPARED for s in of) - of.count(FAILED), of.count(FAILED), len(of))
+            for name, of in statuses.items()
+        }
 
     @property
     def partial(self) -> tuple[CheckShare, ...]:

@@ -204,15 +204,10 @@ gradients = {{"NAME": gradient}}"""
         outs = [function(of_call) for of_call in leaves]
         # The output of a single token depends on no decay, whose gradient is 0.
         options = {"allow_unused": True, "materialize_grads": True}
+        calls = zip(leaves, outs, cotangents, strict=True)
         return [
-            dict(
-                zip(
-                    of_call,
-                    torch.autograd.grad(out, [*of_call.values()], d, **options),
-                    strict=True,
-                )
-            )
-            for of_call, out, d in zip(leaves, outs, cotangents, strict=True)
+            dict(zip(x, torch.autograd.grad(out, [*x.values()], d, **options), strict=True))
+            for x, out, d in calls
         ]
 
 

@@ -319,7 +319,7 @@ PLANTED = (
 )
 ELSEWHERE = {"sharding", "memory"}
 """Checks that need four devices (`on_four_devices_the_check.py`), or minutes (below)."""
-SHOWN = {"outputs", "gradients", "stability", "dtypes", "order_of_calls"}
+SHOWN = {"outputs", "gradients", "stability", "dtypes"}
 """Checks whose code prints the wrong element beside the right one."""
 
 

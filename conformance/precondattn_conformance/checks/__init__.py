@@ -15,8 +15,7 @@ from precondattn_conformance.checks.determinism import Determinism
 from precondattn_conformance.checks.future import Future
 from precondattn_conformance.checks.memory import Leaks, Memory
 from precondattn_conformance.checks.order_of_calls import OrderOfCalls
-from precondattn_conformance.checks.packing import Packing
-from precondattn_conformance.checks.padding import PaddedLengths
+from precondattn_conformance.checks.packing import Packing, PaddedLengths
 from precondattn_conformance.checks.plain import Dtypes, Gradients, Outputs, Stability, explained
 from precondattn_conformance.checks.refusals import Refusals
 from precondattn_conformance.checks.sharding import Sharding

@@ -13,7 +13,13 @@ from precondattn.arrays import Array, Arrays
 from precondattn.dispatch.explanation import Explanation
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
-from precondattn_conformance.checks.ragged import RaggedCall, calls, new_tokens, rows_of
+from precondattn_conformance.checks.ragged import (
+    RaggedCall,
+    calls,
+    new_tokens,
+    rows_of,
+    with_columns,
+)
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import require_unchanged
 from precondattn_conformance.extremes import EXTREMES, makes_sense
@@ -223,20 +229,16 @@ def steps(trial: Trial, ends: Sequence[int]) -> Iterator[ExtendCall]:
     """The calls of `extend` that end at these tokens of the longest sequence."""
     m, layout, array = trial.mechanism, trial.case.layout, trial.library.array
     masks, capacity = layout.masks(), _capacity(layout)
-    inputs = {n: _with_capacity(m, n, a, capacity) for n, a in trial.numpy_inputs.items()}
+    inputs = {n: with_columns(m.inputs[n], a, capacity) for n, a in trial.numpy_inputs.items()}
     if "prefix" in masks:
         ends = sorted({max(end, int(masks["prefix"].max())) for end in ends})
     for number, call in enumerate(calls(layout, list(ends))):
-        options: Arrays = {}
+        options = call.masks(masks, array)
         if "prefix" in masks and number % 2 == 0:  # It is only required in the first call.
             options["prefix"] = array(masks["prefix"])
         if "attn_mask" in masks:
             columns = capacity if number % 2 or call.is_ragged else int(call.stops.max())
             options["attn_mask"] = array(_rows_of_pairs(masks["attn_mask"], call, columns))
-        if call.is_ragged:
-            options["lengths"] = array(call.counts)
-        if "key_mask" in masks:
-            options["key_mask"] = array(np.take_along_axis(masks["key_mask"], call.tokens, 1))
         tokens = new_tokens(m, inputs, call)
         yield ExtendCall(call, tokens, trial.laid_out(tokens), options)
 
@@ -263,11 +265,3 @@ def ends_of(layout: CallLayout) -> list[int]:
     if time > 16:
         return [time - 2, time - 1, time]
     return sorted({1, max(time // 2, 1), min(time // 2 + 1, time), min(time // 2 + 2, time), time})
-
-
-def _with_capacity(m: pa.Mechanism, name: str, array: np.ndarray, capacity: int) -> np.ndarray:
-    """An input of pairs of query and key, padded to as many key columns as the cache has slots."""
-    if not m.inputs[name].is_pairwise:
-        return array
-    padding = capacity - array.shape[-1]
-    return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, padding)], constant_values=7.0)

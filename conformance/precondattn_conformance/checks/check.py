@@ -23,7 +23,7 @@ from precondattn_conformance.libraries import Library
 from precondattn_conformance.memory_order import cotangent_axes, in_order, laid_out
 from precondattn_conformance.oracle import Oracle, inputs_of, oracle
 from precondattn_conformance.rounding.model import errors_of_model
-from precondattn_conformance.tolerance import bound, error, smallest_measured
+from precondattn_conformance.tolerance import SMALLEST, bound, error
 
 FLOAT16_MAX = 65504.0
 Backend = str | tuple[str, ...] | None
@@ -32,6 +32,11 @@ Pairs = dict[str, tuple[np.ndarray, np.ndarray]]
 VJP = """out, pullback = mechanism.vjp(**inputs, backend={backend})
 gradients = pullback(expected_of(case{where}).cotangent)"""
 """Snippet code that makes a call and computes its gradient."""
+
+
+def names_of(backend: Backend) -> tuple[str, ...]:
+    """The names of the backends, the one under test first."""
+    return (backend,) if isinstance(backend, str) else tuple(backend or ())
 
 
 @dataclass(frozen=True)
@@ -214,6 +219,11 @@ class Trial:
         after, before = self.numpy(cotangent), self.expected.cotangent
         require_unchanged("the cotangent", after, before, self.axes("the output"))
 
+    def require_dtype(self, what: str, result: Array, dtype: str) -> None:
+        """Raise a DisagreementError if a result is of another dtype."""
+        if (actual := self.library.dtype_name(result)) != dtype:
+            raise DisagreementError(f"{what} is of {actual}, not of {dtype}")
+
     def require_purity(self) -> None:
         """Raise a DisagreementError if an input was written to."""
         for name, array in self.inputs.items():
@@ -234,7 +244,7 @@ class Trial:
         exceeded.
         """
         worst = Measured(0.0, self.bound)
-        smallest = smallest_measured(self.precision)
+        smallest = SMALLEST[self.precision]
         for what, (result, exact) in pairs.items():
             size: Sizes = 0.0
             if (name := what.rpartition(" of ")[2]) in self.mechanism.inputs:
@@ -358,7 +368,3 @@ class Check:
         Raises DisagreementError, the backend's UnsupportedError, or NotRunError.
         """
         raise NotImplementedError
-
-    def written_out(self, case: Case, error: DisagreementError | None) -> str:
-        """Code of the call whose result was wrong, for a check that makes several calls."""
-        return self.snippet

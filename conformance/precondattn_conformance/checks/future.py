@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 import precondattn as pa
-from precondattn.algebra.declaration import Pattern
+from precondattn.algebra.declaration import HEADS, Pattern
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.arrays import Array, Arrays
 from precondattn_conformance.case import Case
@@ -17,8 +17,6 @@ from precondattn_conformance.conventions import HIDDEN_NAN
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.inputs import CallLayout
-
-HEADS = "hnu"
 
 
 class EntryPlaces(NamedTuple):

@@ -35,7 +35,10 @@ class Leaks(Check):
 
     def run(self, trial: Trial) -> Measured:
         trial.require_outputs()
-        measured = _agreed(trial)
+        try:  # A result that is wrong at this size is reported before any leak.
+            measured = trial.agree(trial.pairs_of(*trial.results()))
+        except DisagreementError as error:
+            raise error.saying(f"no leak, but a wrong result: {error}") from None
         for _ in range(WARM):
             trial.results()
         bytes_held = [held_bytes(trial.library)]
@@ -54,14 +57,6 @@ class Leaks(Check):
                 "an end"
             )
         return measured
-
-
-def _agreed(trial: Trial) -> Measured:
-    """The error of one call. A result that is wrong at this size is reported before any leak."""
-    try:
-        return trial.agree(trial.pairs_of(*trial.results()))
-    except DisagreementError as error:
-        raise error.saying(f"no leak, but a wrong result: {error}") from None
 
 
 class Memory(Check):

@@ -100,9 +100,7 @@ class Dtypes(Check):
 
 
 def _require_alike(what: str, result: object, like: object, trial: Trial) -> None:
-    dtype = trial.library.dtype_name(result)
-    if dtype != trial.case.dtype:
-        raise DisagreementError(f"{what} is of {dtype}, not of {trial.case.dtype}")
+    trial.require_dtype(what, result, trial.case.dtype)
     # A NumPy array without axes often becomes a NumPy scalar.
     if type(result) is not type(like) and not isinstance(result, np.generic):
         raise DisagreementError(f"{what} is a {type(result).__name__}, not a {type(like).__name__}")

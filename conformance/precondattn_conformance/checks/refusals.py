@@ -10,7 +10,6 @@ from functools import cache
 import precondattn as pa
 from precondattn.algebra.mechanism import leaf_of
 from precondattn.arrays import Array, Arrays, Residuals
-from precondattn.backend import Support
 from precondattn.frame import Frame
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Check, Measured, Pairs, Trial
@@ -47,8 +46,14 @@ print(derived.explain(**inputs, backend=({listed}, "reference")))  # Who compute
         explanation = trial.mechanism.explain(**trial.inputs, **trial.masks, backend=trial.backend)
         trial.require_used(explanation)
         for considered in explanation.plan.considered:
-            if considered.backend == trial.under_test:
-                _require_reason(trial.under_test, considered.support)
+            support = considered.support
+            if considered.backend == trial.under_test and not (
+                support.ok or support.reason.strip()
+            ):
+                raise DisagreementError(
+                    f"{trial.under_test} declines without a reason; `prepare` must return one that "
+                    "tells the user what to change"
+                )
         derived = derived_from(trial.mechanism)
         try:
             out, pullback = derived.vjp(**trial.inputs, **trial.masks, backend=trial.backend)
@@ -88,14 +93,6 @@ def _agree(trial: Trial, derived: pa.Mechanism, pairs: Pairs) -> Measured:
 def _described(derived: pa.Mechanism) -> str:
     parent = type(derived).__mro__[1].__name__
     return f"a derived leaf (a class derived from {parent} that overrides its methods)"
-
-
-def _require_reason(name: str, support: Support) -> None:
-    if not support.ok and not support.reason.strip():
-        raise DisagreementError(
-            f"{name} declines without a reason; `prepare` must return one that tells the user what "
-            "to change"
-        )
 
 
 @cache

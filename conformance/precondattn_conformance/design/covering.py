@@ -23,7 +23,6 @@ Level = tuple[str, str]
 """A factor and one of its levels."""
 
 Row = dict[str, str]
-GoesTogether = Callable[[Level, Level], bool]
 
 
 class CoveringArray:
@@ -32,7 +31,7 @@ class CoveringArray:
     def __init__(
         self,
         levels: Mapping[str, Sequence[str]],
-        goes_together: GoesTogether,
+        goes_together: Callable[[Level, Level], bool],
         triples: Sequence[str] = (),
         first: Sequence[Row] = (),
     ) -> None:

@@ -6,8 +6,6 @@ import faulthandler
 import signal
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import IO, NamedTuple
 
@@ -35,8 +33,6 @@ class ProcessStart(NamedTuple):
     timeout: float
     traces: str
     """The file for its traceback, if it hangs or crashes"""
-    inside: str | None
-    """A context manager for all calls, as "module:function\""""
 
 
 class PartOfCall(NamedTuple):
@@ -60,25 +56,6 @@ class Reply(NamedTuple):
     gradients: Arrays | None = None
 
 
-def context_manager(text: str) -> Callable[[], AbstractContextManager[object]]:
-    """The context manager for all calls, by its name "package.module:function" (`--inside`).
-
-    Raises
-    ------
-    ValueError
-        if it does not exist.
-    """
-    module, _, name = text.partition(":")
-    try:
-        found: Callable[[], AbstractContextManager[object]] = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"--inside: expected the name of a context manager, as my_tests.tiles:small_tiles; "
-            f"found {text!r}: {error}"
-        ) from None
-    return found
-
-
 def answer(
     connection: Connection,
     start: ProcessStart,
@@ -88,17 +65,16 @@ def answer(
     """The main loop of a process: receive its parts of a call, send their replies."""
     discover()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when to stop.
-    with context_manager(start.inside)() if start.inside else nullcontext():
-        connection.send("started")
-        while True:
-            try:
-                parts = connection.recv()
-            except EOFError:
-                return
-            faulthandler.dump_traceback_later(max(start.timeout - BEFORE_KILLING, 0.1), file=traces)
-            replies = _tried(reply_to, parts)
-            faulthandler.cancel_dump_traceback_later()
-            connection.send(replies)
+    connection.send("started")
+    while True:
+        try:
+            parts = connection.recv()
+        except EOFError:
+            return
+        faulthandler.dump_traceback_later(max(start.timeout - BEFORE_KILLING, 0.1), file=traces)
+        replies = _tried(reply_to, parts)
+        faulthandler.cancel_dump_traceback_later()
+        connection.send(replies)
 
 
 def _tried(
@@ -113,13 +89,6 @@ def _tried(
         reason = f"raised {type(error).__name__}: {error}"
         reply = Reply(FAILED, reason, traceback.format_exc(limit=-6))
     return [reply] * len(parts)
-
-
-def refusal_of(mechanism: pa.Mechanism) -> str | None:
-    """The reason why no layout can divide a mechanism; None if a layout may."""
-    if mechanism.mixes_sequences:
-        return f"{mechanism}: the output of a sequence depends on all others"
-    return None
 
 
 def fault_of(library: Library, part: PartOfCall, inputs: Arrays, results: Arrays) -> str | None:

@@ -97,7 +97,7 @@ OF_EACH_STAGE = 2
 @cache
 def faults() -> tuple[Fault, ...]:
     """All faults, with unique names."""
-    every = (*_systematic(), *written_by_hand.faults())
+    every = (*_systematic(), *written_by_hand.FAULTS)
     names = Counter(fault.name for fault in every)
     assert max(names.values()) == 1, names.most_common(3)
     return every

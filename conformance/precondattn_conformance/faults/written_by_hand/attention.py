@@ -15,7 +15,6 @@ from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
     STEP,
-    Fault,
     MethodCall,
     MethodResult,
     Truth,
@@ -30,55 +29,6 @@ from precondattn_portable.block_conjugate_gradients import Residual
 RUN = (FORWARD, STEP)
 BOTH = (FORWARD, BACKWARD)
 ALL = (*BOTH, STEP)
-
-
-def faults() -> list[Fault]:
-    """All faults in this file."""
-    return [
-        written(
-            "softmax",
-            RUN,
-            "masked pairs at -1e9: a query without keys reads the mean",
-            inside(softmax, "mask_scores", lambda _: _finite_mask),
-        ),
-        written("softmax", STEP, "new tokens do not attend to one another", with_call(_alone)),
-        written("softmax", BOTH, "a prefix of the row, not of its segment", with_call(_of_row)),
-        written("softmax", ALL, "the attn_mask of another sequence", with_call(_of_next)),
-        written(
-            "laser",
-            ALL,
-            "one shift for all tokens, future ones included",
-            inside(LogMeanExp, "forward", lambda _: _laser_of_one_shift),
-            subject="softmax",
-        ),
-        written(
-            "lucid_solve[normalize=rows]",
-            FORWARD,
-            "a row's maximum taken over the future too",
-            inside(lucid, "mask_scores", lambda _: lambda visible, scores: scores),
-        ),
-        written("lucid_solve", STEP, "v kept in place of y", _keeping_v),
-        written(
-            "nystrom[landmarks=4]",
-            BOTH,
-            "padding in the means",
-            inside(nystrom, "segment_means", lambda true: lambda m, like, *masks: true(m, like)),
-        ),
-        written(
-            "softmax",
-            FORWARD,
-            "the maximum over a row's first keys as that of the whole row",
-            inside(read_mean, "exponentials", lambda _: _shifted_by_first),
-            carrier="blocks",
-        ),
-        written(
-            "symmetric_lucid_solve",
-            BOTH,
-            "the residual not examined",
-            inside(Residual, "is_large", lambda _: lambda self: self.length < 0),
-            carrier="blocks",
-        ),
-    ]
 
 
 def _finite_mask(visible: Array, scores: Array) -> Array:
@@ -130,3 +80,50 @@ def _shifted_by_first(
     total = xp.sum(row_block, axis=-1, keepdims=True)
     total = xp.where(total > 0, total, 1.0)
     return row_block, total, shift + xp.log(total)
+
+
+FAULTS = [
+    written(
+        "softmax",
+        RUN,
+        "masked pairs at -1e9: a query without keys reads the mean",
+        inside(softmax, "mask_scores", lambda _: _finite_mask),
+    ),
+    written("softmax", STEP, "new tokens do not attend to one another", with_call(_alone)),
+    written("softmax", BOTH, "a prefix of the row, not of its segment", with_call(_of_row)),
+    written("softmax", ALL, "the attn_mask of another sequence", with_call(_of_next)),
+    written(
+        "laser",
+        ALL,
+        "one shift for all tokens, future ones included",
+        inside(LogMeanExp, "forward", lambda _: _laser_of_one_shift),
+        subject="softmax",
+    ),
+    written(
+        "lucid_solve[normalize=rows]",
+        FORWARD,
+        "a row's maximum taken over the future too",
+        inside(lucid, "mask_scores", lambda _: lambda visible, scores: scores),
+    ),
+    written("lucid_solve", STEP, "v kept in place of y", _keeping_v),
+    written(
+        "nystrom[landmarks=4]",
+        BOTH,
+        "padding in the means",
+        inside(nystrom, "segment_means", lambda true: lambda m, like, *masks: true(m, like)),
+    ),
+    written(
+        "softmax",
+        FORWARD,
+        "the maximum over a row's first keys as that of the whole row",
+        inside(read_mean, "exponentials", lambda _: _shifted_by_first),
+        carrier="blocks",
+    ),
+    written(
+        "symmetric_lucid_solve",
+        BOTH,
+        "the residual not examined",
+        inside(Residual, "is_large", lambda _: lambda self: self.length < 0),
+        carrier="blocks",
+    ),
+]

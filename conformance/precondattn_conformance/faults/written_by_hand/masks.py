@@ -13,7 +13,6 @@ import numpy as np
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
-    Fault,
     MethodCall,
     with_call,
     written,
@@ -21,26 +20,6 @@ from precondattn_conformance.faults.fault import (
 
 BOTH = (FORWARD, BACKWARD)
 BLOCK = 16
-
-
-def faults() -> list[Fault]:
-    """All faults in this file."""
-    return [
-        written(
-            "softmax", BOTH, "the key mask of the first 64 keys only", with_call(_first_64_keys)
-        ),
-        written("lucid_solve", FORWARD, "lengths, and so no key mask", with_call(_lengths_alone)),
-        written(
-            "gla", BOTH, "a segment cut after 128 tokens", with_call(_with_segments(_cut_after_128))
-        ),
-        written(
-            "gla",
-            FORWARD,
-            "no segment begins at a block's edge",
-            with_call(_with_segments(_merged_at_edges)),
-        ),
-        written("softmax", BOTH, "queries at most 16 keys after the first", with_call(_near)),
-    ]
 
 
 def _first_64_keys(call: MethodCall) -> MethodCall:
@@ -93,3 +72,19 @@ def _near(call: MethodCall) -> MethodCall:
     missing = frame.k_position.shape[1] - frame.q_position.shape[1]
     moved = frame.q_position - missing + min(missing, 16)
     return call.with_frame(q_position=moved)
+
+
+FAULTS = [
+    written("softmax", BOTH, "the key mask of the first 64 keys only", with_call(_first_64_keys)),
+    written("lucid_solve", FORWARD, "lengths, and so no key mask", with_call(_lengths_alone)),
+    written(
+        "gla", BOTH, "a segment cut after 128 tokens", with_call(_with_segments(_cut_after_128))
+    ),
+    written(
+        "gla",
+        FORWARD,
+        "no segment begins at a block's edge",
+        with_call(_with_segments(_merged_at_edges)),
+    ),
+    written("softmax", BOTH, "queries at most 16 keys after the first", with_call(_near)),
+]

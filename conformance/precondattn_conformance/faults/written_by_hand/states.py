@@ -12,7 +12,6 @@ from precondattn_conformance.faults.fault import (
     FORWARD,
     STEP,
     STEP_BACKWARD,
-    Fault,
     Function,
     MethodCall,
     MethodResult,
@@ -25,44 +24,6 @@ from precondattn_portable import chunkwise
 
 BLOCK = 16
 RUN = (FORWARD, STEP)
-
-
-def faults() -> list[Fault]:
-    """All faults in this file."""
-    return [
-        written(
-            "linear",
-            RUN,
-            "the state not carried from a group of chunks to the next",
-            inside(chunkwise, "_read", _without_last_states),
-            carrier="blocks",
-        ),
-        written("linear", FORWARD, "a state of the last 1024 tokens", with_call(_restarted)),
-        written("retention", STEP, "a sequence without new tokens decays", with_call(_one_token)),
-        written(
-            "gla",
-            STEP_BACKWARD,
-            "no gradient of the first state after whole blocks",
-            _only_of_part_blocks,
-        ),
-        written(
-            "path[flush=2]", STEP, "the pending reflections kept after the flush", _pending_kept
-        ),
-        written("softmax", STEP, "positions of the longest sequence", with_call(_as_longest)),
-        written(
-            "lucid_solve",
-            STEP,
-            "a cache that ends at a block's edge without its last block",
-            with_call(_without_last_block),
-        ),
-        written(
-            "softmax",
-            STEP,
-            "rows of key kept since the last step of the same sequences",
-            _Remembering("key"),
-            operator="memory of a cache",
-        ),
-    ]
 
 
 def _without_last_states(true: Function) -> Function:
@@ -145,3 +106,37 @@ class _Remembering:
         mixed = buffer.copy()
         mixed[:sequences, :rows] = stale[:sequences, :rows]
         return truth(replace(call, past={**call.past, self.name: mixed}))
+
+
+FAULTS = [
+    written(
+        "linear",
+        RUN,
+        "the state not carried from a group of chunks to the next",
+        inside(chunkwise, "_read", _without_last_states),
+        carrier="blocks",
+    ),
+    written("linear", FORWARD, "a state of the last 1024 tokens", with_call(_restarted)),
+    written("retention", STEP, "a sequence without new tokens decays", with_call(_one_token)),
+    written(
+        "gla",
+        STEP_BACKWARD,
+        "no gradient of the first state after whole blocks",
+        _only_of_part_blocks,
+    ),
+    written("path[flush=2]", STEP, "the pending reflections kept after the flush", _pending_kept),
+    written("softmax", STEP, "positions of the longest sequence", with_call(_as_longest)),
+    written(
+        "lucid_solve",
+        STEP,
+        "a cache that ends at a block's edge without its last block",
+        with_call(_without_last_block),
+    ),
+    written(
+        "softmax",
+        STEP,
+        "rows of key kept since the last step of the same sequences",
+        _Remembering("key"),
+        operator="memory of a cache",
+    ),
+]
