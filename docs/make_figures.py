@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 
 import precondattn as pa
 from precondattn_conformance.bench.plot import ratios_to_plain
-from precondattn_conformance.inputs import REAL, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 DECADES = 10.0 ** np.arange(-7, 0)
 
@@ -456,7 +456,8 @@ LAYERS = {"first layer": BLUE, "third layer": GREEN, "sixth layer": ORANGE}
 
 def _real(tokens: int = 252) -> dict[str, np.ndarray]:
     """q, k and v (1, tokens, 9, 32) of the trained model, in float64."""
-    inputs = make_inputs(pa.Softmax(causal=False), REAL, "real")
+    layout = CallLayout("real", b=1, t=252, s=252, h=9, n=9, d=32, e=32)
+    inputs = make_inputs(pa.Softmax(causal=False), layout, "real")
     return {name: np.asarray(x, np.float64)[:, :tokens] for name, x in inputs.items()}
 
 

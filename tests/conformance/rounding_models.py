@@ -33,6 +33,7 @@ from torch import Tensor
 import precondattn as pa
 from precondattn.arrays import upcast, upcast_all
 from precondattn.method_backend import MethodRunner
+from precondattn.spec.metric import DOT
 from precondattn.spec.read import MEAN_AND_LOG_SUM
 from precondattn.spec.recurrence import Stream, StreamGradients
 from precondattn_conformance.rounding import lucid
@@ -218,7 +219,7 @@ class FlashAttention(HalfPrecisionModel):
     def refuses(self, leaf, request):
         if type(leaf) in (pa.Softmax, pa.Path) and leaf.read != MEAN_AND_LOG_SUM:
             return None
-        if type(leaf) is pa.LucidSolve and lucid.has_model(leaf):
+        if type(leaf) is pa.LucidSolve and leaf.has_unit_diagonal and leaf.metric is DOT:
             return "no steps" if request.verb.startswith("extend") else None
         return "no model"
 

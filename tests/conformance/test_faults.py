@@ -116,9 +116,9 @@ def test_what_is_no_detected_fault_does_not_count_as_one(change, stage, broken):
         verdict = run_fault(carriers["leaves"], fault, SMOKE)
     assert not verdict.is_caught
     assert broken in verdict.broken if broken else not verdict.broken
-    assert show(SelfTest(SMOKE, [FaultVerdict("one", SMOKE)]), Console(file=io.StringIO())) == 0
+    assert show(SelfTest([FaultVerdict("one", SMOKE)]), Console(file=io.StringIO())) == 0
     console = Console(file=io.StringIO(), width=200)
-    assert show(SelfTest(SMOKE, [verdict]), console) == 1
+    assert show(SelfTest([verdict]), console) == 1
     printed = console.file.getvalue()
     assert "1 faults, 0 caught" in printed
     assert f"survived softmax, {stage} of leaves: tried" in printed

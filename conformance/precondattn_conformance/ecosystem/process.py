@@ -18,7 +18,6 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.ecosystem.contenders import Contender
 from precondattn_conformance.ecosystem.conventions import explained
 from precondattn_conformance.functions.diagnosis import diagnosis
-from precondattn_conformance.isolation import picklable
 from precondattn_conformance.runner import Outcome
 from precondattn_conformance.session import Session
 from precondattn_conformance.status import FAILED
@@ -79,7 +78,7 @@ def serve(
     for outcome in session.run(
         todo, session.expectations(todo), lambda case: connection.send(Started(case))
     ):
-        connection.send(picklable(outcome))
+        connection.send(outcome)
         outcomes.append(outcome)
     if backend is None or not any(each.status == FAILED for each in outcomes):
         connection.send(FinishedRow())

@@ -27,7 +27,6 @@ from precondattn_conformance.report.result import Result
 if TYPE_CHECKING:
     from precondattn.json_types import Json, JsonObject
     from precondattn_conformance.case import Case
-    from precondattn_conformance.design.coverage import Pairs
     from precondattn_conformance.enough import CheckShare
     from precondattn_conformance.promises import Promise
     from precondattn_conformance.runner import Outcome
@@ -61,9 +60,6 @@ class RunRecord:
     outcomes: list[Result] = field(default_factory=list)
     layouts: dict[str, JsonObject] = field(default_factory=dict)
     """The sizes and masks of calls, by the name of the layout."""
-    pairs: list[JsonObject] = field(default_factory=list)
-    """For each mechanism, the number of compared pairs of levels of the design, and of compatible
-    pairs. Written when the run ends."""
     promises: list[JsonObject] = field(default_factory=list)
     """For each convention, whether it is promised and whether it holds. Written when the run ends;
     empty if no backend is named."""
@@ -89,7 +85,7 @@ class RunRecord:
     def head(self) -> JsonObject:
         """The fields that precede coverage and outcomes."""
         names = ("date", "seconds", "suite", "backends", "level", "device", "filters")
-        more = ("environment", "layouts", "pairs", "promises", "checks")
+        more = ("environment", "layouts", "promises", "checks")
         return {name: getattr(self, name) for name in (*names, *more)} | {
             "seconds": round(self.seconds, 3)
         }
@@ -127,7 +123,6 @@ def load(path: Path | str) -> RunRecord:
             **{name: content[name] for name in ("device", "filters", "environment", "seconds")},
             running=content.get("running"),
             layouts=content.get("layouts", {}),
-            pairs=list(content.get("pairs", [])),
             promises=list(content.get("promises", [])),
             checks=list(content.get("checks", [])),
             outcomes=[Result.from_json(entry) for entry in content["outcomes"]],
@@ -233,11 +228,8 @@ class RecordWriter:
         self.record.outcomes = [results[i] for i in order]
         self._lines = [self._lines[i] for i in order]
 
-    def summarize(
-        self, pairs: Iterable[Pairs], promises: Iterable[Promise], shares: Iterable[CheckShare]
-    ) -> None:
-        """Set what was compared: pairs of levels, conventions, and shares of the checks."""
-        self.record.pairs = [row.to_json() for row in pairs]
+    def summarize(self, promises: Iterable[Promise], shares: Iterable[CheckShare]) -> None:
+        """Set what was compared: conventions, and shares of the checks."""
         self.record.promises = [promise.to_json() for promise in promises]
         self.record.checks = [all_printable(share.to_json()) for share in shares]
 
