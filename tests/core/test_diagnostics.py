@@ -20,9 +20,8 @@ from precondattn.diagnostics import (
     probability_histogram,
     weights,
 )
-from tests.core.in_every_library import LIBRARIES, assert_same_in
-from tests.mathematics.attention_problems import logits
-from tests.mathematics.identities import causal_mask
+from tests.core.inputs import LIBRARIES, assert_same_in
+from tests.mathematics.identities import causal_mask, logits
 
 RNG = np.random.default_rng(0)
 Q, K, V = (
