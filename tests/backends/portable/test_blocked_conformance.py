@@ -2,9 +2,10 @@
 
 import pytest
 
-from precondattn_conformance.grid import SMOKE, SPECIAL
+from precondattn_conformance.grid import REAL_128, SMOKE, SPECIAL
 from tests.backends.mechanism_groups import (
     OF_NUMBERS,
+    beyond,
     by_mechanism,
     check,
     groups,
@@ -65,19 +66,35 @@ IN_NUMPY = {
 }
 IN_TORCH = {"gradients": (PADDED, PACKED), "caching": (PADDED,), "states": (PADDED,)}
 """Data of the first tier by check. What it leaves out has other keys or masks, and no new block."""
+FIRST_IN_NUMPY = list(groups_of("numpy", "float64", IN_NUMPY))
+FIRST_IN_TORCH = only(is_plain, groups_of("torch", "float64", IN_TORCH))
 
 
 # Slow: compositions, whose pieces run alone here and whose wiring is tested above; options at full,
 # which run at smoke; options in PyTorch, whose algorithms are those of NumPy with other arithmetic.
+# REAL_128 has no other small blocks than REAL_SHORT.
 @pytest.mark.parametrize(
     "group",
     by_mechanism(
         [
-            *thorough(slow_unless(is_plain, groups("full", "numpy", ("float64",), OF_NUMBERS))),
-            *groups_of("numpy", "float64", IN_NUMPY),
-            *thorough(only(has_options_alone, groups("smoke", "numpy", ("float64",)))),
-            *thorough(slow_unless(is_plain, groups("smoke", "torch", ("float64",)))),
-            *only(is_plain, groups_of("torch", "float64", IN_TORCH)),
+            *beyond(
+                FIRST_IN_NUMPY,
+                (
+                    *thorough(
+                        slow_unless(
+                            is_plain,
+                            groups("full", "numpy", ("float64",), OF_NUMBERS, [REAL_128]),
+                        )
+                    ),
+                    *thorough(only(has_options_alone, groups("smoke", "numpy", ("float64",)))),
+                ),
+            ),
+            *FIRST_IN_NUMPY,
+            *beyond(
+                FIRST_IN_TORCH,
+                thorough(slow_unless(is_plain, groups("smoke", "torch", ("float64",)))),
+            ),
+            *FIRST_IN_TORCH,
         ]
     ),
 )

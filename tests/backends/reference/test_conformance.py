@@ -3,7 +3,7 @@
 import pytest
 
 from precondattn_conformance.checks import CHECKS
-from precondattn_conformance.grid import SMOKE
+from precondattn_conformance.grid import LESS_ONE, PACKED_BLOCKS, REAL_128, SMOKE
 from tests.backends.mechanism_groups import (
     OF_NUMBERS,
     by_mechanism,
@@ -21,6 +21,8 @@ CACHES = {"caching": SMOKE[1:2], "states": SMOKE[1:2]}
 OF_JAX = {"caching": SMOKE[1:2], "gradients": SMOKE[:1]}
 """JAX compiles every operation for every shape and dtype, which takes a second a case."""
 BEYOND_ORACLE = tuple(name for name in OF_NUMBERS if name != "outputs")
+OF_BLOCKS = (LESS_ONE, PACKED_BLOCKS, REAL_128)
+"""Layouts for code in blocks, which the reference has not."""
 OTHERS = tuple(name for name in CHECKS if name not in OF_NUMBERS)
 MORE_OF_JAX = {"outputs": SMOKE[:3], "states": SMOKE[1:2]}
 
@@ -49,7 +51,9 @@ def represents(expression):
     by_mechanism(
         [
             *thorough(
-                slow_unless(represents, groups("full", "numpy", ("float64",), BEYOND_ORACLE))
+                slow_unless(
+                    represents, groups("full", "numpy", ("float64",), BEYOND_ORACLE, OF_BLOCKS)
+                )
             ),
             *thorough(
                 slow_unless(is_declared_alone, groups("smoke", "numpy", ("float64",), OTHERS))
