@@ -79,7 +79,9 @@ def test_it_is_that_of_the_definition_and_so_are_its_gradients(tokens, taps, dty
     """Outputs and gradients; PyTorch's own convolution has a wrong gradient with 65 weights."""
     ops, array = IN_PLACE, pytest.importorskip(library).asarray
     if library == "torch":
-        from precondattn_torch.arithmetic import TORCH as ops
+        from precondattn_torch.arithmetic import TORCH
+
+        ops = TORCH
     rng = np.random.default_rng(taps)
     v, d_y = rng.normal(size=(2, 2, 3, tokens, 4)).astype(dtype)
     weight = rng.normal(size=(3, taps)).astype(dtype)
