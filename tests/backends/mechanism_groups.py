@@ -28,6 +28,8 @@ class MechanismGroup:
     mechanism: str
     library: str
     make_cases: Callable[[], Iterator[Case]]
+    where: str = ""
+    """The backends that run the cases."""
 
     @property
     def cases(self):
@@ -91,6 +93,13 @@ def beyond(others, groups):
             made = made.fewer(others[group.id].cases.__contains__)
         if not made.is_empty:
             yield pytest.param(made, id=group.id, marks=group.marks)
+
+
+def where(name, groups):
+    """The groups with the name of the backends that run them."""
+    for group in groups:
+        (made,) = group.values
+        yield pytest.param(replace(made, where=name), id=f"{name}-{group.id}", marks=group.marks)
 
 
 def by_mechanism(groups):
