@@ -16,14 +16,7 @@ from precondattn_conformance.grid import TWO_OF_33
 from precondattn_conformance.runner import Report, run_case
 from precondattn_conformance.status import FAILED, PASSED
 from precondattn_triton.precision import as_the_user_allows, product_precision
-from tests.backends.mechanism_groups import (
-    OF_NUMBERS,
-    fewer_queries,
-    groups,
-    groups_of,
-    only,
-    slow_unless,
-)
+from tests.backends.mechanism_groups import fewer_queries, groups, groups_of, only, slow_unless
 from tests.backends.triton.tiles import small_tiles
 
 OPTIONS = ("window=3", "causal=false,window=3", "bias=true", "softcap=2", "sink=true")
@@ -47,27 +40,26 @@ IN_BFLOAT16 = (
     *("unit_rows", "row_normalized"),
 )
 """One mechanism of each kind of kernel: it has the operations of float16 in another dtype."""
-IN_HALF_PRECISION = (
-    *groups("smoke", "torch", ("float16",)),
-    *groups("smoke", "torch", ("bfloat16",), ("autocast",)),
-)
+IN_AUTOCAST = ("lucid", "softmax[causal=false,window=3]", "unit_rows[detach=false]")
+"""The others whose calls under autocast Triton computes."""
 STATES = {"states": ((TWO_OF_33._replace(name="one_of_33", b=1), "clustered"),)}
 """Three chunks: only the second one has both an initial state and a gradient of its last one."""
 INTERPRET = "TRITON_INTERPRET"
 
 
-@pytest.mark.thorough(but=("torch-lucid[beta=true]3", "torch-row_normalized0"))
+@pytest.mark.thorough(but=("torch-lucid[beta=true]2", "torch-row_normalized0"))
 @pytest.mark.parametrize(
     "group",
     [
         *only(TAKEN.__contains__, groups("smoke", "torch", ("float32",))),
         *slow_unless(
             lambda mechanism: mechanism not in OF_LONG_KERNELS,
-            only(OF_ANY_WIDTH.__contains__, IN_HALF_PRECISION),
+            only(OF_ANY_WIDTH.__contains__, groups("smoke", "torch", ("float16",))),
         ),
         *only(("gla", "kda").__contains__, groups_of("torch", "float32", STATES)),
         *fewer_queries("torch", "float16", (*WITH_GRADIENT_IN_FLOAT16, *RECURRENCES)),
-        *only(IN_BFLOAT16.__contains__, groups("smoke", "torch", ("bfloat16",), OF_NUMBERS)),
+        *only(IN_BFLOAT16.__contains__, groups("smoke", "torch", ("bfloat16",))),
+        *only(IN_AUTOCAST.__contains__, groups("smoke", "torch", ("bfloat16",), ("autocast",))),
     ],
 )
 def test_all_supported_mechanisms_conform(group):
