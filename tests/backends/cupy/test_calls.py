@@ -120,7 +120,10 @@ LUCID = later(
     row("segments", BETA, 43, b=2, **KEYS, masks={"ids": IDS}),
     *(row("narrow", "lucid_solve", 35, dtype, d=5, e=3) for dtype in ("float32", "bfloat16")),
     # No operand has 16 bits then, so almost all of the error is the rounding of the result.
-    row("", "lucid_solve[normalize=given,beta=true]", 34, "bfloat16", **KEYS, how={"bound": 5e-3}),
+    *(
+        row("", "lucid_solve[normalize=given,beta=true]", 34, dtype, **KEYS, how={"bound": 5e-3})
+        for dtype in ("bfloat16", "float16")
+    ),
     row("wide", BETA, 70, "bfloat16", keys="clustered", d=68, e=132, how={"tiles": UNEQUAL_LUCID}),
     *(row(f"large tiles {t}", "lucid_solve", t, how={"tiles": LARGE}) for t in (20, 70, 129)),
 )
