@@ -19,8 +19,11 @@ from tests.tiers import sort_into_tiers
 THIRD_PARTY = Path(__file__).parent / "third_party"
 """A folder as pip leaves one: a module, and the metadata with its entry points."""
 
-collect_ignore = ["third_party"]
-"""Collecting the module would import it, and register its mechanism for every test."""
+collect_ignore = [
+    "third_party",  # To import its module registers its mechanism for every test.
+    "kernel_tools/cuda_examples",  # CUDA's headers and Triton may be missing.
+    "kernel_tools/triton_examples",
+]
 
 if find_spec("jax"):
     import jax

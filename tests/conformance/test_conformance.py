@@ -1,5 +1,7 @@
 """The suite's cases and their ids, its data, and its errors."""
 
+import gc
+import mmap
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from precondattn_conformance.design.levels import DRAWN
 from precondattn_conformance.design.rows import design
 from precondattn_conformance.inputs import CallLayout
 from precondattn_conformance.layout_names import layout_named
+from precondattn_conformance.memory import held_bytes
 from precondattn_conformance.oracle import oracle
 from precondattn_conformance.runner import run_case
 from precondattn_conformance.status import PASSED, UNSUPPORTED
@@ -141,3 +144,24 @@ def test_the_error_of_a_sum_whose_terms_cancel_is_relative_to_the_terms():
     assert d_tau < result.terms["tau"] < 100 * d_tau
     for expression in ("temperature(path)", "qk_norm(temperature)"):
         assert oracle(expression, layout, "clustered", "float64").terms
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").exists(),
+    reason="only Linux reports the memory of a process by kinds of pages; `held_bytes` is 0 here",
+)
+def test_a_kept_array_is_held_until_it_is_released_whatever_the_system_drops(tmp_path):
+    """Pages of a mapped file, such as a library, are dropped when memory is short."""
+    library, size = libraries.named("numpy"), 32 << 20
+    path = tmp_path / "like_a_library"
+    path.write_bytes(bytes(size))
+    gc.freeze()  # Each measurement would visit the objects of all tests.
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert sum(mapped[:: mmap.PAGESIZE]) == 0  # Each page is in memory now.
+        before = held_bytes(library)
+        kept = np.ones(size, dtype=np.uint8)
+        mapped.madvise(mmap.MADV_DONTNEED)
+        assert held_bytes(library) - before == pytest.approx(kept.nbytes, rel=0.1)
+        del kept
+        assert held_bytes(library) - before < size / 10
+    gc.unfreeze()

@@ -36,6 +36,11 @@ REFUSED = {
 LAYERS = ["gated_delta", {"mechanism": "lucid", "kv_heads": 1}]
 
 
+def imports(count, folder):
+    """What DTensors import when they are first used, and what trains models."""
+    return ("torch._dynamo", "tests.layers.divided_training")
+
+
 def main(rank, count, folder):
     """Check all that so many processes do, and leave a file for each check."""
     from tests.layers import divided_training
