@@ -19,10 +19,15 @@ from precondattn_conformance.checks import CHECKS
 from precondattn_conformance.inputs import PLAIN, make_inputs
 from precondattn_conformance.peers import everyone
 from precondattn_conformance.peers.arrays import equally_wide_by_default
-from precondattn_conformance.peers.checkout import FOLDER, Checkout
 from precondattn_conformance.peers.everyone import all_peers, peer_named
-from precondattn_conformance.peers.files import MissingError, excerpt_of, module_of
-from precondattn_conformance.peers.mlstm_kernels import before_sigmoid
+from precondattn_conformance.peers.files import (
+    FOLDER,
+    Checkout,
+    MissingError,
+    excerpt_of,
+    module_of,
+)
+from precondattn_conformance.peers.mlstm import before_sigmoid
 from precondattn_conformance.peers.project import Project
 
 TOKENS = 64

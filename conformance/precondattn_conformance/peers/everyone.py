@@ -12,7 +12,7 @@ from importlib.metadata import requires
 from pkgutil import iter_modules
 
 from precondattn_conformance import peers
-from precondattn_conformance.peers.project import Peer
+from precondattn_conformance.peers.project import Peer, Project
 
 
 @cache
@@ -21,7 +21,7 @@ def all_peers() -> dict[str, Peer]:
     all_of_them: dict[str, Peer] = {}
     for module in iter_modules(peers.__path__):
         defined = import_module(f"{peers.__name__}.{module.name}")
-        for project in getattr(defined, "ALL", ()):
+        for project in (each for each in vars(defined).values() if isinstance(each, Project)):
             all_of_them |= project.peers
     return all_of_them
 

@@ -27,7 +27,6 @@ TRANSFORMERS = Project(
     "https://github.com/huggingface/transformers",
     package="transformers",
 )
-ALL = (TRANSFORMERS,)
 STATE = ("initial_state", "output_final_state")
 
 
