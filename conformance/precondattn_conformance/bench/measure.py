@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,16 +69,6 @@ class CheckedRun(NamedTuple):
     run: Run
     checked: Checked
     first_call_seconds: float
-
-
-class WithCheck(Protocol):
-    """What `correct_peers` keeps for a peer."""
-
-    @property
-    def checked(self) -> Checked: ...
-
-
-Kept = TypeVar("Kept", bound=WithCheck)
 
 
 def empty_row(case: BenchCase) -> Row:
@@ -162,7 +152,7 @@ def _measure(case: BenchCase, options: MeasureOptions, benchmark: Benchmark, row
 
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else 0)
     if not rounds:  # As many as fit into the budget.
-        seconds = timed(lambda: (before_our_turn(), run.call()))
+        seconds = sum(map(timed, (before_our_turn, run.call)))
         rounds = int(np.clip(BUDGET / max(seconds, 1e-6), LEAST_ROUNDS, MOST_ROUNDS))
     benchmark.pedantic(run.call, setup=before_our_turn, rounds=rounds, warmup_rounds=1)
     _write_times(case, turns, benchmark, row)
@@ -254,14 +244,12 @@ def checked_run(computation: Computation, case: BenchCase) -> CheckedRun:
     return CheckedRun(run, checked, seconds)
 
 
-def correct_peers(
-    case: BenchCase, row: Row, run_of: Callable[[TimedPeer], Kept]
-) -> dict[str, Kept]:
-    """What `run_of` gives for the peers that are installed and correct.
+def correct_peers(case: BenchCase, row: Row, run_of: Callable[[TimedPeer], Any]) -> dict[str, Any]:
+    """What `run_of` gives, with a field `checked`, for the peers that are installed and correct.
 
     The row gets the reasons of the others.
     """
-    calls: dict[str, Kept] = {}
+    calls: dict[str, Any] = {}
     for peer in peers_of(case):
         reason = lacks(peer, case, row.device)
         if not reason:

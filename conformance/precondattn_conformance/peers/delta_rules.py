@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -78,6 +77,7 @@ def _step_of_easydel(state: Array, *token: Array) -> tuple[Array, Array]:
     return after.astype(state.dtype), out
 
 
+_arrangement: Foreign
 for _project, _name, _load, _arrangement in (
     (MAXTEXT, "naive_jax_chunk_gated_delta_rule",
      partial(MAXTEXT.defined, QWEN, "naive_jax_chunk_gated_delta_rule", given="jax"), {}),
@@ -219,19 +219,17 @@ def sink_attention_reference(
     return run(q, k, v, scale_of(q, scale), sink).to(q.dtype)
 
 
-def _of_gated_delta_net(function: str, *arrays: Array, chunk: tuple[int, ...] = ()) -> Array:
-    """The reference in chunks returns its last state too."""
+def _of_gated_delta_net(function: str, *arrays: Array) -> Array:
+    """A reference; the one in chunks of 64 returns its last state too."""
     path, (q, k, v, g, beta) = "lit_gpt/gated_delta_rule_ops/chunk.py", arrays
     run = GATED_DELTA_NET.defined(path, function, given="torch einops")
-    out = run(q, k, v, beta, g, *chunk)
-    return (out[0] if chunk else out).to(q.dtype)
+    out = run(q, k, v, beta, g, 64)[0] if "chunk" in function else run(q, k, v, beta, g)
+    return out.to(q.dtype)
 
 
-for _kind, _chunk in (("recurrent", ()), ("chunk", (64,))):
-    _name = f"{_kind}_gated_delta_rule_ref"
-    _load = partial(partial, _of_gated_delta_net, _name, chunk=_chunk)
-    _arrangement = {"layout": "bhtd", "heads": "equal", "dtypes": HALF32}
-    _arrangement["multiple"] = math.prod(_chunk)
+for _name, _multiple in (("recurrent_gated_delta_rule_ref", 1), ("chunk_gated_delta_rule_ref", 64)):
+    _load = partial(partial, _of_gated_delta_net, _name)
+    _arrangement = {"layout": "bhtd", "heads": "equal", "multiple": _multiple, "dtypes": HALF32}
     GATED_DELTA_NET.direct(_name, "gated_delta", _load, "q k v g beta", **_arrangement)
 
 _load = partial(FLASHINFER.defined, "tests/kda/test_recurrent_kda.py", "naive_recurrent_kda")

@@ -198,6 +198,7 @@ HEADS_FIRST = EQUAL | {"layout": "bhtd"}
 # Functions that take their arguments as they are: name, mechanism, operation, function, arguments.
 # The recurrent form of Comba computes `comba[erases=decayed]`, its chunked form and its kernel
 # `comba`. The chunked form of RWKV-6 does not scale. ATK normalises queries and keys itself.
+_arrangement: Foreign
 for _name, _mechanism, _operation, _function, _takes, _arrangement in (
     ("delta_recurrent", "delta", "delta_rule", "delta_rule_recurrence", "q k v beta **state",
      HEADS_FIRST),

@@ -247,6 +247,7 @@ def _memory_efficient(
     return run(q, k, v, mask=key_mask, causal=causal, attn_bias=bias, **options)
 
 
+_options: Foreign
 for _name, _options in (
     ("attention", {}),
     (
