@@ -12,7 +12,6 @@ from precondattn_conformance.peers.arrays import (
     Foreign,
     equally_wide,
     equally_wide_by_default,
-    heads_first,
     mask_with_bias,
     scale_of,
     whole_mask,
@@ -24,19 +23,17 @@ from precondattn_conformance.peers.project import Project
 PYTORCH = Project("pytorch", "PyTorch", "https://pytorch.org", package="torch")
 
 
-@PYTORCH.peer("softmax")
+@PYTORCH.peer("softmax", layout="bhtd")
 def sdpa(
     q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
 ) -> Array:
     from torch.nn.functional import scaled_dot_product_attention
 
-    mask = mask_with_bias(visible.expand(-1, -1, q.shape[1], k.shape[1]), bias, q)
-    q, k, v = heads_first(q, k, v)
-    out = scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
-    return heads_first(out)[0]
+    mask = mask_with_bias(visible.expand(-1, -1, q.shape[2], k.shape[2]), bias, q)
+    return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
 
 
-@PYTORCH.peer("softmax")
+@PYTORCH.peer("softmax", layout="bhtd")
 def sdpa_math(
     q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
 ) -> Array:
@@ -81,51 +78,39 @@ def _score_mod(bias: Array | None, softcap: float | None) -> Callable[..., Array
     return changed
 
 
-@PYTORCH.peer("softmax")
-def flex_score_mod(
+def _flex(
+    masks_scores: bool,
     q: Array,
     k: Array,
     v: Array,
     visible: Array,
     scale: float | None,
     softcap: float | None,
-    bias: Array | None = None,
+    bias: Array | None,
 ) -> Array:
-    """FlexAttention in eager mode, masked by scores of −∞."""
+    """FlexAttention in eager mode, masked by scores of −∞ or, as its documentation recommends, by a
+    block mask."""
     import torch
-    from torch.nn.attention.flex_attention import flex_attention
-
-    visible = visible.expand(q.shape[0], 1, q.shape[1], k.shape[1])
-    bias = None if bias is None else bias.expand(q.shape[0], q.shape[2], -1, -1)
-    changed = _score_mod(bias, softcap)
-
-    def score_mod(score: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
-        return torch.where(visible[b, 0, i, j], changed(score, b, h, i, j), -torch.inf)
-
-    q, k, v = heads_first(q, k, v)
-    return heads_first(flex_attention(q, k, v, score_mod, scale=scale, enable_gqa=True))[0]
-
-
-@PYTORCH.peer("softmax")
-def flex_block_mask(
-    q: Array,
-    k: Array,
-    v: Array,
-    visible: Array,
-    scale: float | None,
-    softcap: float | None,
-    bias: Array | None = None,
-) -> Array:
-    """FlexAttention in eager mode with a block mask, as its documentation recommends."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    (b, t, h, _), s = q.shape, k.shape[1]
+    (b, h, t, _), s = q.shape, k.shape[2]
     visible = visible.expand(b, 1, t, s)
     bias = None if bias is None else bias.expand(b, h, -1, -1)
+    changed = _score_mod(bias, softcap)
+
+    def masked(score: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
+        return torch.where(visible[b, 0, i, j], changed(score, b, h, i, j), -torch.inf)
+
+    options = {"scale": scale, "enable_gqa": True}
+    if masks_scores:
+        return flex_attention(q, k, v, masked, **options)
     mask = create_block_mask(lambda b, h, i, j: visible[b, 0, i, j], b, 1, t, s, device=q.device)
-    q, k, v = heads_first(q, k, v)
-    out = flex_attention(q, k, v, _score_mod(bias, softcap), mask, scale=scale, enable_gqa=True)
-    return heads_first(out)[0]
+    return flex_attention(q, k, v, changed, mask, **options)
+
+
+for _name, _masks_scores in (("flex_score_mod", True), ("flex_block_mask", False)):
+    _load, _takes = partial(partial, _flex, _masks_scores), "q k v visible scale softcap bias?"
+    PYTORCH.direct(_name, "softmax", _load, _takes, layout="bhtd")
 
 
 @PYTORCH.peer(
