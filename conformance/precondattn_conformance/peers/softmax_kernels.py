@@ -26,60 +26,41 @@ FLASH_ATTENTION = on_github(
 )
 
 
-_reference = partial(FLASH_ATTENTION.defined, given="torch einops")
-
-
-@FLASH_ATTENTION.peer("softmax", library="torch", dtypes=HALF32)
-def attention_ref(
+def _attention_ref(
+    is_cute: bool,
     q: Array,
     k: Array,
     v: Array,
     causal: bool,
     window: int | None,
     softcap: float | None,
-    bias: Array | None = None,
+    bias: Array | None,
+    sink: Array | None = None,
 ) -> Array:
     """Adds the bias after the softcap; a window of w keys is given as (w − 1, 0).
 
-    The key mask is not passed: with it, queries would be aligned with the last unmasked key.
+    CuTe's computes in the dtype of its inputs, as `upcast` is not set. The key mask is not passed:
+    with it, queries would be aligned with the last unmasked key.
     """
-    sides = (-1 if window is None else window - 1, 0 if causal else -1)
-    run = _reference("tests/test_flash_attn.py", "attention_ref", "construct_local_mask")
-    return run(
-        q,
-        k,
-        v,
-        attn_bias=bias,
-        window_size=sides,
-        softcap=softcap or 0.0,
-    )[0]
+    path, masks = "tests/test_flash_attn.py", ["construct_local_mask"]
+    unlimited = None if is_cute else -1
+    options: dict[str, Foreign] = {"attn_bias": bias, "softcap": softcap or 0.0}
+    if is_cute:
+        path, masks, unlimited = (
+            "flash_attn/cute/testing.py",
+            [*masks, "construct_chunk_mask"],
+            None,
+        )
+        options |= {"learnable_sink": sink, "upcast": False}
+    run = FLASH_ATTENTION.defined(path, "attention_ref", *masks, given="torch einops")
+    sides = (unlimited if window is None else window - 1, 0 if causal else unlimited)
+    return run(q, k, v, window_size=sides, **options)[0]
 
 
-@FLASH_ATTENTION.peer("softmax", library="torch")
-def cute_attention_ref(
-    q: Array,
-    k: Array,
-    v: Array,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    bias: Array | None = None,
-    sink: Array | None = None,
-) -> Array:
-    """Computes in the dtype of its inputs, because `upcast` is not set."""
-    sides = (None if window is None else window - 1, 0 if causal else None)
-    masks = ("construct_local_mask", "construct_chunk_mask")
-    run = _reference("flash_attn/cute/testing.py", "attention_ref", *masks)
-    return run(
-        q,
-        k,
-        v,
-        attn_bias=bias,
-        window_size=sides,
-        softcap=softcap or 0.0,
-        learnable_sink=sink,
-        upcast=False,
-    )[0]
+_load: Foreign = partial(partial, _attention_ref)
+_takes = "q k v causal window softcap bias?"
+FLASH_ATTENTION.direct("attention_ref", "softmax", partial(_load, False), _takes, dtypes=HALF32)
+FLASH_ATTENTION.direct("cute_attention_ref", "softmax", partial(_load, True), f"{_takes} sink=?")
 
 
 # Tokamax: the plain JAX implementations against which its kernels are tested.
