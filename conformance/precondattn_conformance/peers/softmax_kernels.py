@@ -46,11 +46,7 @@ def _attention_ref(
     unlimited = None if is_cute else -1
     options: dict[str, Foreign] = {"attn_bias": bias, "softcap": softcap or 0.0}
     if is_cute:
-        path, masks, unlimited = (
-            "flash_attn/cute/testing.py",
-            [*masks, "construct_chunk_mask"],
-            None,
-        )
+        path, masks = "flash_attn/cute/testing.py", [*masks, "construct_chunk_mask"]
         options |= {"learnable_sink": sink, "upcast": False}
     run = FLASH_ATTENTION.defined(path, "attention_ref", *masks, given="torch einops")
     sides = (unlimited if window is None else window - 1, 0 if causal else unlimited)
