@@ -1,19 +1,16 @@
 """Write `ecosystem.md` from the saved table in `measurements/`.
 
     precondattn ecosystem --record docs/measurements/ecosystem/smoke.json
-    python docs/make_ecosystem.py             # the page
-    python docs/make_ecosystem.py --snippets  # runs the code of judgements again before
+    python docs/make_ecosystem.py
 
-The judgements of red cells are in `precondattn_conformance/ecosystem/judgements/`.
+The judgements of red cells are in `precondattn_conformance/ecosystem/judgements.py`.
 """
 
-import sys
 from pathlib import Path
 
 from precondattn_conformance.ecosystem.judgement import require_true
 from precondattn_conformance.ecosystem.judgements import JUDGEMENTS
 from precondattn_conformance.ecosystem.page import page
-from precondattn_conformance.ecosystem.snippets import run_snippets
 from precondattn_conformance.ecosystem.table import load
 
 PAGE = Path(__file__).with_name("ecosystem.md")
@@ -28,8 +25,4 @@ def text() -> str:
 
 
 if __name__ == "__main__":
-    if "--snippets" in sys.argv:
-        table = load(RECORD)
-        run_snippets(table, JUDGEMENTS)
-        table.save(RECORD)
     PAGE.write_text(text(), encoding="utf-8")

@@ -192,7 +192,7 @@ def compare(
     Of benchmarks: ratios to peers, peak memory and correctness. Times are shown, and not judged.
     """
     with reported():
-        from precondattn_conformance.report import command
+        from precondattn_conformance.report.compare import compare as compared
 
-        code = command.compare(old, new, threshold=threshold, growth=growth, console=console)
+        code = compared(old, new, threshold=threshold, growth=growth, console=console)
         raise typer.Exit(code)

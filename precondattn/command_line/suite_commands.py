@@ -158,9 +158,9 @@ def ecosystem(
     """Compare public implementations, and our backends, by every check: one table of all."""
     with reported():
         if install:
-            from precondattn_conformance.ecosystem.installation import commands
+            from precondattn_conformance.peers.everyone import lines_to_install
 
-            print(commands())
+            print(lines_to_install())
             return
         from precondattn_conformance.ecosystem.command import ecosystem as run
 

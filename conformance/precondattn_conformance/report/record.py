@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,9 +21,10 @@ from typing import IO, TYPE_CHECKING
 
 import precondattn
 from precondattn_conformance.report import environment
-from precondattn_conformance.report.coverage import Coverage, coverage
 from precondattn_conformance.report.printable import all_printable, printable
+from precondattn_conformance.report.refusal import in_few_words
 from precondattn_conformance.report.result import Result
+from precondattn_conformance.status import SKIPPED, UNSUPPORTED
 
 if TYPE_CHECKING:
     from precondattn.json_types import Json, JsonObject
@@ -40,6 +42,29 @@ PATIENCE = 20
 
 RESERVED = 512
 """The number of bytes reserved for the id of the running case."""
+
+
+@dataclass
+class Coverage:
+    """The number of compared cases of a mechanism and check, and why others were not compared."""
+
+    mechanism: str
+    check: str
+    compared: int = 0
+    unsupported: Counter[str] = field(default_factory=Counter)
+    """The number of declined cases by the backend's reason."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    """The number of skipped cases by reason."""
+
+    @property
+    def total(self) -> int:
+        return self.compared + self.unsupported.total() + self.skipped.total()
+
+    def to_json(self) -> JsonObject:
+        """The entry in a record, without empty fields."""
+        reasons = {"unsupported": dict(self.unsupported), "skipped": dict(self.skipped)}
+        entry = {"mechanism": self.mechanism, "check": self.check, "compared": self.compared}
+        return {**entry, **{name: counts for name, counts in reasons.items() if counts}}
 
 
 @dataclass
@@ -77,7 +102,17 @@ class RunRecord:
 
     @property
     def coverage(self) -> list[Coverage]:
-        return coverage(self.outcomes, self.names)
+        """The coverage of the outcomes, in the order of their mechanisms and checks."""
+        rows: dict[tuple[str, str], Coverage] = {}
+        for result in self.outcomes:
+            key = result.mechanism, result.check
+            row = rows.setdefault(key, Coverage(*key))
+            row.compared += result.is_compared
+            if result.status == UNSUPPORTED:
+                row.unsupported[in_few_words(result.reason, self.names)] += 1
+            if result.status == SKIPPED:
+                row.skipped[result.headline or "no reason given"] += 1
+        return list(rows.values())
 
     def count(self, status: str) -> int:
         return sum(result.status == status for result in self.outcomes)

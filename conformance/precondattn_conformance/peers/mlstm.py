@@ -1,4 +1,4 @@
-"""mLSTM kernels: the forms of xLSTM's mLSTM in plain PyTorch and JAX, without Triton.
+"""mLSTM of mLSTM kernels, in plain PyTorch and JAX without Triton, and of xLSTM.
 
 The forget gates here are values before a sigmoid; precondattn's are logarithms after it. In half
 precision that value would be rounded, so it is at least in float32. The chunkwise and the recurrent
@@ -13,10 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 
 from precondattn.arrays import Array, namespace, stop_gradient, upcast
-from precondattn_conformance.peers.arrays import Foreign, only_self_attention
-from precondattn_conformance.peers.project import Project
+from precondattn_conformance.peers.arrays import (
+    Foreign,
+    equally_wide_by_default,
+    only_self_attention,
+)
+from precondattn_conformance.peers.project import Project, on_github
 
 MLSTM_KERNELS = Project(
     "mlstm_kernels",
@@ -24,8 +29,6 @@ MLSTM_KERNELS = Project(
     "https://github.com/NX-AI/mlstm_kernels",
     package="mlstm_kernels",
 )
-ALL = (MLSTM_KERNELS,)
-
 EPS = 1.2e-38
 """The ε of the chunkwise form, in place of 0. The tokens that fill a chunk have queries of 0, for
 which ε = 0 would give 0 / 0 where e^{−m} is 0 too. It is a normal number of float32, the dtype in
@@ -106,3 +109,44 @@ for _name, _kernel, _mechanism, _eps, _arrangement in (
     _arrangement = {"layout": "bhtd", "heads": "equal", **_arrangement}
     _library = _name.partition("_")[0]
     MLSTM_KERNELS.direct(_name, _mechanism, _load, _takes, library=_library, **_arrangement)
+
+
+XLSTM = on_github("NX-AI/xlstm@032a6fb8ee19a8c0db80ae6111ff4744a09414a9", "2025-11-04", "xLSTM")
+CHUNK = 64
+
+
+def _backends() -> ModuleType:
+    return XLSTM.imported("xlstm/blocks/mlstm/backends.py")
+
+
+@XLSTM.peer("mlstm", library="torch", layout="bhtd", heads="equal")
+def parallel_stabilized_simple(
+    q: Array, k: Array, v: Array, g: Array, i: Array, eps: float
+) -> Array:
+    run = _backends().parallel_stabilized_simple
+    return run(q, k, v, i[..., None], before_sigmoid(g)[..., None], eps=eps)
+
+
+@XLSTM.peer("mlstm[eps=0]", library="torch", layout="bhtd", heads="equal")
+def recurrent_step_stabilized_simple(q: Array, k: Array, v: Array, g: Array, i: Array) -> Array:
+    """Computes one token after the other, from a running maximum of 0. It squeezes its inputs in
+    place."""
+    import torch
+
+    step, f = _backends().recurrent_step_stabilized_simple, before_sigmoid(g)
+    b, h, tokens, d = k.shape
+    state = (q.new_zeros(b, h, d, v.shape[-1]), q.new_zeros(b, h, d, 1), f.new_zeros(b, h, 1, 1))
+    outs = []
+    for t in range(tokens):
+        q_t, k_t, v_t, i_t, f_t = (x[:, :, t, None].clone() for x in (q, k, v, i, f))
+        out, state = step(*state, q_t, k_t, v_t, i_t[..., None], f_t[..., None], eps=0.0)
+        outs.append(out)
+    return torch.cat(outs, 2).to(q.dtype)
+
+
+@XLSTM.peer("mlstm[eps=0]", library="torch", layout="bhtd", heads="equal", multiple=CHUNK)
+def chunkwise_simple(q: Array, k: Array, v: Array, g: Array, i: Array) -> Array:
+    """Computes in chunks, from a running maximum of 0."""
+    run, e = _backends().chunkwise_simple, v.shape[-1]
+    q, k, v = equally_wide_by_default(q, k, v)
+    return run(q, k, v, i, before_sigmoid(g), chunk_size=CHUNK, eps=0.0)[..., :e].to(q.dtype)
