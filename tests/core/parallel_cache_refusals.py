@@ -12,14 +12,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import precondattn as pa
-from precondattn.parallel import ring_reads
-from precondattn.parallel.torch import (
-    context_parallel,
-    divided_cache,
-    redistribute,
-    solve_cache,
-    states_cache,
-)
+from precondattn.parallel import ring_reads, solve
+from precondattn.parallel.torch import context_parallel, divided_cache, redistribute, states
 from tests.core.parallel_cache_worker import own_of
 from tests.core.parallel_refusals import require_refused
 from tests.core.parallel_worker import layout_of, of_tokens, whole
@@ -150,8 +144,8 @@ def error_of_all(module, name, expression, number, mesh):
 
 ERRORS = (
     *((ring_reads, "with_lse", "differential", number) for number in (1, 2, 3, 4)),
-    (solve_cache, "with_lse", "lucid", 1),
-    *((states_cache, "with_states", text, 1) for text in ("ccq(lucid)", "gated_delta")),
+    (solve, "with_lse", "lucid", 1),
+    *((states, "with_states", text, 1) for text in ("ccq(lucid)", "gated_delta")),
 )
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from precondattn.parallel import ring_reads
-from precondattn.parallel.torch import context_parallel, solve
+from precondattn.parallel import ring_reads, solve
+from precondattn.parallel.torch import context_parallel
 from tests.core.parallel_worker import CYCLIC, RINGS, divided, part_of
 
 

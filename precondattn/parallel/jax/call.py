@@ -19,12 +19,37 @@ from precondattn.execution.array_checks import values_of
 from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
 from precondattn.execution.pair_masks import refuse_divided
 from precondattn.parallel.heads import HeadAxes
-from precondattn.parallel.jax.line import DeviceLine
 from precondattn.parallel.layouts import TokenOrder
 from precondattn.parallel.ways import RING, output_shape, way_of
 
 MASKS = {"lengths": None, "key_mask": 1, "segment_ids": 1}
 """The axis of a mask's tokens."""
+
+
+class DeviceLine(NamedTuple):
+    """The devices along an axis of a mesh, and the order of their tokens, equally many on each."""
+
+    axis: str
+    devices: int
+    order: TokenOrder
+
+    @property
+    def rank(self) -> Array:
+        return lax.axis_index(self.axis)
+
+    def positions(self, device: Array, tokens: int) -> Array:
+        """The positions of a device's tokens in the sequence."""
+        part, row = self.order.part_of(tokens), jnp.arange(tokens)
+        return self.order.number_of(device, row // part, self.devices) * part + row % part
+
+    def all_positions(self, tokens: int) -> Array:
+        """The positions of every device's tokens in the sequence (devices, tokens)."""
+        return self.positions(jnp.arange(self.devices)[:, None], tokens)
+
+    def passed_on(self, arrays: tuple[Array, ...]) -> Array:
+        """The arrays of the device before this one; every device sends its arrays to the next."""
+        around = [(i, (i + 1) % self.devices) for i in range(self.devices)]
+        return lax.ppermute(arrays, self.axis, around) if self.devices > 1 else arrays
 
 
 class DividedArguments(NamedTuple):

@@ -2,10 +2,10 @@
 
 The leaves are divided as in `ways.py`. What each process keeps depends on the leaf:
 
-    local   nothing                                                      (`tokens.py`)
-    ring    the keys and values of its tokens                            (`ring_cache.py`)
-    solve   the keys and solved values of its tokens                     (`solve_cache.py`)
-    states  the states after all tokens                                  (`states_cache.py`)
+    local   nothing                                                          (`tokens.py`)
+    ring    the keys and values of its tokens                                (`ring.py`)
+    solve   the keys and solved values of its tokens                         (`solve.py`)
+    states  the states after all tokens, of which each computes the new ones (`states.py`)
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.mechanism import Mechanism, leaf_of
+from precondattn.arrays import Shape
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.kinds import holding
 from precondattn.execution.cache_checks import keeps_tokens
 from precondattn.execution.masks import zero_padding
 from precondattn.given import at_least
 from precondattn.parallel import ways
-from precondattn.parallel.torch import ring_cache, solve_cache, states_cache
+from precondattn.parallel.torch import ring, solve, states
+from precondattn.parallel.torch.cache_arguments import NewTokens
 from precondattn.parallel.torch.call import DividedCall
 from precondattn.parallel.torch.divided_cache import (
     DividedCache,
@@ -35,19 +37,17 @@ from precondattn.parallel.torch.divided_cache import (
     rows_needed,
     tokens_stored,
 )
-from precondattn.parallel.torch.masks import masks_of, positions_of
-from precondattn.parallel.torch.new_tokens import NewTokens
 from precondattn.parallel.torch.processes import MeshProcesses, tried
-from precondattn.parallel.torch.step import DividedStep, PartExchanges, Shape
-from precondattn.parallel.torch.tokens import alone
+from precondattn.parallel.torch.step import DividedStep, PartExchanges
+from precondattn.parallel.torch.tokens import alone, masks_of, positions_of
 from precondattn.parallel.ways import DividedPiece, Way, way_of
 
 Steps = Callable[[int, Mapping[str, Tensor]], DividedStep]
 
 CACHED: Mapping[Way, ModuleType] = {
-    ways.RING: ring_cache,
-    ways.SOLVE: solve_cache,
-    ways.STATES: states_cache,
+    ways.RING: ring,
+    ways.SOLVE: solve,
+    ways.STATES: states,
 }
 
 
@@ -91,18 +91,17 @@ def extend(
     values = zero_padding(new.inputs, mechanism.inputs, new.within, new.valid)
     parts, steps = _parts(new, processes), _steps(cache, new, rank)
     kept: dict[str, Tensor] = {}
+    error: Exception | None = None
     for number, leaf_call in enumerate(mechanism.program.calls):
-        step = steps(number, values)
+        step, result, of_all = steps(number, values), None, None
         shape = _part_shape(step)
-        of_all = None
         if shape is not None:
-            of_all = parts.of_all(shape, partial(CACHED[_way(step)].part, step))
-        result, error = tried(partial(_stepped, step, of_all))
-        if error is not None:
+            of_all = parts.of_all(shape, partial(CACHED[_way(step)].part, step), error)
+        if error is None:
+            result, error = tried(partial(_stepped, step, of_all))
+        if result is None:  # The next exchange raises the error on all processes.
             values[leaf_call.out] = DividedCall.like_output(step.leaf, step.inputs)
-            exchanges = _shapes(mechanism, steps, values, number + 1)
-            parts.failed(next((of for _, of in exchanges if of is not None), None), error)
-        assert result is not None  # `failed` has raised an error otherwise.
+            continue
         values[leaf_call.out], of_slots = result
         for slot, tensor in of_slots.items():
             kept.setdefault(mechanism.program.slot_keys[number][slot], tensor)
@@ -110,7 +109,13 @@ def extend(
         shape = new.sizes["b"], new.sizes["t"]
         everything = torch.ones(shape, dtype=torch.bool, device=processes.device)
         kept[KEY_MASK] = everything if new.valid is None else new.valid
-    after = processes.together(lambda: extended(cache, kept, new.counts, rank, donate=donate))
+
+    def finished() -> DividedCache:
+        if error is not None:
+            raise error
+        return extended(cache, kept, new.counts, rank, donate=donate)
+
+    after = processes.together(finished)
     name = mechanism.program.out
     of_out = Inputs(**{name: mechanism.program.output})
     return zero_padding({name: values[name]}, of_out, new.within, new.valid)[name], after

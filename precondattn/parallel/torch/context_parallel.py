@@ -16,13 +16,11 @@ from precondattn.arrays import Array
 from precondattn.cache import Cache
 from precondattn.parallel.divided_mechanism import HEADS, TOKENS, DividedMechanism, Plan, advice
 from precondattn.parallel.heads import HeadAxes
-from precondattn.parallel.torch import cached, heads, tokens
-from precondattn.parallel.torch.arguments import Bound, bind
-from precondattn.parallel.torch.call import DividedCall
+from precondattn.parallel.torch import cached, exchange, tokens
+from precondattn.parallel.torch.cache_arguments import CacheStart, NewTokens, bind_new
+from precondattn.parallel.torch.call import Bound, DividedCall, bind
 from precondattn.parallel.torch.divided_cache import DividedCache
-from precondattn.parallel.torch.new_tokens import NewTokens, bind_new
 from precondattn.parallel.torch.processes import check_mesh, processes_of
-from precondattn.parallel.torch.start import CacheStart
 
 
 def context_parallel(
@@ -80,7 +78,7 @@ def context_parallel(
 class ContextParallel(DividedMechanism):
     """A mechanism whose tokens are divided among processes; made by `context_parallel`."""
 
-    outputs = {HEADS: heads.output, TOKENS: tokens.output}  # noqa: RUF012
+    outputs = {HEADS: exchange.output, TOKENS: tokens.output}  # noqa: RUF012
 
     def __init__(self, mechanism: Mechanism | str, mesh: DeviceMesh, layout: str | None) -> None:
         super().__init__(mechanism, layout)

@@ -90,15 +90,16 @@ class SolveBlocks:
         """The mask of attention between a block and this process's rows before or after it.
 
         The later ones are the queries. The results are whether a key is visible, which queries
-        (b, t) see any (None if all do), and the keys' mask as an argument.
+        (b, t) see any (None if all do), and the options of the attention.
         """
         segments, is_any = self.piece.masks.segment, rows.start < rows.stop
+        options = {"backend": self.piece.call.backend}
         if segments is None or not is_any:
-            return is_any, None, {}
+            return is_any, None, options
         run, others = segments[block.device][:, block.rows], segments[self.rank][:, rows]
         both = crossing(run, others, -1 if is_later else 0)
         keys, queries = both if is_later else both[::-1]
-        return bool(both[1].any()), queries, {"key_mask": keys}
+        return bool(both[1].any()), queries, options | {"key_mask": keys}
 
     def broadcast(self, block: TokenPart, arrays: Sequence[Tensor]) -> tuple[list[Tensor], Tree]:
         """The owner's rows of the block on all processes, and the work handle to wait for."""

@@ -18,14 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from precondattn.arrays import Arrays
+from precondattn.arrays import Arrays, Shape
 from precondattn.parallel.torch.processes import MeshProcesses, tried
 from precondattn.parallel.ways import LeafOfWay
 
 if TYPE_CHECKING:
-    from precondattn.parallel.torch.new_tokens import NewTokens
-
-Shape = tuple[int, ...]
+    from precondattn.parallel.torch.cache_arguments import NewTokens
 
 
 class DividedStep(NamedTuple):
@@ -61,23 +59,16 @@ class PartExchanges:
     dtype: torch.dtype
     """float32 or wider"""
 
-    def of_all(self, shape: Shape, compute: Callable[[], Tensor]) -> Tensor:
-        """The parts of all processes (P, *shape); `compute` gives this process's part."""
-        part, error = tried(compute)
-        return self._exchanged(shape, part, error)
+    def of_all(
+        self, shape: Shape, compute: Callable[[], Tensor], error: Exception | None
+    ) -> Tensor:
+        """The parts of all processes (P, *shape); `compute` gives this process's part.
 
-    def failed(self, shape: Shape | None, error: Exception) -> None:
-        """Raise this process's error on all processes, in the exchange that they wait for."""
-        if shape is not None:
-            self._exchanged(shape, None, error)
-        self.processes.agree(error)
-
-    def bytes_sent(self, shape: Shape) -> int:
-        """The bytes that this process sends in one exchange."""
-        sent: int = (self.processes.devices - 1) * (prod(shape) + 1) * self.dtype.itemsize
-        return sent
-
-    def _exchanged(self, shape: Shape, part: Tensor | None, error: Exception | None) -> Tensor:
+        If a process has an error, of an earlier leaf or of `compute`, all raise it.
+        """
+        part = None
+        if error is None:
+            part, error = tried(compute)
         devices, device = self.processes.devices, self.processes.device
         flag = torch.full((1,), float(error is not None), dtype=self.dtype, device=device)
         if part is None:
@@ -90,3 +81,8 @@ class PartExchanges:
         if bool(rows[:, -1].any()):
             self.processes.agree(error)
         return rows[:, :-1].view(devices, *shape)
+
+    def bytes_sent(self, shape: Shape) -> int:
+        """The bytes that this process sends in one exchange."""
+        sent: int = (self.processes.devices - 1) * (prod(shape) + 1) * self.dtype.itemsize
+        return sent
