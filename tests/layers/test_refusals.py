@@ -164,7 +164,7 @@ MODELS = [
     (
         lambda f: f.attention(mechanism="softmax[bias=true]"),
         TypeError,
-        r"pass recipes=\{'bias': \.\.\.\}",
+        "has none for bias",
     ),
 ]
 
