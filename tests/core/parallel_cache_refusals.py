@@ -85,7 +85,6 @@ def refusals(mesh):
         ("to must be a process, 0 to 1, or None for all", lambda: redistribute(cache, to=2)),
         ("capacity must be 8 or above", lambda: redistribute(cache, capacity=4)),
         (same, lambda: redistribute(cache, to=rank)),
-        ("found 'vjp'", lambda: attn.explain(**mine, verb="vjp")),
     ]
     types = [
         ("segment_ids belong to a full", lambda: prefill(**mine, **more, segment_ids=packed)),

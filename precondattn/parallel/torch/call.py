@@ -13,18 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from precondattn.algebra.declaration import Axis, Pattern
-from precondattn.algebra.leaf_protocol import LeafProtocol
-from precondattn.algebra.mechanism import Leaf, Mechanism
+from precondattn.algebra.mechanism import Mechanism
 from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Arrays, Shape, dtype_name
-from precondattn.execution.array_checks import values_of
 from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
 from precondattn.execution.pair_masks import refuse_divided
 from precondattn.frameworks.torch.dtensor_sharding import MASKS
 from precondattn.parallel.heads import HeadAxes
 from precondattn.parallel.layouts import TokenOrder, TokenPart
 from precondattn.parallel.torch.processes import MeshProcesses
-from precondattn.parallel.ways import output_shape
 
 WHOLE = ("lengths", "cu_seqlens")
 """The masks that every process has whole: they have entries per sequence, not per token."""
@@ -103,10 +100,6 @@ class DividedCall:
     order: TokenOrder | None = None
     """The order of the tokens; None in the layout `heads`"""
 
-    nouns = ("process", "processes")
-    broadcasts = 1
-    """The number of times that a broadcast array is sent"""
-
     @property
     def devices(self) -> int:
         return self.processes.devices
@@ -115,27 +108,10 @@ class DividedCall:
     def rank(self) -> int:
         return self.processes.rank
 
-    place = rank
-    """The process whose bytes are counted"""
-
     @property
     def counts(self) -> tuple[int, ...]:
         """The number of tokens of each process."""
         return self.tokens["t"]
-
-    @property
-    def axes(self) -> Mapping[str, HeadAxes]:
-        return self.bound.axes
-
-    @property
-    def described(self) -> dict[str, Tensor]:
-        """The inputs without data."""
-        return {name: x.to("meta") for name, x in self.bound.inputs.items()}
-
-    @property
-    def sizes_of_device(self) -> dict[str, int]:
-        """The size of each dimension letter, with this process's tokens."""
-        return self.sizes | {letter: counts[self.rank] for letter, counts in self.tokens.items()}
 
     @cached_property
     def parts(self) -> tuple[TokenPart, ...]:
@@ -155,16 +131,6 @@ class DividedCall:
                 f"{self.tokens['s']}"
             )
         return None
-
-    def states_of(self, leaf: Leaf, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The leaf's empty states."""
-        return leaf.init_cache(**inputs).store
-
-    @staticmethod
-    def like_output(leaf: LeafProtocol, inputs: Mapping[str, Tensor]) -> Tensor:
-        """A tensor of the shape and dtype of a leaf's output, for inputs without data."""
-        like: Tensor = values_of(inputs)
-        return like.new_empty(output_shape(leaf, inputs))
 
 
 def bind(

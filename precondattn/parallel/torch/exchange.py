@@ -165,9 +165,9 @@ def passed(
         received = [x.new_empty(shape) for x, shape in zip(arrays, shapes, strict=True)]
     for function, tensors, rank in ((dist.isend, arrays, to), (dist.irecv, received, source)):
         if rank is not None:
-            peer = dist.get_global_rank(group, rank)
             operations += [
-                dist.P2POp(function, x, peer, group, tag=i) for i, x in enumerate(tensors or ())
+                dist.P2POp(function, x, group=group, tag=i, group_peer=rank)
+                for i, x in enumerate(tensors or ())
             ]
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()

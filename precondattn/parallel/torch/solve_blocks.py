@@ -110,8 +110,8 @@ class SolveBlocks:
             sent = [x.new_empty(x.shape[0], block.tokens, *x.shape[2:]) for x in arrays]
         if self.processes.devices == 1:
             return sent, ()
-        source = dist.get_global_rank(group, block.device)
-        return sent, [dist.broadcast(x, source, group=group, async_op=True) for x in sent]
+        source = {"group": group, "group_src": block.device}
+        return sent, [dist.broadcast(x, **source, async_op=True) for x in sent]
 
 
 class Failed:
@@ -168,5 +168,5 @@ def added(blocks: SolveBlocks, block: TokenPart, x: Tensor) -> Tensor:
     """The sum of x over all processes, on the process that has the block."""
     group = blocks.processes.group
     if blocks.processes.devices > 1:
-        dist.reduce(x, dist.get_global_rank(group, block.device), group=group)
+        dist.reduce(x, group=group, group_dst=block.device)
     return x

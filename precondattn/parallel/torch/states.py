@@ -90,11 +90,6 @@ class _Scan:
         return self.processes.rank == 0
 
     @property
-    def last(self) -> int:
-        """The global rank of the last process."""
-        return int(dist.get_global_rank(self.processes.group, self.processes.devices - 1))
-
-    @property
     def is_last(self) -> bool:
         return self.processes.rank == self.processes.devices - 1
 
@@ -129,14 +124,14 @@ class _Scan:
         """The states of the last process, on every process."""
         whole = [x.contiguous() if self.is_last else torch.empty_like(x) for x in states]
         for x in whole if self.processes.devices > 1 else ():
-            dist.broadcast(x, self.last, group=self.processes.group)
+            dist.broadcast(x, group=self.processes.group, group_src=self.processes.devices - 1)
         return whole
 
     def added_up(self, gradients: Sequence[Tensor]) -> dict[str, Tensor] | None:
         """The gradients of the last states, summed over processes, on the last process."""
         sums = [x.clone(memory_format=torch.contiguous_format) for x in gradients]
         for x in sums if self.processes.devices > 1 else ():
-            dist.reduce(x, self.last, group=self.processes.group)
+            dist.reduce(x, group=self.processes.group, group_dst=self.processes.devices - 1)
         return dict(zip(self.steps, sums, strict=True)) if self.is_last else None
 
 

@@ -9,16 +9,16 @@ A message has one more number, which is 1 if its process has an error. Then all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Mapping
+from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from precondattn.arrays import Arrays, Shape
+from precondattn.arrays import Arrays
 from precondattn.parallel.torch.processes import MeshProcesses, tried
 from precondattn.parallel.ways import LeafOfWay
 
@@ -51,38 +51,25 @@ class DividedStep(NamedTuple):
         return {"backend": self.new.backend, **masks}
 
 
-@dataclass(frozen=True)
-class PartExchanges:
-    """The exchanges of parts in one call."""
+def of_all_processes(
+    processes: MeshProcesses, step: DividedStep, way: ModuleType, error: Exception | None
+) -> Tensor:
+    """The parts (P, …) of all processes, each from `way.part(step)`, in float32 or wider.
 
-    processes: MeshProcesses
-    dtype: torch.dtype
-    """float32 or wider"""
-
-    def of_all(
-        self, shape: Shape, compute: Callable[[], Tensor], error: Exception | None
-    ) -> Tensor:
-        """The parts of all processes (P, *shape); `compute` gives this process's part.
-
-        If a process has an error, of an earlier leaf or of `compute`, all raise it.
-        """
-        part = None
-        if error is None:
-            part, error = tried(compute)
-        devices, device = self.processes.devices, self.processes.device
-        flag = torch.full((1,), float(error is not None), dtype=self.dtype, device=device)
-        if part is None:
-            part = torch.zeros(shape, dtype=self.dtype, device=device)
-        message = torch.cat([part.reshape(-1).to(self.dtype), flag])
-        everyone = message.repeat(devices)
-        if devices > 1:
-            dist.all_gather_into_tensor(everyone, message, group=self.processes.group)
-        rows = everyone.view(devices, -1)
-        if bool(rows[:, -1].any()):
-            self.processes.agree(error)
-        return rows[:, :-1].view(devices, *shape)
-
-    def bytes_sent(self, shape: Shape) -> int:
-        """The bytes that this process sends in one exchange."""
-        sent: int = (self.processes.devices - 1) * (prod(shape) + 1) * self.dtype.itemsize
-        return sent
+    If a process has an error, of an earlier leaf or of its part, all raise it.
+    """
+    is_double = any(x.dtype == torch.float64 for x in step.new.inputs.values())
+    dtype = torch.float64 if is_double else torch.float32
+    shape, device, part = way.part_shape(step), processes.device, None
+    if error is None:
+        part, error = tried(partial(way.part, step))
+    if part is None:
+        part = torch.zeros(shape, dtype=dtype, device=device)
+    flag = torch.full((1,), float(error is not None), dtype=dtype, device=device)
+    message = torch.cat([part.reshape(-1).to(dtype), flag])
+    everyone = [torch.empty_like(message) for _ in range(processes.devices)]
+    dist.all_gather(everyone, message, group=processes.group)
+    rows = torch.stack(everyone)
+    if bool(rows[:, -1].any()):
+        processes.agree(error)
+    return rows[:, :-1].view(processes.devices, *shape)
