@@ -12,6 +12,8 @@ from precondattn.parallel.heads import DividedCall
 from precondattn.parallel.layouts import TokenOrder
 
 HEADS, TOKENS = "heads", "tokens"
+CONTIGUOUS = TokenOrder("contiguous")
+"""The order that divides whatever another order of tokens divides."""
 
 
 class DividedMechanism:
@@ -34,13 +36,14 @@ class DividedMechanism:
                 f"divides"
             )
 
-    def _refusal_by(self, way: str, call: DividedCall) -> str | None:
-        if way == HEADS:
+    def _refusal_by(self, order: TokenOrder | None, call: DividedCall) -> str | None:
+        """The reason why an order of tokens, or `heads` without one, can not divide a call."""
+        if order is None:
             reason = heads.refusal(call.mechanism, call.sizes, call.devices)
         else:
+            call = replace(call, order=order)
             reason = call.refusal_of_tokens() or ways.refusal(call)
-        name = HEADS if way == HEADS else str(call.order)
-        return None if reason is None else f"layout {name!r} {reason}"
+        return None if reason is None else f"layout {str(order or HEADS)!r} {reason}"
 
     def _way(self, call: DividedCall) -> str:
         """How a call is divided; an error if it can not be."""
@@ -51,17 +54,16 @@ class DividedMechanism:
 
     def _way_of(self, call: DividedCall) -> tuple[str | None, str | None]:
         """How a call is divided, or the reason why it can not be."""
-        possible = [HEADS] * (self.layout in (None, HEADS)) + [TOKENS] * bool(self.order)
-        reasons = {way: self._refusal_by(way, call) for way in possible}
-        way = next((way for way, reason in reasons.items() if reason is None), None)
-        if way is not None:
-            return way, None
-        others = {HEADS: self._refusal_by(HEADS, call), "contiguous": self._refusal_in_order(call)}
-        return None, "; ".join(map(str, reasons.values())) + advice(others)
-
-    def _refusal_in_order(self, call: DividedCall) -> str | None:
-        """The refusal of `contiguous`, which divides whatever another order of tokens divides."""
-        return self._refusal_by(TOKENS, replace(call, order=TokenOrder("contiguous")))
+        reasons = []
+        for order in (None, self.order) if self.layout is None else (self.order,):
+            reason = self._refusal_by(order, call)
+            if reason is None:
+                return HEADS if order is None else TOKENS, None
+            reasons.append(reason)
+        others = {
+            str(order or HEADS): self._refusal_by(order, call) for order in (None, CONTIGUOUS)
+        }
+        return None, "; ".join(reasons) + advice(others)
 
 
 def advice(refusals: Mapping[str, str | None]) -> str:

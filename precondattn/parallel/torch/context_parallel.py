@@ -13,7 +13,13 @@ from precondattn.algebra.mechanism import Mechanism
 from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Array
 from precondattn.cache import Cache
-from precondattn.parallel.divided_mechanism import HEADS, TOKENS, DividedMechanism, advice
+from precondattn.parallel.divided_mechanism import (
+    CONTIGUOUS,
+    HEADS,
+    TOKENS,
+    DividedMechanism,
+    advice,
+)
 from precondattn.parallel.heads import HeadAxes
 from precondattn.parallel.torch import cached, exchange, tokens
 from precondattn.parallel.torch.cache_arguments import CacheStart, NewTokens, bind_new
@@ -137,9 +143,9 @@ class ContextParallel(DividedMechanism):
         """
         start = CacheStart(self.mechanism, capacity, cache)
         call = self._bound(arrays, named, backend, start)
-        of_cache, refused = cached.refusal(self.mechanism), self._refusal_by(TOKENS, call)
+        of_cache, refused = cached.refusal(self.mechanism), self._refusal_by(self.order, call)
         if refused is not None:
-            refused += advice({"contiguous": self._refusal_in_order(call) or of_cache})
+            refused += advice({"contiguous": self._refusal_by(CONTIGUOUS, call) or of_cache})
         if refused or of_cache:
             raise ValueError(f"{self.owner}: {refused or of_cache}")
         out, divided = cached.prefill(call, self.mesh, capacity, cache)
@@ -179,7 +185,14 @@ class ContextParallel(DividedMechanism):
             on all processes: for invalid input, for a cache of another mechanism, mesh or layout,
             if the capacity is exceeded, and if a gradient would be needed.
         """
-        new = self._new_tokens(cache, arrays, named, backend, donate)
+        layout, on = str(self.order or HEADS), "" if backend is None else f" on {backend!r}"
+
+        def bound() -> NewTokens:
+            if not isinstance(donate, bool):
+                raise TypeError(f"donate must be true or false; found {donate!r}")
+            return bind_new(self.mechanism, self.mesh, layout, cache, arrays, named, backend)
+
+        new, _ = self.processes.agree_on(bound, lambda new: f"{new} after {cache}{on}")
         with torch.no_grad():
             out, after = cached.extend(new, self.processes, cache, donate=donate)
         if new.is_distributed:
@@ -205,25 +218,6 @@ class ContextParallel(DividedMechanism):
         All processes must call this together.
         """
         return self._way_of(self._bound(arrays, named, None))[1]
-
-    def _new_tokens(
-        self,
-        cache: DividedCache,
-        arrays: tuple[Array, ...],
-        named: Array,
-        backend: BackendNames = None,
-        donate: object = False,
-    ) -> NewTokens:
-        """The new tokens, after all processes have checked their arguments."""
-        layout, on = str(self.order or "heads"), "" if backend is None else f" on {backend!r}"
-
-        def bound() -> NewTokens:
-            if not isinstance(donate, bool):
-                raise TypeError(f"donate must be true or false; found {donate!r}")
-            return bind_new(self.mechanism, self.mesh, layout, cache, arrays, named, backend)
-
-        new, _ = self.processes.agree_on(bound, lambda new: f"{new} after {cache}{on}")
-        return new
 
     def _bound(
         self,

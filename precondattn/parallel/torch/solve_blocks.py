@@ -8,8 +8,6 @@ while all subtract from their other rows (`solve.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,43 +21,25 @@ from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.lucid import LucidSolve
 
 
-@dataclass(frozen=True)
 class SolveBlocks:
     """The blocks of a solve, and the exchanges between them."""
 
-    piece: DividedPiece
-
-    @cached_property
-    def all(self) -> tuple[TokenPart, ...]:
-        """All blocks, in the order of the sequence."""
-        return tuple(
+    def __init__(self, piece: DividedPiece) -> None:
+        self.piece = piece
+        self.leaf: LucidSolve = piece.leaf
+        self.processes: MeshProcesses = piece.call.processes
+        self.rank = self.processes.rank
+        self.all = tuple(
             TokenPart(part.device, slice(start, min(start + BLOCK, part.rows.stop)), position)
-            for part in self.piece.call.parts
+            for part in piece.call.parts
             for start, position in zip(
                 range(part.rows.start, part.rows.stop, BLOCK),
                 range(part.first, part.first + part.tokens, BLOCK),
                 strict=True,
             )
         )
-
-    @property
-    def processes(self) -> MeshProcesses:
-        processes: MeshProcesses = self.piece.call.processes
-        return processes
-
-    @property
-    def rank(self) -> int:
-        return self.processes.rank
-
-    @property
-    def leaf(self) -> LucidSolve:
-        leaf: LucidSolve = self.piece.leaf
-        return leaf
-
-    @cached_property
-    def of_process(self) -> tuple[TokenPart, ...]:
-        """The blocks of this process."""
-        return tuple(block for block in self.all if block.device == self.rank)
+        """All blocks, in the order of the sequence."""
+        self.of_process = tuple(block for block in self.all if block.device == self.rank)
 
     def later(self, block: TokenPart) -> slice:
         """This process's rows after a block."""

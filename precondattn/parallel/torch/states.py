@@ -63,7 +63,8 @@ def scanned(
         is_open = None if borders is None else borders.is_open[processes.rank]
         return {key: step._replace(is_open=is_open) for key, step in steps.items()}
 
-    scan = _Scan(piece, processes.together(steps), masks, borders, begin is not None, with_end)
+    of_tokens = processes.together(steps), masks, borders
+    scan = _Scan(piece, processes, *of_tokens, begin is not None, with_end)
     begins = [] if begin is None else [begin[key] for key in scan.steps]
     out, *end = _Scanned.apply(scan, *piece.inputs.values(), *begins)
     return out, dict(zip(scan.steps, end, strict=True)) if with_end else {}
@@ -74,16 +75,12 @@ class _Scan:
     """The arguments of a call and its gradient that are not differentiated."""
 
     piece: DividedPiece
+    processes: MeshProcesses
     steps: dict[str, StateMap]
     masks: Mapping[str, Tensor]
     borders: SegmentBorders | None
     has_begin: bool
     with_end: bool
-
-    @property
-    def processes(self) -> MeshProcesses:
-        processes: MeshProcesses = self.piece.call.processes
-        return processes
 
     @property
     def is_first(self) -> bool:
