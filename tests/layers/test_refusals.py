@@ -135,11 +135,7 @@ def test_a_wrong_depth_is_named(framework, depth):
 
 
 MODELS = [
-    (
-        lambda f: f.decoder(),
-        TypeError,
-        r"layers: the number .* write Decoder\(..., layers=2, mechanism='lucid'\)",
-    ),
+    (lambda f: f.decoder(), TypeError, "missing 1 required keyword-only argument: 'layers'"),
     (lambda f: f.decoder(layers=2), TypeError, r"need one; write Decoder\(..., layers=2, mech"),
     (
         lambda f: f.decoder(layers=["gla"], mechanism="lucid"),

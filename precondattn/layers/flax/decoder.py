@@ -48,7 +48,7 @@ class Decoder(ChecksKeywords, nnx.Module):
         width: int,
         *,
         heads: int,
-        layers: decoder.Layers | None = None,
+        layers: decoder.Layers,
         mechanism: decoder.Layer | None = None,
         hidden: int | None = None,
         mlp: str = "gated",

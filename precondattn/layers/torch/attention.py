@@ -209,7 +209,7 @@ class Attention(ChecksKeywords, Declared):
         )
         plan, of_weights, like = self._own_plan, self.divided_weights, self._like
         # The input dtype of a quantized map is unknown.
-        segments, keeping = checked(plan, like, call, is_autocast if like.numel() else is_any)
+        segments, keeping = checked(plan, like, call, lambda x: not like.numel() or is_autocast(x))
         divided = mechanism = summed = None
         if self.divided is not None:
             mechanism, divided = self.divided.mechanism, self.divided.tokens_of_process(call)
@@ -265,10 +265,6 @@ class Attention(ChecksKeywords, Declared):
 
     def __repr__(self) -> str:
         return self.plan.table("Attention")
-
-
-def is_any(x: Tensor) -> bool:
-    return True
 
 
 def is_autocast(x: Tensor) -> bool:

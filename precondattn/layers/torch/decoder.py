@@ -57,7 +57,7 @@ class Decoder(ChecksKeywords, Declared):
         width: int,
         *,
         heads: int,
-        layers: decoder.Layers | None = None,
+        layers: decoder.Layers,
         mechanism: decoder.Layer | None = None,
         hidden: int | None = None,
         mlp: str = "gated",

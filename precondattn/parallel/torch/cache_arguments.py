@@ -24,7 +24,6 @@ from precondattn.execution.cache_checks import (
 from precondattn.execution.input_names import EXTEND_OPTIONS, inputs_by_name, shapes_of
 from precondattn.execution.masks import ValueChecks, check_lengths, check_mask
 from precondattn.execution.pair_masks import refuse_divided
-from precondattn.given import at_least
 from precondattn.parallel.layouts import ORDERS, TokenOrder
 from precondattn.parallel.torch.call import Bound, described, local_part
 from precondattn.parallel.torch.divided_cache import DividedCache
@@ -46,16 +45,12 @@ class CacheStart(NamedTuple):
                 f"found 'heads'"
             )
         check_cacheable(self.mechanism)
-        for name in ("segment_ids", "cu_seqlens"):
-            if name in bound.masks:
-                raise TypeError(f"{name} belong to a full call; each sequence has its own cache")
-        if keeps_tokens(self.mechanism):
-            if self.capacity is None:
-                raise TypeError(
-                    "missing capacity, the greatest number of tokens per sequence, of all "
-                    "processes together"
-                )
-            at_least(1, "capacity", self.capacity)
+        _refuse_packed(bound.masks)
+        if keeps_tokens(self.mechanism) and self.capacity is None:
+            raise TypeError(
+                "missing capacity, the greatest number of tokens per sequence, of all "
+                "processes together"
+            )
         if self.cache is None:
             return
         if not isinstance(self.cache, Cache):
@@ -133,11 +128,7 @@ def bind_new(
     """The arguments of an extension, checked; `named` has inputs and masks."""
     owner = str(mechanism)
     _check_is_of(cache, mechanism, mesh, layout)
-    for name in ("segment_ids", "cu_seqlens"):
-        if named.get(name) is not None:
-            raise TypeError(
-                f"{owner}: {name} belong to a full call; each sequence has its own cache"
-            )
+    _refuse_packed(named)
     refuse_divided(owner, named)
     masks = ("lengths", KEY_MASK, "segment_ids", "cu_seqlens")
     arguments = {name: x for name, x in named.items() if name not in masks}
@@ -177,6 +168,12 @@ def bind_new(
             f"ones do not fit",
         )
     return NewTokens(inputs, sizes, counts, lengths, key_mask, True in kinds, backend)
+
+
+def _refuse_packed(masks: Mapping[str, Tensor]) -> None:
+    for name in ("segment_ids", "cu_seqlens"):
+        if masks.get(name) is not None:
+            raise TypeError(f"{name} belong to a full call; each sequence has its own cache")
 
 
 def _check_is_of(cache: object, mechanism: Mechanism, mesh: DeviceMesh, layout: str) -> None:
