@@ -1,4 +1,4 @@
-"""The arguments of `extend` on a divided cache: new tokens, the same on all processes."""
+"""The arguments of `prefill` besides those of a call, and those of `extend`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,70 @@ from torch.distributed.tensor import DTensor
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import dtype_name, wants_gradient
-from precondattn.cache import KEY_MASK
+from precondattn.cache import KEY_MASK, Cache
 from precondattn.execution.array_checks import call_dtype, check_arrays
-from precondattn.execution.cache_checks import check_buffers, check_cache
+from precondattn.execution.cache_checks import (
+    check_buffers,
+    check_cache,
+    check_cacheable,
+    keeps_tokens,
+)
 from precondattn.execution.input_names import EXTEND_OPTIONS, inputs_by_name, shapes_of
 from precondattn.execution.masks import ValueChecks, check_lengths, check_mask
 from precondattn.execution.pair_masks import refuse_divided
-from precondattn.parallel.torch.arguments import local_part
+from precondattn.parallel.layouts import ORDERS, TokenOrder
+from precondattn.parallel.torch.call import Bound, described, local_part
 from precondattn.parallel.torch.divided_cache import DividedCache
+
+
+class CacheStart(NamedTuple):
+    """The capacity of a divided cache, and the cache that it continues."""
+
+    mechanism: Mechanism
+    capacity: int | None
+    cache: Cache | None
+    """An ordinary cache of states, or None"""
+
+    def check(self, order: TokenOrder | None, bound: Bound) -> None:
+        """Raise an error if this process's arguments do not allow a cache."""
+        if order is None:
+            raise ValueError(
+                f"a cache is divided by tokens: layout must be {', '.join(map(repr, ORDERS))}; "
+                f"found 'heads'"
+            )
+        check_cacheable(self.mechanism)
+        _refuse_packed(bound.masks)
+        if keeps_tokens(self.mechanism) and self.capacity is None:
+            raise TypeError(
+                "missing capacity, the greatest number of tokens per sequence, of all "
+                "processes together"
+            )
+        if self.cache is None:
+            return
+        if not isinstance(self.cache, Cache):
+            raise TypeError(
+                f"cache must be an ordinary Cache, of an earlier call on one device or from "
+                f"redistribute; found {type(self.cache).__name__}"
+            )
+        owner = str(self.mechanism)
+        check_cache(owner, self.mechanism, self.cache, bound.inputs)
+        if keeps_tokens(self.mechanism):
+            raise ValueError(
+                f"cache must be of states only, for its tokens are not divided; that of "
+                f"{self.mechanism} has tokens"
+            )
+        of_cache = {"b": self.cache.length.shape[0]}
+        sizes = self.mechanism.inputs.sizes(owner, shapes_of(bound.inputs), of_cache)
+        check_buffers(owner, self.mechanism, self.cache, sizes, call_dtype(bound.inputs))
+        if min(self.cache.length.tolist(), default=0) < 0:
+            raise ValueError("the cache's length is negative: a sequence of it is invalid")
+
+    def __str__(self) -> str:
+        """The properties that must be the same on all processes."""
+        if self.cache is None:
+            return f"with a cache for {self.capacity} tokens"
+        states = ", ".join(f"{name} {described(x)}" for name, x in self.cache.store.items())
+        return f"after {self.cache.length.tolist()} tokens with states {states}"
 
 
 class NewTokens(NamedTuple):
@@ -72,11 +128,7 @@ def bind_new(
     """The arguments of an extension, checked; `named` has inputs and masks."""
     owner = str(mechanism)
     _check_is_of(cache, mechanism, mesh, layout)
-    for name in ("segment_ids", "cu_seqlens"):
-        if named.get(name) is not None:
-            raise TypeError(
-                f"{owner}: {name} belong to a full call; each sequence has its own cache"
-            )
+    _refuse_packed(named)
     refuse_divided(owner, named)
     masks = ("lengths", KEY_MASK, "segment_ids", "cu_seqlens")
     arguments = {name: x for name, x in named.items() if name not in masks}
@@ -116,6 +168,12 @@ def bind_new(
             f"ones do not fit",
         )
     return NewTokens(inputs, sizes, counts, lengths, key_mask, True in kinds, backend)
+
+
+def _refuse_packed(masks: Mapping[str, Tensor]) -> None:
+    for name in ("segment_ids", "cu_seqlens"):
+        if masks.get(name) is not None:
+            raise TypeError(f"{name} belong to a full call; each sequence has its own cache")
 
 
 def _check_is_of(cache: object, mechanism: Mechanism, mesh: DeviceMesh, layout: str) -> None:
