@@ -34,7 +34,7 @@ def forward(call: Call) -> Array:
     if signature is None and _is_distributed(call):
         return frameworks.distributed.forward(call)
     mechanism, bound = call.mechanism, bind(call, signature)
-    _check(call, bound)
+    _check(call, bound, bound)
     if bound.prepared.examined:
         bound = contained(mechanism, bound)
     divided = None if bound.segments is None else packed.divided(mechanism, bound)
@@ -242,15 +242,15 @@ def explain(call: Call) -> Explanation:
     return Explanation(str(mechanism), program, ready.request, plan, discover(), batches)
 
 
-def _check(call: Call, bound: BoundCall) -> None:
-    """Check values, and that no other library divides the sequences."""
+def _check(call: Call, bound: BoundCall, *divided: BoundCall) -> None:
+    """Check values, and the devices: those of PyTorch's `context_parallel` serve `divided` only."""
     if CHECKS.get() is not None:
         from precondattn.execution.examined_values import examine
 
         examine(call.mechanism, bound, is_full=call.cache is None)
     check_division = bound.prepared.framework.check_division
     if check_division is not None:
-        check_division(call.mechanism)
+        check_division(call.mechanism, *divided)
 
 
 def _is_distributed(call: Call) -> bool:

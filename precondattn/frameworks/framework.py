@@ -62,9 +62,9 @@ class Framework:
 
     reads_at_once = False
     """Whether arrays on the CPU are read without waiting."""
-    check_division: Callable[[object], None] | None = None
-    """The function of a mechanism that raises an error where each device has an unknown part of the
-    sequences; None where there is no such thing."""
+    check_division: Callable[..., None] | None = None
+    """The function of a mechanism and a call that raises an error where each device has an unknown
+    part of the sequences; None where there is no such thing."""
     state_of_calls: Callable[[Array], Tree] | None = None
     """The function of an array for what else a call depends on; None where there is nothing. Its
     result is None for a call that must be planned each time."""

@@ -16,6 +16,7 @@ from precondattn.cache.kinds import holding
 from precondattn.frameworks.framework import INF, Framework, repeats_entries
 from precondattn.frameworks.ordinary import is_chosen
 from precondattn.frameworks.torch import autocast
+from precondattn.frameworks.torch.context_parallel import check_context_parallel
 from precondattn.frameworks.torch.modes import (
     counts_flops,
     has_tangent,
@@ -38,21 +39,9 @@ _DESCRIPTION = attrgetter("dtype", "shape", "device", "requires_grad", "layout")
 _functorch = torch._C._functorch
 
 
-def _check_division(mechanism: object) -> None:
-    """Raise an error inside PyTorch's `context_parallel`, which replaces its attention function."""
-    if "torch.distributed.tensor.experimental" not in sys.modules:
-        return
-    room = torch.nn.functional.scaled_dot_product_attention.__module__ or ""
-    if room.startswith("torch.distributed.tensor.experimental"):
-        raise RuntimeError(
-            f"{mechanism}: inside PyTorch's context_parallel each call gets a part of a sequence; "
-            f"use precondattn.parallel.torch.context_parallel instead"
-        )
-
-
 class PyTorch(Framework):
     reads_at_once, ignores_errors = True, False
-    check_division = staticmethod(_check_division)
+    check_division = staticmethod(check_context_parallel)
     cast_inputs = staticmethod(autocast.cast_inputs)
     without_autocast = staticmethod(autocast.off)
     vjp = staticmethod(vjp)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from precondattn.backend import UnsupportedError
+from precondattn.parallel.torch.exit import wait_for_gloo
 
 Result = TypeVar("Result")
 
@@ -27,9 +27,8 @@ KINDS = (UnsupportedError, TypeError, ValueError, NotImplementedError, RuntimeEr
 """The types of errors that are raised again; an error becomes the first that it is an instance
 of, or the last."""
 
-# A thread of gloo releases the tensors of the last exchange, for which it may need Python's lock.
-# Python up to 3.13 aborts if it exits meanwhile. A sleep releases the lock.
-atexit.register(time.sleep, 0.2)
+# Every call ends with an agreement, and often a program ends with a call.
+atexit.register(wait_for_gloo)
 
 
 @dataclass(frozen=True)
