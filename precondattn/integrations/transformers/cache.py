@@ -10,6 +10,8 @@ padding.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,6 +106,35 @@ class CacheLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         raise TypeError(NOT_OFFLOADED)
+
+
+Extend = Callable[[Cache, int], Cache]
+"""A function that extends a cache by the given number of a call's first tokens."""
+
+
+class RecordedCall(NamedTuple):
+    """A recorded call of a layer."""
+
+    before: Cache
+    seen: int
+    """The number of columns before the call."""
+    extend: Extend
+
+
+class DraftRecording(list[RecordedCall]):
+    """The calls since the last `crop` of a layer whose cache, a state or a window, can not go back.
+
+    To remove wrong drafts, the layer goes back to the last cache before them, and computes
+    attention for the tokens in between again, without the MLP.
+    """
+
+    def before(self, left: int) -> Cache | None:
+        """The cache of the first `left` columns; None if they were not recorded."""
+        call = next((call for call in reversed(self) if call.seen <= left), None)
+        if call is None:
+            return None
+        count = left - call.seen
+        return call.extend(call.before, count) if count else call.before
 
 
 def new_columns(key_mask: Tensor, cached: Tensor | int, new: int) -> Tensor:

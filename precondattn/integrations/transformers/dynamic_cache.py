@@ -12,11 +12,12 @@ from precondattn.cache import Cache
 from precondattn.integrations.transformers.cache import (
     ANY,
     CacheLayer,
+    DraftRecording,
+    RecordedCall,
     check_cached_mask,
     new_columns,
     with_key_mask,
 )
-from precondattn.integrations.transformers.drafts import DraftRecording, RecordedCall
 from precondattn.integrations.transformers.masks import ModelMasks
 from precondattn.integrations.transformers.rollback import undone_if_failed
 

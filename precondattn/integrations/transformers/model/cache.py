@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from precondattn.cache import Cache
 from precondattn.cache.kept import without_kept, without_way_back
 from precondattn.given import Given, at_least
-from precondattn.integrations.transformers.drafts import DraftRecording, Extend, RecordedCall
+from precondattn.integrations.transformers.cache import DraftRecording, Extend, RecordedCall
 from precondattn.integrations.transformers.rollback import undone_if_failed
 from precondattn.layers.torch import Attention
 
