@@ -15,7 +15,7 @@ from precondattn.arrays import Array, Arrays
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width
-from precondattn.kernel_backend.lucid_step import LucidStepKernels, leaves_of
+from precondattn.kernel_backend.lucid import LucidStepKernels, leaves_of
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.softmax import Softmax
 from precondattn_pallas.configurations import Configuration, configuration

@@ -16,7 +16,7 @@ from precondattn.cache import Updates
 from precondattn.dispatch.recognition import is_lucid
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import MOST_HEADS, NARROWEST, padded_width
-from precondattn.kernel_backend.lucid_step import WIDEST, LucidStepKernels, leaves_of
+from precondattn.kernel_backend.lucid import WIDEST, LucidStepKernels, leaves_of
 from precondattn_triton.configurations import configuration
 from precondattn_triton.decoding import splits_of, step_masks
 from precondattn_triton.launching import launch

@@ -16,7 +16,7 @@ from torch import Tensor
 from precondattn.cache.kinds import holding
 from precondattn.frameworks.framework import INF, Framework, repeats_entries
 from precondattn.frameworks.ordinary import is_chosen
-from precondattn.frameworks.torch import autocast
+from precondattn.frameworks.torch import autocast, scan, solve
 from precondattn.frameworks.torch.modes import (
     check_context_parallel,
     counts_flops,
@@ -182,42 +182,30 @@ class PyTorch(Framework):
         return torch.cat([array, array.new_full(shape, -math.inf)], dim=axis)
 
     def cholesky(self, matrix: Tensor) -> Tensor:
-        if not self.is_ordinary(matrix):
-            return super().cholesky(matrix)
-        from precondattn.frameworks.torch.solve import cholesky
-
-        return cholesky(matrix)
+        is_ordinary = self.is_ordinary(matrix)
+        return solve.cholesky(matrix) if is_ordinary else super().cholesky(matrix)
 
     def solve_triangular(self, matrix: Tensor, right: Tensor, *, lower: bool) -> Tensor:
         if self.is_ordinary(matrix):
-            from precondattn.frameworks.torch.solve import solve_triangular
-
-            return solve_triangular(matrix, right, lower=lower)
+            return solve.solve_triangular(matrix, right, lower=lower)
         # The general solver may never return with several threads (PyTorch 2.13, oneMKL).
         return torch.linalg.solve_triangular(matrix, right, upper=not lower)
 
     def running_maximum(self, array: Tensor, axis: int) -> Tensor:
-        if not self.is_ordinary(array):
-            return array.cummax(axis).values
-        from precondattn.frameworks.torch.scan import running_maximum
-
-        return running_maximum(array, axis)
+        is_ordinary = self.is_ordinary(array)
+        return scan.running_maximum(array, axis) if is_ordinary else array.cummax(axis).values
 
     def scan(
         self, step: Step, state: Tensor, inputs: Token, *, reverse: bool = False
     ) -> tuple[Tensor, Tensor]:
         if not self.is_ordinary(state):
             return super().scan(step, state, inputs, reverse=reverse)
-        from precondattn.frameworks.torch.scan import scan
-
-        return scan(step, state, inputs, reverse=reverse)
+        return scan.scan(step, state, inputs, reverse=reverse)
 
     def linear_scan(self, factor: Tensor, value: Tensor, *, times: Step, plus: Step) -> Tensor:
         if not self.is_ordinary(value):
             return super().linear_scan(factor, value, times=times, plus=plus)
-        from precondattn.frameworks.torch.scan import linear_scan
-
-        return linear_scan(factor, value, times, plus)
+        return scan.linear_scan(factor, value, times, plus)
 
     def depending_on(self, zeros: Tensor, arrays: Iterable[Tensor]) -> Tensor:
         if self.wants_gradient(*arrays):
@@ -301,12 +289,12 @@ class PyTorch(Framework):
 
         return Moved.apply(array, *rows)
 
-    def recordable_cache(self, cache: Cache) -> Cache:
+    def adopted_cache(self, cache: Cache, like: Tensor) -> Cache:
         """As in `Framework`. Dynamo can not ask whether a tensor is of inference mode."""
         if torch.compiler.is_dynamo_compiling() or torch.is_inference_mode_enabled():
             return cache
         for array in (cache.length, *cache.store.values()):
-            if array.is_inference():
+            if isinstance(array, Tensor) and array.is_inference():
                 store = {name: buffer.clone() for name, buffer in cache.store.items()}
                 return holding(cache, cache.length.clone(), store)
         return cache
