@@ -10,8 +10,7 @@ import typer
 
 import precondattn as pa
 from precondattn.command_line import suite_commands  # noqa: F401, it adds its commands.
-from precondattn.command_line.application import app, console
-from precondattn.command_line.errors import INTERRUPTED, reported
+from precondattn.command_line.application import INTERRUPTED, app, console, reported
 from precondattn.installed import is_installed
 
 

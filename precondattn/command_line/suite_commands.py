@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from precondattn.command_line.application import app, console
-from precondattn.command_line.errors import reported
+from precondattn.command_line.application import app, console, reported
 
 
 @app.command()

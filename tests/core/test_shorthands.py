@@ -12,8 +12,8 @@ import pytest
 
 import precondattn as pa
 from precondattn.algebra.options import choice, flag
-from precondattn.execution.build import build, options_of, switches_of
 from precondattn.execution.input_names import CALL_OPTIONS
+from precondattn.execution.shorthand import build, options_of, switches_of
 
 RNG = np.random.default_rng(0)
 Q, K, V = RNG.normal(size=(3, 1, 5, 2, 4))

@@ -88,7 +88,7 @@ def test_another_backends_gradient_is_used_compiled_and_differentiated(third_par
     torch.testing.assert_close(results(compiled(m), x), results(m, x))
 
 
-def test_vmap_of_another_backend_folds_into_the_batch(third_party):
+def test_vmap_of_another_backend_calls_it(third_party):
     x, m = tensors_of("lucid", requires_grad=False), pa.Lucid(pa.Laser())
     stack = torch.stack([x["k"], 2 * x["k"], x["k"] + 1]).requires_grad_()
     expected = torch.stack([m(x["q"], k, x["v"]) for k in stack])
@@ -129,7 +129,7 @@ ROWS = dict.fromkeys("qkv", (2, 9, 2, 4))
         ("nystrom[landmarks=3,start=batch]", ROWS),  # Sequences that depend on each other.
     ],
 )
-def test_vmap_of_calls_that_are_no_longer_batch_makes_one_after_another(expression, shapes):
+def test_vmap_makes_calls_one_after_another(expression, shapes):
     m, rng = pa.parse(expression), np.random.default_rng(0)
     x = {n: torch.tensor(rng.normal(size=(3, *s)), requires_grad=True) for n, s in shapes.items()}
 

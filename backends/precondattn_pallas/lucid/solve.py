@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width
-from precondattn.kernel_backend.lucid_solve import LucidSolveSupport
+from precondattn.kernel_backend.lucid import LucidSolveSupport
 from precondattn.spec.lucid import LucidSolve
 from precondattn_pallas.arrays import (
     by_heads,

@@ -15,7 +15,7 @@ from precondattn.arrays import Array, Arrays
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width
-from precondattn.kernel_backend.lucid_step import LucidStepKernels, leaves_of
+from precondattn.kernel_backend.lucid import LucidStepKernels, leaves_of
 from precondattn_pallas.arrays import where_valid
 from precondattn_pallas.configurations import Configuration, configuration
 from precondattn_pallas.lucid import decode as lucid_decode
