@@ -67,17 +67,11 @@ def gathered(q: Tensor, k: Tensor, v: Tensor, tokens: int) -> Tensor:
         whole.append(from_layout(torch.cat(parts, 1), layout_of(tokens), DEVICES))
     keys, values = whole
     y = pa.LucidSolve()(keys, values)
-    own = [
-        part
-        for part in TokenOrder.read(layout_of(tokens)).parts_of(tokens, DEVICES)
-        if part.device == dist.get_rank()
-    ]
-    ends = [part.first + part.tokens for part in own]
-    attend = pa.Softmax()
-    outs = [
-        attend(q[:, part.rows], keys[:, :end], y[:, :end])
-        for part, end in zip(own, ends, strict=True)
-    ]
+    parts, outs = TokenOrder.read(layout_of(tokens)).parts_of(tokens, DEVICES), []
+    for part in parts:
+        if part.device == dist.get_rank():
+            end = part.first + part.tokens
+            outs.append(pa.Softmax()(q[:, part.rows], keys[:, :end], y[:, :end]))
     return torch.cat(outs, 1)
 
 

@@ -26,13 +26,6 @@ def test_scripts_and_styles_come_from_the_build():
         assert "//" not in style.read_text(encoding="utf-8"), style
 
 
-def test_the_table_of_the_ecosystem_is_up_to_date():
-    maker = runpy.run_path(str(DOCS / "make_ecosystem.py"))
-    assert maker["PAGE"].read_text(encoding="utf-8") == maker["text"](), (
-        "run python docs/make_ecosystem.py"
-    )
-
-
 def test_what_is_written_from_declarations_and_records_is_up_to_date():
     for path, text in MAKER["texts"]():
         assert path.read_text(encoding="utf-8") == text, (path, "run python docs/make_pages.py")

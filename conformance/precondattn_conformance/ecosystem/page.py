@@ -43,7 +43,7 @@ HEAD = """\
 # The ecosystem under test
 
 This page shows what the [conformance suite](conformance.md) finds in public implementations of the
-mechanisms, and in our own backends. `docs/make_ecosystem.py` writes it from a saved run, which
+mechanisms, and in our own backends. `docs/make_pages.py` writes it from a saved run, which
 these commands repeat:
 
 ```console
