@@ -50,6 +50,7 @@ def _cell(x: object) -> str:
     return f"{x:.3g}" if x == 0 or 1e-2 <= abs(x) < 1e4 else f"{x:.1e}"
 
 
-def with_range(values, form: str) -> str:
-    """ "mean (least to largest)" of numbers, each in the format `form`."""
-    return f"{values.mean():{form}} ({values.min():{form}} to {values.max():{form}})"
+def with_range(values, form: str, *, unit: str = "", middle: float | None = None) -> str:
+    """ "middle (least to largest)" of numbers, each in the format `form`; the mean by default."""
+    of = values.mean() if middle is None else middle
+    return f"{of:{form}}{unit} ({values.min():{form}} to {values.max():{form}})"

@@ -185,7 +185,7 @@ class Arithmetic:
 
     def replaced(self, x: Array, value: float, by: float) -> Array:
         """x, with another number in place of `value`; it may be in x."""
-        return namespace(x).where(x == value, by, x)
+        return self.namespace(x).where(x == value, by, x)
 
     def reciprocal(self, x: Array) -> Array:
         """1 / x"""
@@ -280,6 +280,7 @@ class OfNumPy(InPlace):
     swapped = staticmethod(operator.methodcaller("swapaxes", 1, 2))
     reshape = staticmethod(NP.reshape)
     permuted = staticmethod(NP.transpose)
+    reciprocal = staticmethod(NP.reciprocal)
     lower = staticmethod(NP.tril)
 
     def arange(self, count: int, like: Array) -> Array:
@@ -302,6 +303,9 @@ class OfNumPy(InPlace):
 
     def exp(self, x: Array) -> Array:
         return np.exp(x, out=x)
+
+    def replaced(self, x: Array, value: float, by: float) -> Array:
+        return np.where(x == value, by, x)
 
     def keep(self, x: Array, where: Array, otherwise: float) -> Array:
         np.copyto(x, otherwise, where=~where)

@@ -27,8 +27,7 @@ from precondattn.spec.iterated_inverse import largest_sum
 from precondattn.spec.nystrom import segment_means
 from precondattn_portable import banded_convolution
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.layout import blocks, only_at, time_first
-from precondattn_portable.sizes import budget
+from precondattn_portable.layout import blocks, budget, only_at, time_first
 from precondattn_portable.whole_sequence import WholeSequenceAlgorithm
 
 

@@ -10,25 +10,10 @@ host some microseconds: its blocks are as large as a part of its memory, and few
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import dataclass
 
 VARIABLE = "PRECONDATTN_BLOCKS"
 """The environment variable that names the sizes: `cpu` or `accelerator`."""
-
-
-class ThreadShare(threading.local):
-    """Per thread: the number of threads that divide a call, and so the memory of each."""
-
-    count = 1
-
-
-SHARING = ThreadShare()
-
-
-def budget(entries: int) -> int:
-    """This thread's share of the entries that may be processed together."""
-    return entries // SHARING.count
 
 
 @dataclass(kw_only=True)
@@ -64,10 +49,6 @@ class BlockSizes:
     arrays, of which each pass reads two or three from a core's own cache."""
     token_entries: int
     """Entries of an array of which a function of single tokens reads some tokens at a time."""
-
-    def block(self, tokens: int, queries_per_key_head: int = 1) -> int:
-        """Positions of a block, whose rows are those of all query heads of a key head."""
-        return min(max(self.rows // queries_per_key_head, self.fewest_rows), tokens)
 
     def chunk_of_reflections(self, tokens: int) -> int:
         """Positions of a chunk of reflections. The gradient costs products per pair of chunks."""

@@ -31,8 +31,7 @@ from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.layout import padded, time_first, zero_padding
-from precondattn_portable.sizes import budget
+from precondattn_portable.layout import budget, padded, time_first, zero_padding
 
 
 class WindowPart(NamedTuple):

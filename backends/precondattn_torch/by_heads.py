@@ -31,7 +31,8 @@ from precondattn.frame import Frame
 from precondattn.frameworks.torch.modes import only_computes
 from precondattn.spec.transported import Transported
 from precondattn_portable.algorithm import Algorithm, AnyAlgorithm
-from precondattn_portable.sizes import SHARING, BlockSizes
+from precondattn_portable.layout import SHARING
+from precondattn_portable.sizes import BlockSizes
 
 R = TypeVar("R")
 

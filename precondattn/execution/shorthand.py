@@ -12,7 +12,6 @@ from textwrap import fill
 from precondattn import frameworks
 from precondattn.algebra.call import Call
 from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.mechanism import Mechanism
 from precondattn.algebra.options import OptionValue, fields_of
 from precondattn.algebra.other_names import keyword_elsewhere
 from precondattn.algebra.registry import AnyMechanism, MechanismClass
@@ -32,7 +31,7 @@ Switches = Mapping[str, Mapping[int, Settings]]
 Options = dict[str, Field[OptionValue]]
 
 
-def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
+def shorthand(cls: MechanismClass) -> Callable[..., Array]:
     """A function that builds a mechanism from keywords and calls it, such as `pa.lucid`.
 
     Its keywords are the mechanism's options, inputs and masks. A preconditioner is built around
