@@ -56,6 +56,8 @@ class Arithmetic:
 
     writes = False
     """Whether `array[index] = update` is allowed."""
+    has_solver = False
+    """Whether the library solves triangular systems (`solve_unit_lower`)."""
 
     def __init__(self, sizes: BlockSizes = ON_CPU) -> None:
         self.sizes = sizes

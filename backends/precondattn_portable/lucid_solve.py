@@ -151,7 +151,7 @@ class LucidMatrix:
         del within  # It is as large as the inverses.
         if self.beta is not None:
             below = below * self._by_block(self.beta)
-        self.solves = ops.sizes.few_operations
+        self.solves = ops.sizes.few_operations and ops.has_solver
         self.blocks_or_inverses = below if self.solves else unit_lower_inverse(ops, below)
 
     def _by_block(self, x: Array) -> Array:

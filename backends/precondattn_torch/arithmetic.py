@@ -18,6 +18,7 @@ MANY = 2**14
 class TorchArithmetic(InPlace):
     """Operations of PyTorch, where stacks of matrices are multiplied by `bmm`."""
 
+    has_solver = True
     log = staticmethod(Tensor.log_)
     tanh = staticmethod(Tensor.tanh_)
     add_multiple = staticmethod(Tensor.addcmul_)

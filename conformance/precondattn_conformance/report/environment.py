@@ -33,6 +33,7 @@ PACKAGES = (
     "cupy-cuda13x",
 )
 SETTINGS = (
+    "PRECONDATTN_BLOCKS",
     "TRITON_INTERPRET",
     "JAX_PLATFORMS",
     "JAX_ENABLE_X64",
