@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from sybil import Sybil
 from sybil.parsers.myst import PythonCodeBlockParser
 
-from precondattn_conformance.xla import FLAGS, quick_flags
+from precondattn_conformance.process_settings import FLAGS, quick_flags
 
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser()],

@@ -11,6 +11,6 @@ pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(doctest_optionflags=ELLIPSIS | NORMALIZE_WHITESPACE)],
     patterns=["*.md"],
     # The code there is run where the projects are installed: by `precondattn ecosystem`, and by
-    # tests/integrations/test_adapters_page.py.
+    # tests/core/test_docs.py.
     excludes=["_build/*", "adapters.md", "ecosystem.md"],
 ).pytest()

@@ -8,6 +8,7 @@ The stub `precondattn/shorthands.pyi`, for type checkers; the lists of mechanism
     recipes.md          how a layer makes each input of each mechanism
     compositions.md     the bases that each preconditioner accepts, and reasons for refusals
     kernel_ledger.md    reports of the compilers, which their `--save` writes
+    ecosystem.md        a run of `precondattn ecosystem`; judgements that do not fit raise an error
     versions.md         test runs, which `nox -f conformance/versions/noxfile.py -- --save` writes
     paper_models.md     the numbers of parameters of the models in its rows
 """
@@ -26,6 +27,10 @@ import precondattn as pa
 from precondattn.algebra import registry
 from precondattn_conformance.bench.plot import ratios_to_plain
 from precondattn_conformance.checks import CHECKS
+from precondattn_conformance.ecosystem.judgement import require_true
+from precondattn_conformance.ecosystem.judgements import JUDGEMENTS
+from precondattn_conformance.ecosystem.page import page as ecosystem_page
+from precondattn_conformance.ecosystem.table import load as load_table
 
 STUB = Path(pa.__file__).with_name("shorthands.pyi")
 LISTS = (DOCS / "mechanisms" / "index.md", DOCS / "which_mechanism.md")
@@ -342,6 +347,9 @@ def texts() -> Iterator[tuple[Path, str]]:
     for name, parts in MEASURED.items():
         page = DOCS / f"{name}.md"
         yield page, with_measured(page, *parts())
+    ecosystem = load_table(MEASUREMENTS / "ecosystem" / "smoke.json")
+    require_true(ecosystem, JUDGEMENTS)
+    yield DOCS / "ecosystem.md", ecosystem_page(ecosystem, JUDGEMENTS)
 
 
 if __name__ == "__main__":

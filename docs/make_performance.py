@@ -39,8 +39,7 @@ def launches() -> str:
     """Launches and memory on an accelerator, by length and by work."""
     saved = json.loads((MEASUREMENTS / "launches" / "torch.json").read_text(encoding="utf-8"))
     work = ("forward", "with gradient", "forward, 32,768 tokens", "with gradient, 32,768 tokens")
-    cells = ([f"{count:,} ({size(bytes_)})" for count, bytes_ in rows] for rows in saved.values())
-    rows = [(f"`{name}`", *each) for name, each in zip(saved, cells, strict=True)]
+    rows = [(f"`{n}`", *(f"{x:,} ({size(y)})" for x, y in each)) for n, each in saved.items()]
     return table(("8,192 tokens", *work), rows)
 
 

@@ -3,6 +3,7 @@
 Tests of a framework that is not installed are skipped.
 """
 
+import functools
 import os
 import sys
 from importlib import metadata
@@ -18,8 +19,11 @@ from tests.tiers import sort_into_tiers
 THIRD_PARTY = Path(__file__).parent / "third_party"
 """A folder as pip leaves one: a module, and the metadata with its entry points."""
 
-collect_ignore = ["third_party"]
-"""Collecting the module would import it, and register its mechanism for every test."""
+collect_ignore = [
+    "third_party",  # To import its module registers its mechanism for every test.
+    "kernel_tools/cuda_examples",  # CUDA's headers and Triton may be missing.
+    "kernel_tools/triton_examples",
+]
 
 if find_spec("jax"):
     import jax
@@ -81,10 +85,21 @@ def only_the_reference(monkeypatch):
     discovery.changes += 1
 
 
+@functools.cache
+def compiled_for(*sizes):
+    """JAX's compiled calls with these sizes of blocks, which are no arguments of the calls."""
+    import jax
+
+    from precondattn.frameworks.jax.sharding import on_shards
+
+    return jax.jit(lambda *arguments: on_shards(*arguments), static_argnums=(0, 1))
+
+
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of a few tokens: short sequences have several blocks, and a shorter last one."""
     pytest.importorskip("jax")
+    from precondattn.frameworks.jax import sharding
     from precondattn_jax import chunkwise as jax_chunkwise
     from precondattn_jax import definition as jax_definition
     from precondattn_jax import layout as jax_layout
@@ -112,6 +127,7 @@ def small_blocks(monkeypatch):
     ):
         for name, size in names.items():
             monkeypatch.setattr(module, name, size)
+    monkeypatch.setattr(sharding, "compiled", compiled_for("small"))
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Processes that compute together: `python -m tests.ranks MODULE COUNT ARGUMENTS`.
 
-This process imports the module, and forks once for each rank; each copy calls the module's function
-`main(rank, COUNT, *ARGUMENTS)`. Importing PyTorch takes longer than most of what the ranks compute.
+This process imports the module and those that its function `imports(COUNT, *ARGUMENTS)` names, and
+forks once for each rank; each copy calls the function `main(rank, COUNT, *ARGUMENTS)`. Importing
+PyTorch takes longer than most of what the ranks compute.
 """
 
 import os
@@ -10,6 +11,8 @@ import subprocess
 import sys
 from contextlib import contextmanager, suppress
 from importlib import import_module
+
+from precondattn.dispatch.discovery import discover
 
 
 @contextmanager
@@ -37,12 +40,15 @@ def run_ranks(module, count, *arguments):
 
 def main(module, count, *arguments):
     """The exit code: 0, or that of a rank that failed."""
-    run = import_module(module).main
+    worker = import_module(module)
+    for name in worker.imports(count, *arguments):
+        import_module(name)
+    discover()
     copies = []
     for rank in range(count):
         copy = os.fork()
         if copy == 0:
-            run(rank, count, *arguments)
+            worker.main(rank, count, *arguments)
             return 0
         copies.append(copy)
     return max(abs(os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])) for copy in copies)

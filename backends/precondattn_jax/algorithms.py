@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from sys import maxsize
+
 from jax import Array
 
 import precondattn as pa
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.recurrences import Recurrences
-from precondattn.arrays import Arrays
+from precondattn.arrays import Arrays, Index
 from precondattn.frame import Frame
 from precondattn.spec.recurrence import Form
 from precondattn.spec.stateful import Stateful
 from precondattn_jax.attention import AttentionBlocks
 from precondattn_jax.chunkwise import Chunkwise, SolvingChunkwise
-from precondattn_jax.definition import AlgorithmInLoops
+from precondattn_jax.definition import AlgorithmInLoops, InFullPrecision
 from precondattn_jax.deltaformer import DeltaFormerBlocks
 from precondattn_jax.lucid_solve import LucidSolveBlocks
-from precondattn_jax.outlook import OutlookRows
 from precondattn_jax.query_weighted import QueryWeighted
 from precondattn_jax.symmetric_lucid import SymmetricLucidSolveBlocks
 from precondattn_jax.windowed import WindowedBlocks
+from precondattn_portable import outlook
 from precondattn_portable.algorithm import TOKEN_WISE, AnyAlgorithm, AsDefined
 from precondattn_portable.backend import RECURRENCES
 from precondattn_portable.channel import ChannelProducts
@@ -64,6 +66,15 @@ class NystromInLoops(OfOneSequence, NystromKernels):
     """Algorithm of `Nystrom`."""
 
 
+class OutlookInLoops(InFullPrecision[pa.Outlook], outlook.OutlookRows):
+    """Algorithm of `Outlook`: all windows are one batch, and the outputs' image is not modified."""
+
+    entries_together = maxsize
+
+    def add(self, image: Array, where: Index, x: Array) -> Array:
+        return image.at[where].add(x)
+
+
 class TokenWiseInLoops(AlgorithmInLoops[LeafProtocol], AsDefined):
     output = AlgorithmInLoops.output_as_defined
 
@@ -79,7 +90,7 @@ ALGORITHMS: dict[type | Recurrences, type[AnyAlgorithm]] = {
     pa.Channel: ChannelInLoops,
     pa.CrossCovariance: CrossCovarianceInLoops,
     pa.Nystrom: NystromInLoops,
-    pa.Outlook: OutlookRows,
+    pa.Outlook: OutlookInLoops,
     pa.Windowed: WindowedBlocks,
     **dict.fromkeys(RECURRENCES, RecurrenceInLoops),
     **dict.fromkeys((pa.PreconditionedKey, pa.ConditionedQuery), RecurrenceInLoops),

@@ -83,21 +83,16 @@ class AttentionBlocks(SteppingAsDefined[SoftmaxAttention], attention.AttentionBl
                 if leaf.softcap is not None:
                     tile = capped(tile, leaf.softcap)
                 pairs = jnp.reshape(tile, (new.b, new.n, new.r, blocks.size, cached.size))
+                columns = cached.start(j) + jnp.arange(cached.size, dtype="int32")
                 if bias is not None:
-                    columns = cached.start(j) + jnp.arange(cached.size, dtype="int32")
                     pairs = pairs + jnp.take(blocks.take(bias, a, 3), columns, axis=4)
                 rows = blocks.take(position, a, 1)
                 if leaf.distance != "none":
-                    ahead = (
-                        cached.start(j)
-                        + jnp.arange(cached.size, dtype="int32")[None, None]
-                        - rows[:, :, None]
-                    )
+                    ahead = columns[None, None] - rows[:, :, None]
                     more = jnp.swapaxes(added(leaf, x, ahead), 0, 1)
                     pairs = pairs + jnp.reshape(more, (-1, *pairs.shape[1:]))
                 visible = cached.visible(j, rows)
                 if allowed is not None:
-                    columns = cached.start(j) + jnp.arange(cached.size, dtype="int32")
                     visible &= jnp.take(blocks.take(allowed, a, 3), columns, axis=4)
                 tile = jnp.reshape(jnp.where(visible, pairs, -jnp.inf), tile.shape)
                 return read.add(state, tile, cached.take(past["value"], j))

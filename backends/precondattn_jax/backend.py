@@ -63,6 +63,6 @@ class Jax(JaxBackend, Portable):
         return super().refusal(piece, request)
 
     def run(self, verb: str, runner: JaxRunner, *arrays: Tree) -> Tree:
-        from precondattn_jax.compiled import compiled
+        from precondattn.frameworks.jax import sharding
 
-        return compiled(verb, runner, *arrays)
+        return sharding.compiled(verb, runner, *arrays)

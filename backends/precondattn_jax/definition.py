@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.algebra.leaf_protocol import LeafProtocol
-from precondattn.arrays import Arrays, Tree, cast, upcast_all
+from precondattn.arrays import Arrays, Residuals, Tree, cast, upcast_all
 from precondattn.cache import Replace, Updates, append, updated
 from precondattn.frame import Frame
 from precondattn.frameworks.jax.derivative import with_derivative
+from precondattn_jax.arithmetic import full_precision
 from precondattn_jax.layout import is_known, padded
 from precondattn_jax.loops import DIFFERENTIABLE, PLAIN, Loops
 from precondattn_portable.algorithm import Algorithm
@@ -49,6 +50,20 @@ class AlgorithmInLoops(Algorithm[L]):
 
     def output_as_defined(self, x: Arrays, frame: Frame) -> Array:
         return jax.checkpoint(lambda x: self.leaf.forward(x, frame)[0])(x)
+
+
+class InFullPrecision(AlgorithmInLoops[L]):
+    """An algorithm of `precondattn_portable`, which also multiplies without `JaxArithmetic`."""
+
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
+        with full_precision():
+            return super().forward(x, frame)
+
+    def backward(
+        self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
+    ) -> Arrays:
+        with full_precision():
+            return super().backward(x, frame, out, residuals, cotangent)
 
 
 class SteppingAsDefined(AlgorithmInLoops[L]):

@@ -118,6 +118,10 @@ class QueryBlocks:
         """The tokens of block j of (b, n, s, …)."""
         return lax.dynamic_slice_in_dim(x, j * self.size, self.size, axis)
 
+    def columns(self, j: Array) -> Array:
+        """The positions of block j's tokens, as columns of scores (1, 1, 1, C)."""
+        return (j * self.size + jnp.arange(self.size, dtype="int32"))[None, None, None]
+
     def put(self, x: Array, j: Array, tokens: Array, axis: int = 2) -> Array:
         return lax.dynamic_update_slice_in_dim(x, tokens, j * self.size, axis)
 

@@ -65,10 +65,8 @@ class LucidSolveBlocks(SteppingAsDefined[pa.LucidSolve]):
                 d_tile = -product_with_transposed(d_v, total) * weights
                 if rows.maxima is None or leaf.detach_max:
                     return d_tile
-                column = (j * blocks.size + jnp.arange(blocks.size, dtype="int32"))[
-                    None, None, None
-                ]
-                return d_tile + jnp.where(rows.maxima.first == column, row_sum(d_v * v), 0.0)
+                is_first = rows.maxima.first == blocks.columns(j)
+                return d_tile + jnp.where(is_first, row_sum(d_v * v), 0.0)
 
             def pull(i: Array, carry: Tree) -> Tree:
                 sums, right, d_rows, residual = carry
@@ -115,8 +113,7 @@ class LucidSolveBlocks(SteppingAsDefined[pa.LucidSolve]):
     def _step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
         """A step with the dot product and a unit diagonal."""
         leaf, (b, t, n, d) = self.leaf, x["k"].shape
-        scale, updates = leaf.scale_for(d), dict[str, Append](key=Append(x["k"]))
-        k = x["k"]
+        k, scale, updates = x["k"], leaf.scale_for(d), dict[str, Append](key=Append(x["k"]))
         if leaf.normalize == "keys":
             r = rms(k, leaf.eps)
             k, updates["rms"] = k / r, Append(r[..., 0])

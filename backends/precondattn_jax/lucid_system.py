@@ -121,19 +121,17 @@ class LucidRows(LowerRows):
 
     def _maxima(self, own: Array) -> RowMaxima:
         """The row maxima of the scores; `own` is the diagonal S_ii."""
-        a, size = self.a, self.scores.blocks.size
+        a, blocks = self.a, self.scores.blocks
 
         def add(so_far: RowMaxima, tile: Array, j: Array, *, diagonal: bool = False) -> RowMaxima:
             tile = self.mask.apply(tile, a, j, diagonal=diagonal)
             row_max = jnp.max(tile, axis=-1, keepdims=True)
-            first = j * size + jnp.argmax(tile, axis=-1, keepdims=True).astype(a.dtype)
+            first = j * blocks.size + jnp.argmax(tile, axis=-1, keepdims=True).astype(a.dtype)
             is_past = row_max >= so_far.value  # Blocks are processed from the last to the first.
             each = zip((row_max, first), so_far, strict=True)
             return RowMaxima(*(jnp.where(is_past, new, old) for new, old in each))
 
-        position = (a * size + jnp.arange(size, dtype="int32"))[None, None, :, None].astype(
-            own.dtype
-        )
+        position = jnp.matrix_transpose(blocks.columns(a)).astype(own.dtype)
         so_far = RowMaxima(own, (zeros(own.shape, own) + position).astype(a.dtype))
         so_far = add(so_far, self.scores.diagonal(a), a, diagonal=True)
         result: RowMaxima = self.scores.over(a, self.mask.first(a), a, add, so_far)
@@ -141,11 +139,10 @@ class LucidRows(LowerRows):
 
     def score_at(self, column: Array) -> Array:
         """The score of each row with the key at `column` (b, n, C, 1)."""
-        a, size = self.a, self.scores.blocks.size
+        a, blocks = self.a, self.scores.blocks
 
         def add(total: Array | float, tile: Array, j: Array) -> Array:
-            is_maximum = column == (j * size + jnp.arange(size, dtype="int32"))[None, None, None]
-            return total + row_sum(jnp.where(is_maximum, tile, 0.0))
+            return total + row_sum(jnp.where(column == blocks.columns(j), tile, 0.0))
 
         own_sum = add(0.0, self.scores.diagonal(a), a)
         return self.scores.over(a, self.mask.first(a), a, add, own_sum, DIFFERENTIABLE)

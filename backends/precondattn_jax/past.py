@@ -37,9 +37,8 @@ class BufferedPast:
             self.prefix = frame.q_prefix[:, :1]  # All tokens of a sequence have one prefix.
         filled = jnp.clip(jnp.max(length), 0, capacity)
         self.first, self.stop = jnp.zeros_like(filled), (filled + self.size - 1) // self.size
-        if (
-            window is not None and self.prefix is None
-        ):  # The blocks before the first token's window are skipped.
+        if window is not None and self.prefix is None:
+            # The blocks before the first token's window are skipped.
             low = jnp.clip(jnp.min(length) - window + 1, 0, capacity)
             self.first = jnp.minimum(low // self.size, self.stop)
 

@@ -3,7 +3,7 @@
     (b, s, h, ·)  →  grid (b, R, C, h, ·), padded to whole windows and rolled by the shift
                   →  (b windows, h, w, ·)
 
-The indices that `precondattn_portable.windows` has in NumPy arrays are computed from iotas here,
+The indices that `precondattn_portable.windowed` has in NumPy arrays are computed from iotas here,
 because JAX does not partition functions that contain constant arrays.
 """
 
@@ -18,15 +18,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import precondattn as pa
-from precondattn.arrays import Arrays, Residuals
+from precondattn.arrays import Arrays
 from precondattn.frame import Frame
 from precondattn.spec.grid_windows import GridWindows
-from precondattn_jax.arithmetic import full_precision
-from precondattn_jax.definition import AlgorithmInLoops
+from precondattn_jax.definition import InFullPrecision
 from precondattn_portable import windowed
 from precondattn_portable.layout import padded
-from precondattn_portable.windowed import GatheredWindows, WindowedCall
-from precondattn_portable.windows import WindowPart
+from precondattn_portable.windowed import GatheredWindows, WindowedCall, WindowPart
 
 
 class TokenGrid:
@@ -116,14 +114,6 @@ class GridCall(WindowedCall):
     def slots(self) -> int:
         return prod(self.leaf.windows.size)
 
-    def entries(self) -> Array:
-        slot, columns = jnp.arange(self.slots, dtype="int32"), self.leaf.windows.size[-1]
-        places = [slot] if len(self.leaf.windows.size) == 1 else [slot // columns, slot % columns]
-        entry = jnp.zeros((self.slots, self.slots), slot.dtype)
-        for place, w in zip(places, self.leaf.windows.size, strict=True):
-            entry = entry * (2 * w - 1) + place[:, None] - place[None, :] + w - 1
-        return jnp.reshape(entry, (-1,))
-
     def never_hidden(self, part: WindowPart | None) -> Array | None:
         if self.is_filled(part) and not any(self.leaf.windows.shift):
             return None
@@ -132,18 +122,8 @@ class GridCall(WindowedCall):
         return jnp.reshape(each, (-1, 1, self.slots, self.slots))
 
 
-class WindowedBlocks(AlgorithmInLoops[pa.Windowed], windowed.WindowedBlocks):
+class WindowedBlocks(InFullPrecision[pa.Windowed], windowed.WindowedBlocks):
     """Algorithm of `Windowed`."""
 
     def call(self, x: Arrays, frame: Frame) -> GridCall:
         return GridCall(self.ops, self.leaf, x, frame)
-
-    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
-        with full_precision():
-            return super().forward(x, frame)
-
-    def backward(
-        self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
-    ) -> Arrays:
-        with full_precision():
-            return super().backward(x, frame, out, residuals, cotangent)

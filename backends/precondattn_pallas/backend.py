@@ -84,7 +84,7 @@ KERNELS: dict[str, KernelTable] = {
         pa.LucidSolve: "precondattn_pallas.tpu.lucid_solve:TpuLucidSolve",
         **dict.fromkeys(
             (*RECURRENCES[TPU], pa.ConditionedQuery),
-            "precondattn_pallas.tpu.recurrence:TpuRecurrence",
+            "precondattn_pallas.tpu.chunkwise:TpuRecurrence",
         ),
     },
 }
@@ -203,12 +203,18 @@ class Pallas(JaxBackend, KernelBackend):
         return f"jaxlib {jaxlib.__version__}"
 
     def run(self, verb: str, runner: JaxRunner, *arrays: Tree) -> Tree:
-        if is_interpreting() and target() == TPU:
-            # JAX's interpreter of TPU kernels has effects, which can not be divided.
-            return runner.computing(verb)(*arrays)
-        from precondattn_pallas.on_devices import on_devices
+        """The runner's method, on several devices of each one's own sequences and heads."""
+        import jax
 
-        return on_devices(verb, runner, *arrays)
+        from precondattn.frameworks.jax.sharding import compiled, on_shards
+
+        leaves = jax.tree.leaves(arrays)
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        is_divided = is_traced or any(len(leaf.devices()) > 1 for leaf in leaves)
+        # JAX's interpreter of TPU kernels has effects, which can not be divided.
+        if not is_divided or (is_interpreting() and target() == TPU):
+            return runner.computing(verb)(*arrays)
+        return (on_shards if is_traced else compiled)(verb, runner, *arrays)
 
 
 def kernels_of(mechanism: Piece, *, interpret: Interpret, target: str = CUDA) -> Kernels:

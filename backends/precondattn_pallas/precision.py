@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,6 @@ LOG2_E = math.log2(math.e)
 TF32_ALLOWED = ("default", "fastest", "bfloat16", "tensorfloat32", "TF32_TF32_F32")
 """Settings of `jax_default_matmul_precision` that are no more exact than tf32. Without a setting, a
 float32 product has float32's accuracy, unlike JAX's own on a GPU."""
-
-
-class Multiplies(Protocol):
-    """An object that multiplies tiles, on a GPU or on a TPU."""
-
-    def dot(self, a: Array, b: Array, *, left: bool = False, right: bool = False) -> Array: ...
-    @property
-    def exact(self) -> Multiplies: ...
 
 
 class Products(NamedTuple):
@@ -56,11 +48,6 @@ class Products(NamedTuple):
         return lax.dot_general(
             a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
         )
-
-    def dot_of_gradient(self, d_scores: Array, rows: Array, *, rounds: bool) -> Array:
-        """dS K or dSᵀ Q, with dS rounded to the dtype of the rows, or both in float32."""
-        factor = rows.dtype if rounds else jnp.float32
-        return self.dot(d_scores.astype(factor), rows.astype(factor))
 
     @property
     def exact(self) -> Products:

@@ -54,7 +54,8 @@ TPU_CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] 
 STEPS = (("lucid[beta=true]", ("bfloat16", "float32"), ((256, 256), (128, 128))),)
 """Steps by one token, with dtypes and widths."""
 
-TOKENS, HEADS, KEY_HEADS, BATCH, SLOTS = 4096, 16, 4, 2, 64
+TOKENS, BATCH, SLOTS = 4096, 2, 64
+SIZES = {"b": BATCH, "h": 16, "n": 4, "u": 16, **dict.fromkeys("cts", TOKENS)}
 WIDE_SPILLS = 1024
 """Bytes that a thread may spill where rows are wider than 128."""
 
@@ -75,8 +76,7 @@ def variants(target: str) -> Iterator[Variant]:
 def _of_step(expression: str, dtype: str, width: int) -> Variant:
     """A step of LUCID by one token after those in a cache."""
     group = Group(group_of(expression))
-    sizes = {"b": BATCH, "h": HEADS, "n": KEY_HEADS, "c": TOKENS, "d": width, "e": width}
-    sizes |= {"t": 1, "s": 1}
+    sizes = {**SIZES, "d": width, "e": width, "t": 1, "s": 1}
     inputs = group.inputs.extending()
     x = {name: _empty(pattern.shape(sizes), dtype) for name, pattern in inputs.items()}
     past = {
@@ -97,38 +97,24 @@ def _of_step(expression: str, dtype: str, width: int) -> Variant:
 def _of_call(expression: str, dtype: str, d: int, e: int, device: str) -> Iterator[Variant]:
     leaf = pa.parse(expression).program.leaves[0]
     assert isinstance(leaf, pa.Leaf)
-    sizes = {
-        "b": BATCH,
-        "h": HEADS,
-        "n": KEY_HEADS,
-        "u": HEADS,
-        "t": TOKENS,
-        "s": TOKENS,
-        "d": d,
-        "e": e,
-        "m": min(d, SLOTS),
-    }
+    sizes = {**SIZES, "d": d, "e": e, "m": min(d, SLOTS)}
     x = {n: _empty(pattern.shape(sizes), dtype) for n, pattern in leaf.inputs.items()}
-    frame = {"k_segment": _empty((BATCH, TOKENS), "int32")}
+    masks = {"k_segment": _empty((BATCH, TOKENS), "int32")}
     kernels = kernels_of(leaf, interpret=False, target=device)
 
-    def forward(x: Array, frame: Array) -> Array:
-        return kernels.forward(leaf, x, _frame(frame))
+    # The positions of a full call are known without arrays.
+    def forward(x: Array, masks: Arrays) -> Array:
+        return kernels.forward(leaf, x, Frame(None, None, **masks))
 
-    out, residuals = jax.eval_shape(forward, x, frame)
+    out, residuals = jax.eval_shape(forward, x, masks)
 
-    def backward(x: Array, frame: Array, out: Array, residuals: Array, cotangent: Array) -> Array:
-        return kernels.backward(leaf, x, _frame(frame), out, residuals, cotangent)
+    def backward(x: Array, masks: Arrays, *others: Array) -> Array:
+        return kernels.backward(leaf, x, Frame(None, None, **masks), *others)
 
     name = f"{expression} {dtype} {d}" + ("" if d == e else f"x{e}")
     limit = 0 if max(d, e) <= 128 else WIDE_SPILLS
-    yield Variant(name, forward, (x, frame), limit)
-    yield Variant(f"{name} backward", backward, (x, frame, out, residuals, out), limit)
-
-
-def _frame(masks: Arrays) -> Frame:
-    """The frame of a full call. Its positions are known without arrays."""
-    return Frame(None, None, **masks)
+    yield Variant(name, forward, (x, masks), limit)
+    yield Variant(f"{name} backward", backward, (x, masks, out, residuals, out), limit)
 
 
 def _empty(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:

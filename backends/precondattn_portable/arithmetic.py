@@ -20,7 +20,7 @@ from precondattn.arrays import Array, Arrays, Index, Namespace, arange_like, nam
 from precondattn.spec.array_functions import row_sum, swap_time_and_heads, transpose
 from precondattn.spec.l2_norm import l2_norm, length
 from precondattn.spec.rms_norm import rms
-from precondattn_portable.sizes import ON_CPU, Sizes
+from precondattn_portable.sizes import ON_CPU, BlockSizes
 
 NP: Namespace = np
 """NumPy without its types, which are narrower than those of the operations."""
@@ -57,7 +57,7 @@ class Arithmetic:
     writes = False
     """Whether `array[index] = update` is allowed."""
 
-    def __init__(self, sizes: Sizes = ON_CPU) -> None:
+    def __init__(self, sizes: BlockSizes = ON_CPU) -> None:
         self.sizes = sizes
 
     add = staticmethod(operator.add)
@@ -185,7 +185,7 @@ class Arithmetic:
 
     def replaced(self, x: Array, value: float, by: float) -> Array:
         """x, with another number in place of `value`; it may be in x."""
-        return namespace(x).where(x == value, by, x)
+        return self.namespace(x).where(x == value, by, x)
 
     def reciprocal(self, x: Array) -> Array:
         """1 / x"""
@@ -280,6 +280,7 @@ class OfNumPy(InPlace):
     swapped = staticmethod(operator.methodcaller("swapaxes", 1, 2))
     reshape = staticmethod(NP.reshape)
     permuted = staticmethod(NP.transpose)
+    reciprocal = staticmethod(NP.reciprocal)
     lower = staticmethod(NP.tril)
 
     def arange(self, count: int, like: Array) -> Array:
@@ -302,6 +303,9 @@ class OfNumPy(InPlace):
 
     def exp(self, x: Array) -> Array:
         return np.exp(x, out=x)
+
+    def replaced(self, x: Array, value: float, by: float) -> Array:
+        return np.where(x == value, by, x)
 
     def keep(self, x: Array, where: Array, otherwise: float) -> Array:
         np.copyto(x, otherwise, where=~where)

@@ -48,6 +48,7 @@ from precondattn_portable.forget_gate import ForgetGate
 from precondattn_portable.layout import (
     Part,
     Tile,
+    block_size,
     blocks,
     grouped_bias,
     grouped_queries,
@@ -179,7 +180,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         ops, leaf = self.ops, self.leaf
         (_, _, r, t, _), s = view.q.shape, view.k.shape[2]
         is_transported = isinstance(leaf.metric, Transported)
-        size, chunk, chunks = ops.sizes.block(t, r), 1, 1
+        size, chunk, chunks = block_size(ops.sizes, t, r), 1, 1
         if is_transported:
             sizes = ops.sizes
             chunk, chunks = (
@@ -346,7 +347,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         known_frame = known.frame.replaced(pairs=None)
         mask = Mask(known_frame, s, known.offset, window=leaf.window, pairs=pairs)
         o = ops.time_first((b, n, r, t, view.v.shape[3]), view.q, 3)
-        size = ops.sizes.block(t, r)
+        size = block_size(ops.sizes, t, r)
         for part in head_groups(ops.sizes, b, n, r * size * s):
             group, group_mask = view.group(part), mask.of_part(part)
             keys, values = [cached_k[part], group.k], [cached_v[part], group.v]

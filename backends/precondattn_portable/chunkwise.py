@@ -23,8 +23,7 @@ from precondattn_portable.chunkwise_additive import (
     WrittenChunks,
 )
 from precondattn_portable.chunkwise_delta import DeltaRule, KeyDeltaRule
-from precondattn_portable.layout import blocks, padded
-from precondattn_portable.sizes import budget
+from precondattn_portable.layout import blocks, budget, padded
 
 REREAD = 2
 """Groups that are read repeatedly are smaller by this factor, so that their arrays fit a cache."""

@@ -41,6 +41,7 @@ from precondattn_portable.extension import filled, past_heads, step_as_defined
 from precondattn_portable.layout import (
     Part,
     Tile,
+    block_size,
     head_groups,
     time_first,
     tokens_at,
@@ -75,7 +76,7 @@ class WeightRows:
         """Groups of heads and their tiles, whose keys end with the last row."""
         b, h, t, _ = self.q.shape
         sizes = self.ops.sizes
-        size = sizes.block(t)
+        size = block_size(sizes, t)
         tiles = [*self.mask.tiles_to_diagonal(t, size, self.past)]
         for part in head_groups(sizes, b, h, size * (self.past + t)):
             yield part, tiles

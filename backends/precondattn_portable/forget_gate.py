@@ -56,9 +56,6 @@ class ForgetGate:
 
     def pull(self, tile: Tile, d_row_block: Array) -> None:
         self.scores.pull(tile, d_row_block)
-        self._pull_gates(tile, d_row_block)
-
-    def _pull_gates(self, tile: Tile, d_row_block: Array) -> None:
         p0, p1, low = self.offset + tile.i0, self.offset + tile.i1, tile.low
         xp, d_pairs = namespace(d_row_block), by_query_head(self.ops, d_row_block, p1 - p0)
         if low < p0:

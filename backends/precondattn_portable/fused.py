@@ -26,6 +26,7 @@ from precondattn_portable.extension import filled, past_columns, past_heads
 from precondattn_portable.layout import (
     ALL_HEADS,
     Tile,
+    block_size,
     queries_by_key_head,
     time_first,
     tokens_at,
@@ -52,7 +53,7 @@ class LucidStep(Algorithm[Group]):
         is_windowed = softmax.window is not None or solve.window is not None
         if t == 1 and frame.held is not None and not is_windowed:
             return self._one_token(solve_past, x, frame.held)
-        is_many = t * x["q"].shape[2] // n > ops.sizes.block(t)
+        is_many = t * x["q"].shape[2] // n > block_size(ops.sizes, t)
         if is_many or frame.is_traced:
             softmax_past = {slot: past[key] for slot, key in keys[1].items()}
             y, updates = self.solve.step(solve_past, x, frame)

@@ -8,6 +8,7 @@ blocks together fit a cache.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from types import EllipsisType
 from typing import NamedTuple
@@ -16,7 +17,22 @@ from precondattn.arrays import Array, Index, namespace, placement, zero_where_no
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import swap_time_and_heads
 from precondattn_portable.arithmetic import Arithmetic, Scratch
-from precondattn_portable.sizes import Sizes, budget
+from precondattn_portable.sizes import BlockSizes
+
+
+class ThreadShare(threading.local):
+    """Per thread: the number of threads that divide a call, and so the memory of each."""
+
+    count = 1
+
+
+SHARING = ThreadShare()
+
+
+def budget(entries: int) -> int:
+    """This thread's share of the entries that may be processed together."""
+    return entries // SHARING.count
+
 
 Part = tuple[slice, slice, EllipsisType]
 """The index of some sequences and some key heads of (b, n, …)."""
@@ -96,6 +112,11 @@ time_first = swap_time_and_heads
 """(b, h, t, …) to (b, t, h, …)."""
 
 
+def block_size(sizes: BlockSizes, tokens: int, queries_per_key_head: int = 1) -> int:
+    """Positions of a block, whose rows are those of all query heads of a key head."""
+    return min(max(sizes.rows // queries_per_key_head, sizes.fewest_rows), tokens)
+
+
 def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
     """(start, stop) of blocks of `size`, the last one shorter."""
     starts = range(0, count, size)
@@ -103,7 +124,7 @@ def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def head_groups(
-    sizes: Sizes, b: int, n: int, row_block: int, most: int | None = None
+    sizes: BlockSizes, b: int, n: int, row_block: int, most: int | None = None
 ) -> Iterator[Part]:
     """Groups of heads with at most `most` entries, or the usual number; a head has `row_block`."""
     entries = budget(sizes.row_block_entries)

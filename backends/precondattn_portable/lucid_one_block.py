@@ -11,7 +11,7 @@ from precondattn.frame import Frame
 from precondattn.spec.array_functions import where_valid
 from precondattn.spec.metric import DOT
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.layout import time_first
+from precondattn_portable.layout import block_size, time_first
 from precondattn_portable.triangular_inverse import solve_unit_lower
 
 
@@ -23,7 +23,7 @@ def has_plain_matrix(leaf: pa.LucidSolve) -> bool:
 def is_one_block(ops: Arithmetic, x: Arrays) -> bool:
     """Whether the tokens fit a block."""
     b, s, n, _ = x["k"].shape
-    return bool(s == ops.sizes.block(s) and b * n * s * s <= ops.sizes.row_block_entries)
+    return bool(s == block_size(ops.sizes, s) and b * n * s * s <= ops.sizes.row_block_entries)
 
 
 def solve_one_block(ops: Arithmetic, leaf: pa.LucidSolve, x: Arrays, frame: Frame) -> Array:

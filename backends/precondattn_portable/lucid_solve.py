@@ -45,7 +45,9 @@ from precondattn_portable.extension import (
 from precondattn_portable.layout import (
     Part,
     Tile,
+    block_size,
     blocks,
+    budget,
     groups_with_scratch,
     head_groups,
     only_at,
@@ -62,7 +64,6 @@ from precondattn_portable.lucid_one_block import (
 )
 from precondattn_portable.masks import Mask
 from precondattn_portable.scores import DotScores, Scores
-from precondattn_portable.sizes import budget
 from precondattn_portable.transported import TransportedScores
 from precondattn_portable.triangular_inverse import solve_unit_lower, unit_lower_inverse
 
@@ -275,7 +276,7 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         sizes = self.ops.sizes
         if isinstance(self.leaf.metric, Transported):
             return sizes.chunk_of_reflections(s)
-        return sizes.block(s)
+        return block_size(sizes, s)
 
     def _systems(
         self, view: LucidView, frame: Frame, *, gradient: bool = False
@@ -420,7 +421,7 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         new = PastSystem(ops, leaf, past, x, known)
         v = ops.heads_first(x["v"])
         right, (b, n, t, _) = ops.empty(v.shape, v), v.shape
-        size = ops.sizes.block(t)
+        size = block_size(ops.sizes, t)
         for part in head_groups(ops.sizes, b, n, size * max(known.count, 1)):
             for i0, i1 in blocks(t, size):
                 rhs = v[part][:, :, i0:i1, :]

@@ -25,8 +25,7 @@ from precondattn.spec.array_functions import transpose
 from precondattn.spec.whole_sequence import valid_as_both
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, changed_at
-from precondattn_portable.layout import blocks, only_at, padded
-from precondattn_portable.sizes import budget
+from precondattn_portable.layout import blocks, budget, only_at, padded
 
 Rows = tuple[int, int]
 """The first row of windows, and the one after the last."""

@@ -21,8 +21,7 @@ from precondattn.spec.preconditioned_key import PreconditionedKey as Leaf
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import stored
 from precondattn_portable.head_decay import HeadDecay
-from precondattn_portable.layout import blocks, padded, time_first
-from precondattn_portable.sizes import budget
+from precondattn_portable.layout import blocks, budget, padded, time_first
 from precondattn_portable.stateful import StatefulAlgorithm
 
 KEY_CHUNK = 16

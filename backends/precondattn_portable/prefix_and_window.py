@@ -18,7 +18,7 @@ from precondattn.frame import Frame
 from precondattn_portable.algorithm import AnyAlgorithm
 from precondattn_portable.layout import blocks
 from precondattn_portable.masks import Mask
-from precondattn_portable.sizes import Sizes
+from precondattn_portable.sizes import BlockSizes
 
 
 class PartOfQueries(NamedTuple):
@@ -29,17 +29,8 @@ class PartOfQueries(NamedTuple):
 
     def frame(self, frame: Frame) -> Frame:
         """The frame of the part."""
-        of_queries, of_keys = {"t": 1}, {"s": 1}
-        return Frame(
-            self.taken(frame.q_position, of_queries),
-            self.taken(frame.k_position, of_keys),
-            self.taken(frame.q_valid, of_queries),
-            self.taken(frame.k_valid, of_keys),
-            self.taken(frame.q_segment, of_queries),
-            self.taken(frame.k_segment, of_keys),
-            self.taken(frame.q_prefix, of_queries),
-            self.taken(frame.pairs, {"t": 2, "s": 3}),
-        )
+        axes: list[dict[str, int]] = [*[{"t": 1}, {"s": 1}] * 3, {"t": 1}, {"t": 2, "s": 3}]
+        return Frame(*map(self.taken, frame.arrays, axes))
 
     def inputs(self, x: Arrays, declared: Inputs) -> Arrays:
         return {name: self.taken(a, axes_of(declared, name)) for name, a in x.items()}
@@ -79,7 +70,7 @@ def axes_of(declared: Inputs, name: str) -> dict[str, int]:
     return {letter: letters.index(letter) for letter in "ts" if letter in letters}
 
 
-def parts_of(sizes: Sizes, mask: Mask, t: int) -> list[PartOfQueries]:
+def parts_of(sizes: BlockSizes, mask: Mask, t: int) -> list[PartOfQueries]:
     """The parts of a call of t queries; empty if no block of queries has a wide enough gap.
 
     Computing the scores in a narrower gap costs less than copies of keys and values.

@@ -22,6 +22,7 @@ from precondattn_portable.extension import step_as_defined
 from precondattn_portable.layout import (
     Part,
     Tile,
+    block_size,
     grouped_queries,
     head_groups,
     time_first,
@@ -42,7 +43,7 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
     ) -> Iterator[tuple[Part, Tile, Array, Array]]:
         """The heads, the tile, p and s̃ of every block of queries."""
         ops, (b, n, r, t, _), s = self.ops, q.shape, k.shape[2]
-        mask, size = Mask(frame.replaced(q_valid=None), s, s - t), ops.sizes.block(t, r)
+        mask, size = Mask(frame.replaced(q_valid=None), s, s - t), block_size(ops.sizes, t, r)
         for part in head_groups(ops.sizes, b, n, 2 * r * size * s):
             group_mask = mask.of_sequences(part[0])
             for tile in mask.tiles(t, size):

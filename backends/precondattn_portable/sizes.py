@@ -10,29 +10,14 @@ host some microseconds: its blocks are as large as a part of its memory, and few
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import dataclass
 
 VARIABLE = "PRECONDATTN_BLOCKS"
 """The environment variable that names the sizes: `cpu` or `accelerator`."""
 
 
-class ThreadShare(threading.local):
-    """Per thread: the number of threads that divide a call, and so the memory of each."""
-
-    count = 1
-
-
-SHARING = ThreadShare()
-
-
-def budget(entries: int) -> int:
-    """This thread's share of the entries that may be processed together."""
-    return entries // SHARING.count
-
-
 @dataclass(kw_only=True)
-class Sizes:
+class BlockSizes:
     """The sizes of blocks on one kind of device. Entries are float32: 4 bytes."""
 
     rows: int
@@ -65,10 +50,6 @@ class Sizes:
     token_entries: int
     """Entries of an array of which a function of single tokens reads some tokens at a time."""
 
-    def block(self, tokens: int, queries_per_key_head: int = 1) -> int:
-        """Positions of a block, whose rows are those of all query heads of a key head."""
-        return min(max(self.rows // queries_per_key_head, self.fewest_rows), tokens)
-
     def chunk_of_reflections(self, tokens: int) -> int:
         """Positions of a chunk of reflections. The gradient costs products per pair of chunks."""
         size = self.reflections
@@ -80,7 +61,7 @@ class Sizes:
         return size, min(self.chunks_per_row_block, -(-tokens // size))
 
 
-ON_CPU = Sizes(
+ON_CPU = BlockSizes(
     rows=128,
     fewest_rows=32,
     row_block_entries=2**22,  # 16 MiB
@@ -93,7 +74,7 @@ ON_CPU = Sizes(
     chunk_entries=2**19,
     token_entries=2**19,
 )
-ON_ACCELERATOR = Sizes(
+ON_ACCELERATOR = BlockSizes(
     rows=1024,
     fewest_rows=256,
     row_block_entries=2**29,  # 2 GiB: 1,024 rows of 16 heads and 32,768 keys
@@ -108,7 +89,7 @@ ON_ACCELERATOR = Sizes(
 )
 
 
-def sizes_on(device: str) -> Sizes:
+def sizes_on(device: str) -> BlockSizes:
     """The sizes on a device, by its kind as a request names it."""
     chosen = os.environ.get(VARIABLE) or ("cpu" if device == "cpu" else "accelerator")
     if chosen not in ("cpu", "accelerator"):

@@ -21,7 +21,6 @@ from collections.abc import Iterator
 
 import precondattn as pa
 from precondattn.arrays import Array, Arrays, Residuals, arange_like, namespace
-from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import transpose, where_valid
 from precondattn.spec.positive_definite import tolerance_of
@@ -29,7 +28,7 @@ from precondattn.spec.rms_norm import rms_norm_vjp
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Scratch, changed_at
 from precondattn_portable.block_conjugate_gradients import solved
-from precondattn_portable.layout import Part, Tile, groups_with_scratch, time_first
+from precondattn_portable.layout import Part, Tile, block_size, groups_with_scratch, time_first
 from precondattn_portable.lucid_solve import shift_and_factor
 from precondattn_portable.masks import Mask
 
@@ -54,7 +53,7 @@ class Similarities:
     def tiles(self) -> Iterator[Tile]:
         """The row blocks, each from the first visible key of its rows to the diagonal."""
         s = self.unit.shape[2]
-        return self.mask.tiles_to_diagonal(s, self.ops.sizes.block(s))
+        return self.mask.tiles_to_diagonal(s, block_size(self.ops.sizes, s))
 
     def weights(self, tile: Tile, own: float) -> Array:
         """Φ / `factor` of a tile (b, n, i1 − i0, i1 − low), and `own` on the diagonal."""
@@ -106,7 +105,7 @@ class SymmetricLucidSolveBlocks(Algorithm[pa.SymmetricLucidSolve]):
     def _groups(self, unit: Array, frame: Frame) -> Iterator[tuple[Part, Similarities]]:
         s = unit.shape[2]
         mask = Mask(frame.among_keys(s), s, 0, causal=False)
-        row_block = (s if s <= DIRECT else self.ops.sizes.block(s)) * s
+        row_block = (s if s <= DIRECT else block_size(self.ops.sizes, s)) * s
         for part, workspaces in groups_with_scratch(self.ops, unit, row_block):
             arguments = unit[part], mask.of_sequences(part[0]), workspaces[0]
             yield part, Similarities(self, *arguments)
@@ -140,7 +139,3 @@ class SymmetricLucidSolveBlocks(Algorithm[pa.SymmetricLucidSolve]):
         if leaf.normalize == "keys":
             d_k = rms_norm_vjp(k, leaf.eps, d_k)
         return {"k": time_first(d_k), "v": time_first(d_v)}
-
-    def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
-        out: tuple[Array, Updates] = self.leaf.step(past, x, frame)
-        return out

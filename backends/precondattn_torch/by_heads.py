@@ -31,7 +31,8 @@ from precondattn.frame import Frame
 from precondattn.frameworks.torch.modes import only_computes
 from precondattn.spec.transported import Transported
 from precondattn_portable.algorithm import Algorithm, AnyAlgorithm
-from precondattn_portable.sizes import SHARING, Sizes
+from precondattn_portable.layout import SHARING
+from precondattn_portable.sizes import BlockSizes
 
 R = TypeVar("R")
 
@@ -160,7 +161,7 @@ def _head_axis(pattern: Pattern) -> int | None:
     return next((i for i, axis in enumerate(pattern.axes) if axis.letter in HEADS), None)
 
 
-def _is_large(sizes: Sizes, leaf: Piece, x: Arrays) -> bool:
+def _is_large(sizes: BlockSizes, leaf: Piece, x: Arrays) -> bool:
     """Whether the gradient of one head has arrays too large for all threads at once.
 
     With reflections, these are the matrices of all chunks, and the scores of a chunk with all keys.

@@ -3,7 +3,7 @@
 S' = Γ ∘ S,    u = v  (additive),  β (v − S'ᵀ k)  (delta rule),    S = S' + k uᵀ,    o = s Sᵀ q
 
 If queries read the state before their token, o = s (Sᵀ q + (q · (w ∘ k)) v) with the old S and the
-bonus w. The result is that of `precondattn_portable.one_token`. One token takes so little
+bonus w. The result is that of `precondattn_portable.stateful.OneToken`. One token takes so little
 arithmetic that the overhead of calls dominates: the states of all sequences and heads are one stack
 of matrices here, without the layout that the recurrence has for many tokens.
 """

@@ -159,11 +159,13 @@ at 256 spill most, on compute capability 8.0."""
 SPILLS = [
     # The next three spill on compute capability 8.0. The assembler keeps float16 to 128 registers.
     (8, r"at_border .* packed"),
-    (32, r"(key_value_gradient|carry_moments) .* float16 "),
+    (32, r"key_value_gradient .* float16 "),
+    (48, r"carry_moments .* float16 "),
     (4, r"_forward path\[flush=64\].* float32 "),
     # It spills where factors have 32 bits and a chunk 32 tokens.
     (96, r"_chunk_gradient "),
-    # It spills on compute capability 9.0.
+    # The next two spill on compute capability 9.0.
+    (4, r"key_value_gradient path bfloat16 "),
     (24, r"d_inputs preconditioned_key"),
 ]
 """Bytes that a thread may spill in other kernels, by the kernel and the name of its variant."""

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from precondattn_conformance.case import Case
-from precondattn_conformance.checks.check import Backend
+from precondattn_conformance.checks.check import Backend, names_of
 from precondattn_conformance.runner import Outcome
 from precondattn_conformance.snippet import after
 from precondattn_conformance.status import FAILED, PASSED
@@ -121,7 +121,7 @@ class Alone:
         """The command that runs these cases in one process."""
         if len(cases) > LISTED + 1:
             return "  (the code below has their ids)"
-        backends = [f" --backend {name}" for name in _names(self.backend)]
+        backends = [f" --backend {name}" for name in names_of(self.backend)]
         device = f" --device {self.device}" if self.device else ""
         ids = [f"    --case '{case.id}'" for case in cases]
         command = f"  precondattn conformance --jobs 1{''.join(backends)}{device}"
@@ -132,9 +132,3 @@ def _named(needed: Sequence[Case]) -> str:
     if len(needed) == 1:
         return needed[0].id
     return f"{len(needed)} earlier cases, of which the first is {needed[0].id}"
-
-
-def _names(backend: Backend) -> tuple[str, ...]:
-    if backend is None:
-        return ()
-    return (backend,) if isinstance(backend, str) else tuple(backend)

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from zlib import crc32
 
 import precondattn as pa
 from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks import CHECK, CHECKS
 from precondattn_conformance.conventions import HEAD_ORDER, PROBES, with_equal_heads
-from precondattn_conformance.declared import expressions, is_bounded, mechanism_of
-from precondattn_conformance.design.levels import LEVELS, PartOfCases, require_possible, rows
+from precondattn_conformance.declared import (
+    derived,
+    expressions,
+    is_bounded,
+    is_class,
+    mechanism_of,
+)
+from precondattn_conformance.design.levels import LEVELS, NAMED, rows
 from precondattn_conformance.design.rows import design
 from precondattn_conformance.extremes import EXTREMES
 from precondattn_conformance.grid import LAYOUTS, data
-from precondattn_conformance.inputs import KINDS, CallLayout
+from precondattn_conformance.inputs import KINDS, PLAIN, CallLayout
 from precondattn_conformance.layout_names import layout_named
+from precondattn_conformance.libraries import SHARING
 from precondattn_conformance.masks import OF_PAIRS
 
 IsNarrow = Callable[[str, str], bool]
@@ -28,6 +36,14 @@ def never_narrow(expression: str, library: str) -> bool:
     return False
 
 
+PARTS = 12
+"""The number of cases of options and compositions of which `full` runs one."""
+ROWS = 3
+"""The number of rows of options and compositions of which `smoke` runs one."""
+OF_CLASSES = ("outputs", "gradients", "caching")
+"""The checks that each library runs for a class on the plain layout; for others, the first."""
+WIDEST = 256
+"""The width of keys at which a d × d matrix for each token takes seconds."""
 HARMFUL = ("duplicate", "real", *EXTREMES)
 """Kinds of data used only for mechanisms whose result is bounded for any keys."""
 
@@ -67,6 +83,16 @@ def cases(
     return _comparable(run.cases(level, mechanisms), unpromised)
 
 
+def require_possible(level: str, *filters: tuple[Sequence[str], Sequence[str], str]) -> None:
+    """Raise a ValueError for another level, or for a name of a filter that is not possible."""
+    if level not in LEVELS:
+        raise ValueError(f"level must be one of {', '.join(LEVELS)}; found {level!r}")
+    for names, possible, what in filters:
+        for name in names:
+            if name not in possible:
+                raise ValueError(f"{name!r} is no {what}; there are {', '.join(possible)}")
+
+
 def known_cases(
     blocks: tuple[int, ...] = (),
     is_wanted: Callable[[str], bool] = lambda expression: True,
@@ -96,7 +122,20 @@ def _comparable(chosen: Iterator[Case], unpromised: frozenset[str]) -> Iterator[
 
 @dataclass(frozen=True)
 class _Run:
-    """A run's filters, and what it names."""
+    """A run's filters, and what it names.
+
+    A run that names a mechanism has all cases of its level. At `smoke`, so has a run that names
+    anything, and the libraries of one that names nothing share the cases. Each library has the
+    outputs of every expression, and the gradients and caches of classes as they are declared, on
+    one layout. Checks with threads are PyTorch's. Every other case, and every row of the design, is
+    on one of the libraries, in turn; of options and compositions it is every third row. JAX has the
+    outputs of classes. NumPy, PyTorch and CuPy run the same steps by the same algorithms, so most
+    errors show on any of them.
+
+    At `full`, a run that names no mechanism has all cases of classes as they are declared. Of
+    options and compositions it has those of `smoke`, and every twelfth other one: the rows of a
+    class have every option with every other level, and a composition calls the steps of classes.
+    """
 
     libraries: tuple[str, ...]
     checks: tuple[str, ...] = CHECKS
@@ -106,21 +145,46 @@ class _Run:
     named: str = ""
 
     def cases(self, level: str, mechanisms: Iterable[str]) -> Iterator[Case]:
-        dtypes = {name: libraries.named(name).dtypes for name in self.libraries}
-        part = PartOfCases(level, self.named, dtypes, lambda case: CHECK[case.check].applies(case))
         ids: set[str] = set()
         """A design row of a class with one option may also be a row of that variant."""
         for mechanism in mechanisms:
             chosen = self._listed(level, mechanism)
-            if not part.has_all_of(mechanism):
-                smoke = [] if level == LEVELS[0] else self._listed(LEVELS[0], mechanism)
-                of_smoke = {case.id for case in smoke}
-                chosen = (c for c in chosen if c.id in of_smoke or part.has(c))
+            if level == "smoke" and not self.named:
+                chosen = filter(self._has, chosen)
+            elif level == "full" and self.named not in NAMED[2:] and not is_class(mechanism):
+                of_smoke = {case.id for case in self._listed("smoke", mechanism)}
+                chosen = (c for c in chosen if c.id in of_smoke or _number(c) % PARTS == 0)
             for case in chosen:
                 if case.id not in ids:
                     if case.layout.block:
                         ids.add(case.id)
                     yield case
+
+    def _has(self, case: Case) -> bool:
+        """Whether a run of `smoke` that names nothing has this case."""
+        is_whole = is_class(case.mechanism)
+        if case.library not in SHARING:
+            return is_whole or not libraries.named(case.library).compiles_operations
+        on_each = OF_CLASSES if is_whole else OF_CLASSES[:1]
+        is_one = case.layout == PLAIN or (case.mechanism in derived() and not case.layout.block)
+        if case.check == "threads" or (is_one and case.check in on_each):
+            return True
+        number = _number(case)
+        if case.layout.block and not is_whole and number % ROWS:
+            return False
+        if case.layout.d == WIDEST:
+            # The reference may solve or multiply with a d × d matrix for every token.
+            leaves = mechanism_of(case.mechanism).program.leaves
+            if any(isinstance(leaf, pa.MesaQuery | pa.ConditionedQuery) for leaf in leaves):
+                return False
+        able = [
+            library
+            for library in SHARING
+            if library in self.libraries
+            and case.dtype in libraries.named(library).dtypes
+            and CHECK[case.check].applies(replace(case, library=library))
+        ]
+        return able[number % len(able)] == case.library
 
     def _listed(self, level: str, mechanism: str) -> Iterator[Case]:
         """The cases of one mechanism, of named layouts and then of rows of the design."""
@@ -134,6 +198,12 @@ class _Run:
             ):
                 if case.check in self.checks and case.dtype in (self.dtypes or (case.dtype,)):
                     yield case
+
+
+def _number(case: Case) -> int:
+    """A number by which cases are chosen in turn, the same on every library."""
+    key = (case.check, case.dtype, case.layout.name, case.kind, case.mechanism)
+    return crc32("-".join(key).encode())
 
 
 def of_named_layouts(

@@ -10,17 +10,18 @@ from __future__ import annotations
 import html
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import precondattn as pa
 from precondattn.dispatch.discovery import register_backend, unregister_backend
 from precondattn_conformance.declines import declared
 from precondattn_conformance.enough import CheckShare, shares
+from precondattn_conformance.functions.arrangement import Arrangement
 from precondattn_conformance.functions.backend import FunctionBackend, backend_from_function
 from precondattn_conformance.functions.diagnosis import Finding, diagnosis
 from precondattn_conformance.functions.parameters import Function, Parameters, State
-from precondattn_conformance.hints import hints
+from precondattn_conformance.inputs import CallLayout
 from precondattn_conformance.promises import BROKEN, UNPROMISED, Promise
 from precondattn_conformance.report.refusal import in_few_words
 from precondattn_conformance.runner import Outcome
@@ -30,6 +31,22 @@ from precondattn_conformance.status import COMPARED, FAILED, UNSUPPORTED
 NO_PARAMETER = re.compile(r"has no parameter for (?:the option |the input )?(.+)")
 SHOWN = 5
 """The number of failures in a summary."""
+
+HINTS: tuple[tuple[str, str, str, str, Callable[[CallLayout], bool]], ...] = (
+    (
+        *("widths", '"equal"', "values narrower than keys", "zeros are appended to the values"),
+        lambda layout: layout.e < layout.d,
+    ),
+    (
+        *("heads", '"equal"', "grouped heads", "key and value heads are repeated"),
+        lambda layout: layout.n < layout.h or layout.values_per_head > 1,
+    ),
+    (
+        *("multiple", "64", "a number of tokens that is no multiple of 64"),
+        *("zeros are appended to the tokens", lambda layout: layout.t % 64 != 0),
+    ),
+)
+"""Options of an arrangement, what each does for which calls, and whether a call is one of these."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +121,13 @@ class CheckResult:
     @property
     def by_check(self) -> dict[str, tuple[int, int, int]]:
         """For each check, the numbers of passed, failed and all cases."""
-        counts: dict[str, list[int]] = {}
+        statuses: dict[str, list[str]] = {}
         for outcome in self.outcomes:
-            of_check = counts.setdefault(outcome.case.check, [0, 0, 0])
-            of_check[0] += outcome.status in COMPARED and outcome.status != FAILED
-            of_check[1] += outcome.status == FAILED
-            of_check[2] += 1
-        return {name: (right, wrong, all_) for name, (right, wrong, all_) in counts.items()}
+            statuses.setdefault(outcome.case.check, []).append(outcome.status)
+        return {
+            name: (sum(s in COMPARED for s in of) - of.count(FAILED), of.count(FAILED), len(of))
+            for name, of in statuses.items()
+        }
 
     @property
     def partial(self) -> tuple[CheckShare, ...]:
@@ -273,7 +290,7 @@ def checked(
         str(backend.mechanism),
         outcomes,
         findings,
-        notes=(*_notes_on(backend.parameters), *hints(outcomes, backend.arrangement)),
+        notes=(*_notes_on(backend.parameters), *_hints(outcomes, backend.arrangement)),
         promises=promises,
         declines=backend.declines,
     )
@@ -284,6 +301,24 @@ def _notes_on(parameters: Parameters) -> Iterator[str]:
         yield f"called by position: {', '.join(parameters.inputs)}"
     if parameters.unused:
         yield f"parameters that keep their defaults: {', '.join(parameters.unused)}"
+
+
+def _hints(outcomes: Sequence[Outcome], arrangement: Arrangement) -> Iterator[str]:
+    """Hints at options that allow more comparisons, if every call of a kind raised an error.
+
+    An option is never chosen automatically, since the error may be a fault of the function.
+    """
+    declined = [o for o in outcomes if o.status == UNSUPPORTED]
+    raised = [o.case.layout for o in declined if in_few_words(o.reason).startswith("raised")]
+    compared = [o.case.layout for o in outcomes if o.status in COMPARED]
+    for name, setting, calls, does, concerns in HINTS:
+        count = sum(map(concerns, raised))
+        is_default = getattr(arrangement, name) == getattr(Arrangement(), name)
+        if is_default and count and not any(map(concerns, compared)):
+            yield (
+                f"{name}: no call with {calls} ran ({count} declined); with "
+                f"{name}={setting}, {does}"
+            )
 
 
 def _shown(session: Session, *, progress: bool) -> list[Outcome]:

@@ -13,11 +13,8 @@ from rich.markup import escape
 from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.plain import WRONG_TOO
-from precondattn_conformance.design.coverage import Pairs, total
-from precondattn_conformance.design.levels import LEVELS
-from precondattn_conformance.enough import CheckShare, print_shares, too_little
+from precondattn_conformance.enough import CheckShare, below_floor, print_shares, too_little
 from precondattn_conformance.expectations import Expectations
-from precondattn_conformance.floor import below_floor
 from precondattn_conformance.functions.backend import FunctionBackend
 from precondattn_conformance.functions.diagnosis import diagnosis
 from precondattn_conformance.progress import Progress
@@ -63,7 +60,6 @@ def conformance(
         filters=session.filters,
     )
     report, is_interrupted = Report(), False
-    looked_at: list[Pairs] = []
     promised: list[Promise] = []
     compared: list[CheckShare] = []
     try:
@@ -72,10 +68,9 @@ def conformance(
                 _run(session, todo, expectations, recording, report, console)
             finally:
                 recording.put_in_order(case.id for case in todo)
-            looked_at = session.pairs(report.outcomes)
             promised = session.promises(report.outcomes)
             compared = session.shares(report.outcomes)
-            recording.summarize(looked_at, promised, compared)
+            recording.summarize(promised, compared)
     except KeyboardInterrupt:
         is_interrupted = True
     report.put_in_order(todo)
@@ -86,9 +81,7 @@ def conformance(
     below = [] if is_interrupted else below_floor(session.under_test, todo, report.outcomes)
     _print_promises(promised, console)
     below += too_little(compared)
-    _print_pairs(looked_at, session.level, console)
     _print_outputs_only(report, console)
-    _print_oracles(report, console)
     _print_verdict(report, below, session, len(todo), console)
     if not is_interrupted and report.count(FAILED):
         _print_diagnosis(session, console)
@@ -167,34 +160,12 @@ def _indented(text: str) -> str:
     return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
 
 
-def _print_pairs(looked_at: list[Pairs], level: str, console: Console) -> None:
-    """Print the share of pairs of levels that was compared; for few mechanisms, of each."""
-    if not looked_at:
-        return
-    shown = looked_at if 1 < len(looked_at) <= SHOWN_FAILURES else []
-    texts = [f"{row.mechanism}: {100 * row.share:.0f} % of its pairs" for row in shown]
-    more = "" if level == LEVELS[-1] else f" (--level {LEVELS[LEVELS.index(level) + 1]} tries more)"
-    share = 100 * total(looked_at).share
-    last = f"{share:.0f} % of all pairs of sizes, masks and options were tried{more}"
-    _plainly(console, *texts, last)
-
-
 def _print_outputs_only(report: Report, console: Console) -> None:
     """Print how many cases were compared without gradients, and why."""
     reasons = (o.measured.outputs_only for o in report.outcomes if o.measured is not None)
     for reason, count in Counter(in_few_words(r) for r in reasons if r).most_common():
         text = f"compared without gradients: {count} cases, since the backend {reason}"
         _plainly(console, text)
-
-
-def _print_oracles(report: Report, console: Console) -> None:
-    """Print the sources of expected results other than the reference."""
-    names = Counter(o.measured.expected_by for o in report.outcomes if o.measured is not None)
-    for name, count in names.items():
-        if name:
-            agrees = "which agrees with the reference on shorter calls"
-            text = f"long cases compared with {name}, {agrees}: {count}"
-            _plainly(console, text)
 
 
 def _print_verdict(

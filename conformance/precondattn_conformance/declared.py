@@ -27,17 +27,14 @@ def compositions() -> dict[str, str | None]:
     return refusals
 
 
-def expressions(*, pieces: bool = True) -> list[str]:
+def expressions() -> list[str]:
     """All callable expressions, each once."""
-    return list(_expressions_of(tuple(registry.registered().values()), pieces))
+    return list(_expressions_of(tuple(registry.registered().values())))
 
 
 @cache  # For the classes that are registered now: a user may add one.
-def _expressions_of(classes: tuple[type[Registered], ...], pieces: bool) -> tuple[str, ...]:
-    names: list[str] = []
-    for cls in classes:
-        if pieces or cls.role != "piece":
-            names += [cls.name, *cls.variants]
+def _expressions_of(classes: tuple[type[Registered], ...]) -> tuple[str, ...]:
+    names = [name for cls in classes for name in (cls.name, *cls.variants)]
     names += [expression for expression, refusal in compositions().items() if refusal is None]
     return tuple(dict.fromkeys(str(pa.parse(name)) for name in names))
 

@@ -1,8 +1,14 @@
-"""The share of each check that was compared, and whether it is enough.
+"""Whether enough was compared: the share of each check, and the coverage floor.
 
 A backend that declines half of a check's cases is not shown to be right by the rest. So a run of a
 named backend fails if it compared fewer than half of a check's cases, unless the rest is declared
 (`declines.py`) or listed with `--skip`. Only mechanisms of which something was compared count.
+
+    class Trsm(pa.Backend):
+        covers = frozenset({"lucid_solve", "lucid_solve[beta=true]"})
+
+A run also fails if it requests an expression that a backend promises in this way, and none of its
+outputs is compared.
 """
 
 from __future__ import annotations
@@ -16,7 +22,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import precondattn as pa
+from precondattn.dispatch.discovery import discover
 from precondattn.json_types import JsonObject
+from precondattn_conformance.case import Case
 from precondattn_conformance.declines import reason_for
 from precondattn_conformance.report.refusal import in_few_words
 from precondattn_conformance.runner import Outcome
@@ -106,6 +115,27 @@ def too_little(found: Iterable[CheckShare]) -> list[str]:
         f'  If that is intended, declare it: in the backend, declines = ("{few[0].check}: why",); '
         f'for the run, --declines "{few[0].check}: why" (in pytest --precondattn-declines). '
         f"Instead of a check, it may be a dtype, a mask, a verb such as extend, or grouped_heads.",
+    ]
+
+
+def below_floor(
+    backend: str | None, cases: Iterable[Case], outcomes: Iterable[Outcome]
+) -> list[str]:
+    """A line, with the reason, for each expression that is promised but was never compared."""
+    requested = {case.mechanism for case in cases if case.check == "outputs"}
+    covers = discover().named(backend).covers if backend is not None else ()
+    missing = requested.intersection(str(pa.parse(text)) for text in covers)
+    reasons: dict[str, str] = {}
+    for outcome in outcomes:
+        if outcome.case.check == "outputs" and outcome.case.mechanism in missing:
+            if outcome.status in COMPARED:
+                missing = missing - {outcome.case.mechanism}
+            else:
+                reasons.setdefault(outcome.case.mechanism, outcome.reason)
+    return [
+        f"below its coverage floor: {backend} promises {name}, but no case of it was compared: "
+        f"{reasons.get(name, 'not run')}"
+        for name in sorted(missing)
     ]
 
 

@@ -1,13 +1,12 @@
 """The layouts and kinds of keys with which each check runs, at each level.
 
-smoke    under a minute for a backend of one library: every mechanism in every check that applies,
-         on the data that finds most faults; for compositions that no class declares, the wiring
+smoke    every mechanism in every check that applies, on the data that finds most faults; for
+         compositions that no class declares, the wiring
 full     every check of every mechanism, on every library and dtype: all masks, kinds of keys and
          extremes, where the oracle's gradients are compared with central differences
 stress   full, longer sequences, and memory
 
-Sizes, widths, lengths and pairs of masks are those of the design (`design/`), which also says what
-part of these cases a run has (`design/levels.py`).
+The design (`design/`) has rows of other sizes, widths, lengths and pairs of masks.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 from precondattn_conformance.declared import derived, is_class
 from precondattn_conformance.design.levels import NAMED
 from precondattn_conformance.extremes import EXTREMES
-from precondattn_conformance.inputs import PLAIN, REAL, REAL_GROUPED, CallLayout
+from precondattn_conformance.inputs import PLAIN, CallLayout
 from precondattn_conformance.libraries import HALF, SHARING, WIDE
 
 RAGGED = CallLayout("ragged", mask="lengths", broadcast="bh")
@@ -35,8 +34,8 @@ FEWER = CallLayout("fewer_queries", t=3, s=9)
 OWN_HEADS = CallLayout("own_kv_heads", h=3, n=3, values_per_head=1)
 LESS_ONE = CallLayout("block_less_one", b=1, t=63, s=63, h=2, n=1, d=16, e=8)
 AND_ONE = CallLayout("block_and_one", b=1, t=65, s=65, h=2, n=1, d=68, e=8)
-REAL_SHORT = REAL_GROUPED._replace(name="real_short", t=64, s=64)
-REAL_128 = REAL._replace(name="real_128", t=128, s=128)
+REAL_SHORT = CallLayout("real_short", b=1, t=64, s=64, h=9, n=3, d=32, e=32)
+REAL_128 = CallLayout("real_128", b=1, t=128, s=128, h=9, n=9, d=32, e=32)
 BLOCKS = CallLayout("blocks", b=1, t=257, s=257, h=2, n=1, d=16, e=8)
 PACKED_BLOCKS = CallLayout(
     "packed_blocks", b=1, t=130, s=130, h=2, n=1, d=16, e=8, mask="segment_ids"
@@ -52,16 +51,8 @@ LEAK = CallLayout("leak", b=32, t=64, s=64, h=8, n=8, d=32, e=32, values_per_hea
 THREADS = CallLayout("threads", b=2, t=161, s=161, h=1, n=1, d=8, e=4)
 LONG = CallLayout("long", b=1, t=2048, s=2048, h=2, n=2, d=32, e=32, m=16, values_per_head=1)
 
-LAYOUTS = {
-    layout.name: layout
-    for layout in (
-        *(PLAIN, RAGGED, PACKED, MASKED, SINGLE, FEWER, OWN_HEADS, LESS_ONE),
-        *(PREFIX, PAIRS, PREFIX_BLOCKS, PREFIX_ROWS, PREFIX_LONG, PREFIX_PAIRS, PAIRS_RAGGED),
-        *(FEWER_RAGGED, FEWER_PACKED, FEWER_MASKED, WRITTEN_TWICE),
-        *(WRITTEN_FAR, LAST_OF_161, TWO_OF_33),
-        *(AND_ONE, REAL_SHORT, REAL_128, BLOCKS, PACKED_BLOCKS, THREADS, LEAK, LONG),
-    )
-}
+LAYOUTS = {each.name: each for each in [*globals().values()] if isinstance(each, CallLayout)}
+"""All layouts of this file, by name."""
 
 Data = tuple[tuple[CallLayout, str], ...]
 
@@ -128,8 +119,8 @@ AT_SMOKE: dict[str, tuple[str, Data]] = {
     "stability": ("float64", tuple(e for e in SPECIAL["stability"] if e[0].s < 64)),
 }
 """The dtype and data of special checks at `smoke`; of others, the first entry in float64."""
-OF_HALF: Data = ((PLAIN, "long_keys"), (WRITTEN_FAR, EXTREMES[-1]))
-"""Additional data in half precision, where values overflow or a state loses small values."""
+OF_HALF: Data = ((PLAIN, "long_keys"),)
+"""Data of `stability` in half precision at `smoke`: values overflow."""
 
 ONE_SIZE = (PLAIN, RAGGED, PACKED, MASKED)
 """Layouts of equal sizes. JAX compiles once for all of them, so that further ones cost little."""
@@ -138,8 +129,10 @@ OF_ONE_SIZE = (
     *("padding", "future", "stability", "dtypes", "determinism"),
 )
 """Checks whose calls have this one size, except for the single tokens of caches."""
-OF_KERNELS = ("stability", "packing", "padding", "determinism")
-"""Checks that matter for kernels, run in JAX even if only a few cases are run."""
+FEW_IN_JAX = {"outputs": SMOKE[:1], "caching": SMOKE[1:2], "gradients": SMOKE[2:3]}
+FEW_OF_KERNELS = {c: SPECIAL[c][:1] for c in ("stability", "packing", "padding", "determinism")}
+"""One mask for each check of options in JAX, each time a different one, since every case has to be
+compiled. A backend without float64 consists of kernels, which may read past the end of an array."""
 
 DECODED = (OWN_HEADS, "huge_logits")
 """Additional data of the check `caching`: a step also subtracts the maximum over all tokens."""
@@ -163,17 +156,20 @@ def data(
     `is_alone`: no other library is checked in this run. `is_narrow`: the backend computes this
     mechanism in float32 at most (`widest.py`). `named`: what the run names, one of `NAMED`.
     """
-    is_main, is_derived = library in SHARING, mechanism in derived()
     if level == "smoke":
         if check == "threads" and (library != "torch" or not is_class(mechanism)):
             return ()  # Long sequences. Among the libraries only PyTorch has a number of threads.
         if library == "jax" and (named in NAMED[2:] or (named and is_class(mechanism))):
             return _smoke_of_named_jax(check, dtype, mechanism, named, is_narrow)
         if library == "jax" and (is_alone or is_narrow):
-            return _smoke_of_jax(check, dtype, is_derived, is_narrow)
+            few = FEW_IN_JAX | (FEW_OF_KERNELS if is_narrow else {})
+            dtypes = ("float32", "bfloat16") if check == "outputs" else ("float32",)
+            is_wanted = dtype in dtypes and mechanism not in derived()
+            return few.get(check, ()) if is_wanted else ()
         if not is_narrow or dtype not in WIDE:
             return _smoke(check, library, dtype, mechanism)
         return _of_dtypes(check, library, WIDE, mechanism) if dtype == "float32" else ()
+    is_main, is_derived = library in SHARING, mechanism in derived()
     if dtype not in DTYPES.get(check, WIDE + HALF):
         return ()
     if check in ("leaks", "memory"):
@@ -193,18 +189,6 @@ def data(
 def _of_dtypes(check: str, library: str, dtypes: tuple[str, ...], mechanism: str) -> Data:
     """The data of `smoke` in any of these dtypes."""
     return tuple(dict.fromkeys(e for d in dtypes for e in _smoke(check, library, d, mechanism)))
-
-
-def _smoke_of_jax(check: str, dtype: str, is_derived: bool, is_narrow: bool) -> Data:
-    """One mask for each check, each time a different one, since every case has to be compiled.
-
-    A backend without float64 consists of kernels, which may read past the end of an array.
-    """
-    one = {"outputs": SMOKE[:1], "caching": SMOKE[1:2], "gradients": SMOKE[2:3]}
-    if is_narrow:
-        one |= {kernels_check: SPECIAL[kernels_check][:1] for kernels_check in OF_KERNELS}
-    dtypes = ("float32", "bfloat16") if check == "outputs" else ("float32",)
-    return one.get(check, ()) if dtype in dtypes and not is_derived else ()
 
 
 def _smoke_of_named_jax(
@@ -240,7 +224,7 @@ def _smoke(check: str, library: str, dtype: str, mechanism: str) -> Data:
         if is_derived or not is_main:
             return ()
         if check == "stability" and dtype in HALF:
-            return tuple(entry for entry in SPECIAL[check] if entry in OF_HALF)
+            return OF_HALF
         dtype_of_check, chosen = AT_SMOKE.get(check, ("float64", SPECIAL[check][:1]))
         return chosen if dtype == dtype_of_check else ()
     if is_derived:

@@ -157,18 +157,13 @@ def _minilm() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 PLAIN = CallLayout("plain")
-REAL = CallLayout("real", b=1, t=252, s=252, h=9, n=9, d=32, e=32)
-"""Nine heads of a trained model, three of each of the layers 0, 2 and 5, on 252 tokens."""
-
-REAL_GROUPED = REAL._replace(name="real_grouped", n=3)
-"""Real heads with grouped queries: a layer's three query heads share its first key/value head."""
 
 
 def real_heads(name: str, shape: tuple[int, ...], layout: CallLayout) -> np.ndarray:
     """q, k or v of the trained model, sliced to a shape (b, time, heads, width).
 
-    The model has nine heads. If three are requested, they are the first of each layer; if more
-    than nine, heads are repeated.
+    The model has nine heads, three of each of the layers 0, 2 and 5, on 252 tokens. If three are
+    requested, they are the first of each layer; if more than nine, heads are repeated.
     """
     if len(shape) == 5:  # Several keys of a token are taken from further heads.
         b, time, steps, heads, width = shape

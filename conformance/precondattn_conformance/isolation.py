@@ -27,12 +27,11 @@ from multiprocessing.connection import Connection, wait
 from precondattn_conformance.alone import Alone
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Backend
-from precondattn_conformance.cores import shared_by
 from precondattn_conformance.libraries import named
+from precondattn_conformance.process_settings import compiling_quickly, shared_by
 from precondattn_conformance.runner import Outcome, run_case
 from precondattn_conformance.snippet import snippet
 from precondattn_conformance.status import FAILED
-from precondattn_conformance.xla import compiling_quickly
 
 TIMEOUT = 300.0
 """Seconds for one case, including a kernel's first compilation."""
@@ -49,10 +48,6 @@ Prepare = Callable[[], object]
 """A function that a process calls before its first case; it can be pickled."""
 
 
-def nothing_to_prepare() -> None:
-    """The default preparation, for backends that are found by their entry points."""
-
-
 class Worker:
     """A process that runs cases, and its state."""
 
@@ -64,12 +59,11 @@ class Worker:
         beside: int = 1,
         *,
         is_quick: bool = False,
-        prepare: Prepare = nothing_to_prepare,
+        prepare: Prepare | None = None,
     ) -> None:
         """`beside` is the number of processes that share the cores.
 
-        If it `is_quick`, JAX compiles without optimisations (`xla.py`). The process calls
-        `prepare` first.
+        If it `is_quick`, JAX compiles without optimisations. The process calls `prepare` first.
         """
         self.backend, self.device, self.timeout, self.beside = backend, device, timeout, beside
         self.is_quick, self.prepare = is_quick, prepare
@@ -181,13 +175,14 @@ def _serve(
     device: str | None,
     timeout: float,
     traces: str,
-    prepare: Prepare,
+    prepare: Prepare | None,
 ) -> None:
     """The main loop of the process: receive a case, send its outcome."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when to stop.
     with open(traces, "w", encoding="utf-8") as file:
         faulthandler.enable(file)
-        prepare()
+        if prepare is not None:
+            prepare()
         connection.send("started")
         while True:
             try:
@@ -197,12 +192,7 @@ def _serve(
             faulthandler.dump_traceback_later(max(timeout - BEFORE_KILLING, 0.1), file=file)
             outcome = run_case(case, backend, device)
             faulthandler.cancel_dump_traceback_later()
-            connection.send(picklable(outcome))
-
-
-def picklable(outcome: Outcome) -> Outcome:
-    """The outcome with plain strings, since a reason may be of a subclass of str."""
-    return replace(outcome, reason=str(outcome.reason), details=str(outcome.details))
+            connection.send(outcome)
 
 
 def run_isolated(
@@ -213,7 +203,7 @@ def run_isolated(
     timeout: float = TIMEOUT,
     jobs: int = 1,
     is_quick: bool = False,
-    prepare: Prepare = nothing_to_prepare,
+    prepare: Prepare | None = None,
     started: Callable[[Case], object] = lambda case: None,
     expected: Callable[[Outcome], bool] = lambda outcome: False,
 ) -> Iterator[Outcome]:

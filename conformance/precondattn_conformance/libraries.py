@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from precondattn.arrays import Array, Arrays
+from precondattn.arrays import Array, Arrays, namespace
 from precondattn.installed import is_installed
 
 WIDE = ("float64", "float32")
@@ -70,29 +71,22 @@ class Library:
         """The name of the dtype, such as "float32"."""
         return str(array.dtype).rpartition(".")[2]
 
-    def empty(self, shape: tuple[int, ...], like: Array) -> Array:
-        """An array of NaN to write to."""
-        return np.full(shape, np.nan, dtype=like.dtype)
-
-    def permuted(self, array: Array, axes: tuple[int, ...]) -> Array:
-        """A view with the axes in this order."""
-        return array.transpose(axes)
-
     def view(self, array: Array, order: str) -> Array:
         """A view with the same elements, stored in another order in memory."""
-        rank = array.ndim
+        rank, xp = array.ndim, namespace(array)
         if rank == 0:
             return array
+        nans = partial(xp.full, fill_value=xp.nan, dtype=array.dtype, device=array.device)
         if order == "heads_first":
             axes = (0, 2, 1, 3) if rank == 4 else tuple(reversed(range(rank)))
             inverse = tuple(sorted(range(rank), key=lambda axis: axes[axis]))
             shape = tuple(array.shape[axis] for axis in axes)
-            view = self.permuted(self.empty(shape, array), inverse)
+            view = xp.permute_dims(nans(shape), inverse)
         elif order == "every_other_element":
-            larger = self.empty((*array.shape[:-1], 2 * array.shape[-1] + 1), array)
+            larger = nans((*array.shape[:-1], 2 * array.shape[-1] + 1))
             view = larger[..., 1::2]
         else:
-            larger = self.empty(tuple(size + 2 for size in array.shape), array)
+            larger = nans(tuple(size + 2 for size in array.shape))
             view = larger[(slice(1, -1),) * rank]
         view[...] = array
         return view
@@ -120,12 +114,6 @@ class Library:
     def transforms(self) -> dict[str, Transform]:
         """The library's own transformations; "vmap" maps a function over the first axis."""
         return {}
-
-    def compiled_and_counted(
-        self, function: Callable[[Arrays], Array]
-    ) -> tuple[Callable[[Arrays], Array], Callable[[], int]]:
-        """The function compiled by the library, and a function that counts its graphs."""
-        raise NotImplementedError(f"{self.name} has no compiler of graphs with symbolic sizes")
 
     def forget(self) -> None:
         """Empty the library's caches if they have become too large; called between two cases."""
@@ -159,16 +147,6 @@ class StrictLibrary(Library):
             )
         return np.from_dlpack(array).astype(np.float64)
 
-    def empty(self, shape: tuple[int, ...], like: Array) -> Array:
-        import array_api_strict
-
-        return array_api_strict.full(shape, np.nan, dtype=like.dtype, device=like.device)
-
-    def permuted(self, array: Array, axes: tuple[int, ...]) -> Array:
-        import array_api_strict
-
-        return array_api_strict.permute_dims(array, axes)
-
 
 class TorchLibrary(Library):
     name = "torch"
@@ -200,14 +178,6 @@ gradients = {{"NAME": gradient}}"""
     def numpy(self, array: Array) -> np.ndarray:
         return np.asarray(array.detach().double().cpu().numpy())
 
-    def empty(self, shape: tuple[int, ...], like: Array) -> Array:
-        import torch
-
-        return torch.full(shape, torch.nan, dtype=like.dtype, device=like.device)
-
-    def permuted(self, array: Array, axes: tuple[int, ...]) -> Array:
-        return array.permute(axes)
-
     def autocast(self, dtype: str) -> AbstractContextManager[object]:
         import torch
 
@@ -218,21 +188,7 @@ gradients = {{"NAME": gradient}}"""
     def transforms(self) -> dict[str, Transform]:
         import torch
 
-        return {
-            "vmap": lambda function: torch.vmap(function),
-            "compile": _compiled,
-        }
-
-    def compiled_and_counted(
-        self, function: Callable[[Arrays], Array]
-    ) -> tuple[Callable[[Arrays], Array], Callable[[], int]]:
-        import torch
-        from torch._dynamo.testing import CompileCounterWithBackend
-
-        torch.compiler.reset()
-        counter = CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(function, fullgraph=True, backend=counter)
-        return compiled, lambda: int(counter.frame_count)
+        return {"vmap": torch.vmap, "compile": _compiled}
 
     def held_gradients(
         self,
@@ -248,15 +204,10 @@ gradients = {{"NAME": gradient}}"""
         outs = [function(of_call) for of_call in leaves]
         # The output of a single token depends on no decay, whose gradient is 0.
         options = {"allow_unused": True, "materialize_grads": True}
+        calls = zip(leaves, outs, cotangents, strict=True)
         return [
-            dict(
-                zip(
-                    of_call,
-                    torch.autograd.grad(out, [*of_call.values()], d, **options),
-                    strict=True,
-                )
-            )
-            for of_call, out, d in zip(leaves, outs, cotangents, strict=True)
+            dict(zip(x, torch.autograd.grad(out, [*x.values()], d, **options), strict=True))
+            for x, out, d in calls
         ]
 
 
@@ -351,11 +302,6 @@ class CuPyLibrary(Library):
         if dtype == "bfloat16":
             import ml_dtypes  # noqa: F401  NumPy knows the name from it.
         return cupy.asarray(super().array(values, dtype))
-
-    def empty(self, shape: tuple[int, ...], like: Array) -> Array:
-        import cupy
-
-        return cupy.full(shape, np.nan, dtype=like.dtype)
 
     def numpy(self, array: Array) -> np.ndarray:
         return np.asarray(array.get().astype(np.float64))

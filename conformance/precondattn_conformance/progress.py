@@ -80,8 +80,6 @@ class Progress:
     def _write(self) -> None:
         while not self._is_over.wait(self._every):
             text = str(self)
-            if not text:
-                continue
             with self._writing:
                 if self.console.is_terminal:
                     self.console.file.write(CLEAR + text[: self.console.width - 1])

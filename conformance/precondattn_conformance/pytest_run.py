@@ -19,8 +19,7 @@ from precondattn_conformance.alone import Alone
 from precondattn_conformance.case import Case
 from precondattn_conformance.cases import case_of
 from precondattn_conformance.checks.check import Measured
-from precondattn_conformance.enough import CheckShare, too_little
-from precondattn_conformance.floor import below_floor
+from precondattn_conformance.enough import CheckShare, below_floor, too_little
 from precondattn_conformance.isolation import Worker
 from precondattn_conformance.promises import BROKEN, UNPROMISED, Promise
 from precondattn_conformance.report.page import write_page
@@ -124,8 +123,7 @@ class PytestRun:
         self.promises = self.session.promises(self.outcomes)
         if is_whole:
             self.shares = self.session.shares(self.outcomes)
-        pairs = self.session.pairs(self.outcomes)
-        self.recording.summarize(pairs, self.promises, self.shares)
+        self.recording.summarize(self.promises, self.shares)
         self.recording.close(complete=is_whole)
         if self.html is not None:
             write_page(self.recording.record, self.html)

@@ -7,26 +7,22 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import precondattn as pa
 from precondattn.dispatch.discovery import discover
 from precondattn_conformance.case import Case
 from precondattn_conformance.cases import case_of, cases, known_cases
 from precondattn_conformance.conventions import unpromised_by
-from precondattn_conformance.declared import expressions
 from precondattn_conformance.declines import declared
-from precondattn_conformance.design.coverage import Pairs, pairs
 from precondattn_conformance.design.levels import LEVELS
 from precondattn_conformance.division import cases as division
 from precondattn_conformance.division.run import run_divided
 from precondattn_conformance.enough import CheckShare, shares
 from precondattn_conformance.expectations import Expectations, name_of
-from precondattn_conformance.isolation import TIMEOUT, nothing_to_prepare, run_isolated
-from precondattn_conformance.libraries import installed
+from precondattn_conformance.isolation import TIMEOUT, run_isolated
 from precondattn_conformance.promises import Promise, promises
 from precondattn_conformance.runner import Outcome, run_case
 from precondattn_conformance.source import Source
-from precondattn_conformance.status import COMPARED
 from precondattn_conformance.widest import is_narrow
 
 
@@ -57,8 +53,6 @@ class Session:
     """The number of devices, if the run consists of cases with divided sequences."""
     source: Source | None = None
     """The source of the backend under test, if it is not installed."""
-    inside: str | None = None
-    """A context manager for the calls in the processes, as "module:function"."""
 
     @property
     def seconds(self) -> float:
@@ -167,19 +161,6 @@ class Session:
             return False
         return is_narrow(self.backend, expression, library, self.device)
 
-    def pairs(self, outcomes: Sequence[Outcome]) -> list[Pairs]:
-        """The compared pairs of levels of the design; empty for cases given by id."""
-        if self.ids or self.devices is not None:
-            return []
-        compared = {o.case.id for o in outcomes if o.status in COMPARED}
-        mechanisms = [str(pa.parse(text)) for text in self.mechanisms] or expressions()
-        libraries = [
-            name
-            for name in self.libraries or installed()
-            if any(name == o.case.library for o in outcomes)
-        ]
-        return pairs(self.level, mechanisms, libraries, compared, self.blocks)
-
     def promises(self, outcomes: Sequence[Outcome]) -> list[Promise]:
         """The conventions that the backend promises, and which hold; empty if no backend is named.
 
@@ -194,15 +175,14 @@ class Session:
         backend = self.backend or None
         if self.jobs == 0:
             return [run_case(case, backend, self.device) for case in cases]
-        return list(
-            run_isolated(
-                cases,
-                backend,
-                self.device,
-                timeout=self.seconds,
-                expected=lambda outcome: True,
-                prepare=nothing_to_prepare if self.source is None else self.source.register,
-            )
+        return list(self._isolated(cases, expected=lambda outcome: True))
+
+    def _isolated(self, cases: list[Case], **options: Any) -> Iterator[Outcome]:
+        """The outcomes of cases in separate processes, with further options of `run_isolated`."""
+        prepare = None if self.source is None else self.source.register
+        backend, seconds = self.backend or None, self.seconds
+        return run_isolated(
+            cases, backend, self.device, timeout=seconds, prepare=prepare, **options
         )
 
     def shares(self, outcomes: Sequence[Outcome]) -> list[CheckShare]:
@@ -245,12 +225,7 @@ class Session:
         backend = self.backend or None
         if self.devices is not None:
             for outcome in run_divided(
-                not_skipped,
-                self.devices,
-                backend,
-                timeout=self.timeout,
-                inside=self.inside,
-                started=started,
+                not_skipped, self.devices, backend, timeout=self.timeout, started=started
             ):
                 yield expectations.judged(outcome)
             return
@@ -260,16 +235,10 @@ class Session:
                 yield expectations.judged(run_case(case, backend, self.device))
             return
         jobs = self.jobs or (1 if self.device else os.cpu_count() or 1)
-        for outcome in run_isolated(
-            not_skipped,
-            backend,
-            self.device,
-            timeout=self.timeout or TIMEOUT,
-            jobs=jobs,
-            is_quick=self.level == LEVELS[0] and not self.device,
-            prepare=nothing_to_prepare if self.source is None else self.source.register,
-            started=started,
-            expected=expectations.expects,
+        is_quick = self.level == LEVELS[0] and not self.device
+        expects = expectations.expects
+        for outcome in self._isolated(
+            not_skipped, jobs=jobs, is_quick=is_quick, started=started, expected=expects
         ):
             yield expectations.judged(outcome)
 

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from precondattn.dispatch.discovery import discover
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks import CHECK
-from precondattn_conformance.checks.check import VJP, Backend, Check
+from precondattn_conformance.checks.check import VJP, Backend, Check, names_of
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.libraries import named
 
 GRADIENT = re.compile(r"(vjp|autograd) of (\w+)")
-MODULES = ("contextlib", "jax", "precondattn", "torch")
+MODULES = ("jax", "precondattn", "torch")
 
 
 def snippet(
@@ -56,8 +56,7 @@ def snippet(
 
 def _registered(backend: Backend) -> str:
     """Code that registers the backend under test, if it was made from a function."""
-    name = backend if isinstance(backend, str) else (backend or (None,))[0]
-    found = next((b for b in discover().backends if b.name == name), None)
+    found = next((b for b in discover().backends if b.name in names_of(backend)[:1]), None)
     code = getattr(found, "registered_by", "")
     return f"from precondattn import register_backend\n{code}" if code else ""
 
@@ -105,7 +104,7 @@ def _imports(case: Case, call: str) -> str:
 def _call(check: Check, case: Case, error: DisagreementError | None) -> str:
     """Code of the check's call; for a plain call, with its worst element beside the oracle's."""
     if not check.is_plain or error is None or not error.what:
-        return check.written_out(case, error)
+        return check.snippet
     lines = ["expected = expected_of(case{where})  # By the oracle, in float64."]
     found, right = "out", "expected.out"
     code = VJP if "vjp" in error.what else Check.snippet

@@ -19,13 +19,9 @@ channels."""
 DELTA_GRADIENT_BOUND = CORRELATED_BOUND | {"float16": 1e-2, "bfloat16": 5e-2}
 """Bounds for the gradients of the delta rule: at most twice the rounding error of its kernels."""
 
-SMALLEST = {"float16": 2.0**-14, "float64": 2.0**-1022}
-"""The smallest normal numbers, below which the spacing no longer shrinks with the number."""
-
-
-def smallest_measured(dtype: str) -> float:
-    """The size below which errors are absolute instead of relative."""
-    return SMALLEST.get(dtype, 0.0)
+SMALLEST = {"float16": 2.0**-14, "float64": 2.0**-1022, "float32": 0.0, "bfloat16": 0.0}
+"""The sizes below which errors are absolute: the smallest normal numbers, below which the spacing
+no longer shrinks with the number, or 0."""
 
 
 def bound(

@@ -6,7 +6,7 @@ the same cases in float32.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 from precondattn.dispatch import discovery
@@ -26,21 +26,19 @@ def is_narrow(
     The backend is asked about small calls on the given kind of device, or on all kinds that the
     library has.
     """
-    changes = discovery.changes  # A name may later be another backend's.
-    return _is_narrow(backend, expression, library, device, changes)
+    # A name may later be another backend's, after which `changes` differs.
+    run_in = partial(_runs, backend, expression, library, device, discovery.changes)
+    return not run_in("float64") and run_in("float32")
 
 
 @cache
-def _is_narrow(
-    backend: tuple[str, ...], expression: str, library: str, device: str | None, changes: int
-) -> bool:
-    return not runs(backend, expression, library, "float64", device) and runs(
-        backend, expression, library, "float32", device
-    )
-
-
-def runs(
-    backend: tuple[str, ...], expression: str, library: str, dtype: str, device: str | None = None
+def _runs(
+    backend: tuple[str, ...],
+    expression: str,
+    library: str,
+    device: str | None,
+    changes: int,
+    dtype: str,
 ) -> bool:
     """Whether the first of these backends runs a part of the mechanism in this dtype."""
     mechanism, kinds = mechanism_of(expression), (device,) if device else DEVICES[library]

@@ -4,10 +4,8 @@ triton_interpreter  Triton kernels on a CPU, with the arithmetic of a GPU
 triton_memory       loads and stores in this interpreter: bounds, and races between programs
 triton_compiler     Triton kernels compiled without a GPU: registers, spills, shared memory
 triton_launches     the launches of a package, recorded and not run, to be compiled
-absent_device       counts of the launches and copies of a call, on a GPU that is not here
 pallas_compiler     Pallas kernels compiled without a GPU, or lowered without a TPU
 pallas_interpreter  Pallas kernels for a TPU on a CPU: races, and reads of uninitialised memory
-tpu_compiler        Pallas kernels compiled for a TPU, where libtpu is installed
 cuda_simulator      CUDA kernels on a CPU: every thread, barrier and access is checked
 cuda_compiler       CUDA kernels compiled without a GPU, by NVRTC as in CuPy
 cuda_toolkit        finds CUDA's headers and NVRTC
@@ -18,3 +16,8 @@ resources           the resources of a compiled kernel, and whether they are too
 
 Each module is imported separately, and requires only its own dependencies.
 """
+
+from typing import Any
+
+Foreign = Any
+"""The type of objects of Triton and JAX, whose own types a type checker does not see."""

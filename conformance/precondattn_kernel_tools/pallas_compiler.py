@@ -5,8 +5,8 @@
 `MODULE.variants(target)` yields the functions that a package ships for a target. JAX lowers each of
 them for such a device. Every Pallas kernel in it is lowered to Triton's intermediate representation
 and compiled to machine code, and its resources are read as in `triton_compiler.py`. For the target
-`tpu` a kernel is lowered only: this finds blocks of a wrong shape and unsupported operations, but
-not whether it fits the memory. `tpu_compiler.py` checks that if a TPU's compiler is installed.
+`tpu` a kernel is lowered: this finds blocks of a wrong shape and unsupported operations, but not
+whether it fits the memory. It is also compiled if a TPU's compiler, `libtpu`, is installed.
 
 Kernels need explicit `compiler_params`, Triton's for a GPU.
 """
@@ -14,6 +14,7 @@ Kernels need explicit `compiler_params`, Triton's for a GPU.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import sys
 import tempfile
 from collections import Counter
@@ -22,6 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
+from precondattn_kernel_tools import Foreign
 from precondattn_kernel_tools.ahead_of_time import (
     CompileTask,
     key_of,
@@ -33,7 +35,6 @@ from precondattn_kernel_tools.ahead_of_time import (
     selected,
     variants_of,
 )
-from precondattn_kernel_tools.foreign import Foreign
 from precondattn_kernel_tools.resources import Resources, measured
 
 TPU = "tpu"
@@ -47,6 +48,8 @@ DEVICES = {
     TPU: "TPU v5e",
 }
 """A device of each target, by JAX's name."""
+TOPOLOGY = "v5e:2x2"
+"""The smallest topology of that TPU; kernels are compiled for one chip of it."""
 TARGETS = tuple(DEVICES)
 TRITON_CALL, TPU_CALL = "xla.gpu.triton", "tpu_custom_call"
 """The names, or parts of the names, of calls of lowered kernels."""
@@ -86,14 +89,19 @@ def kernels_of(variant: Variant, target: str) -> list[LoweredKernel]:
     Raises
     ------
     Exception
-        that JAX raises if it can not lower a kernel.
+        that JAX raises if it can not lower a kernel, or not compile it for a TPU.
     """
     import jax
 
     platform = TPU if target == TPU else "cuda"
-    with lowering_for(DEVICES[target], platform):
-        traced = jax.jit(variant.function).trace(*variant.arguments)
-        module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+    is_compiled = target == TPU and importlib.util.find_spec("libtpu") is not None
+    arguments = _on_a_chip(variant.arguments) if is_compiled else variant.arguments
+    with _lowering_for(DEVICES[target], platform):
+        traced = jax.jit(variant.function).trace(*arguments)
+        lowered = traced.lower(lowering_platforms=(platform,))
+    if is_compiled:
+        lowered.compile()
+    module = lowered.compiler_ir("stablehlo")
     names: dict[tuple[Code, Options], str] = {}
     for name, code, options in _calls(module, platform):
         names.setdefault((code, options), name)
@@ -108,7 +116,18 @@ def kernels_of(variant: Variant, target: str) -> list[LoweredKernel]:
     return kernels
 
 
-def lowering_for(device: str, platform: str) -> AbstractContextManager[object]:
+def _on_a_chip(arguments: tuple[object, ...]) -> Foreign:
+    """The arguments on a TPU that is not here."""
+    import jax
+    from jax.experimental import topologies
+    from jax.sharding import SingleDeviceSharding
+
+    machine = topologies.get_topology_desc(TOPOLOGY, platform="tpu")
+    chip = SingleDeviceSharding(machine.devices[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=chip), arguments)
+
+
+def _lowering_for(device: str, platform: str) -> AbstractContextManager[object]:
     """Context in which JAX lowers for a named device, which it requires from version 0.11 on."""
     import jax
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
-from precondattn_kernel_tools.foreign import Foreign
+from precondattn_kernel_tools import Foreign
 
 __all__ = ["RaceError", "checked"]
 

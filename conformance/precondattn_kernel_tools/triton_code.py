@@ -16,7 +16,7 @@ import inspect
 import textwrap
 from types import FunctionType, ModuleType
 
-from precondattn_kernel_tools.foreign import Foreign
+from precondattn_kernel_tools import Foreign
 
 
 @functools.cache  # A kernel has many variants, and calls what others call.

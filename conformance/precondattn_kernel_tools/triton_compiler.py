@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from precondattn_kernel_tools import Foreign
 from precondattn_kernel_tools.ahead_of_time import (
     CompileTask,
     key_of,
@@ -26,7 +27,6 @@ from precondattn_kernel_tools.ahead_of_time import (
     selected,
     variants_of,
 )
-from precondattn_kernel_tools.foreign import Foreign
 from precondattn_kernel_tools.resources import SHARED_LIMITS, Resources, measured
 from precondattn_kernel_tools.triton_code import code_of
 

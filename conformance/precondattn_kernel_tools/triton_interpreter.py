@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from triton.runtime.autotuner import Autotuner
 
-from precondattn_kernel_tools.foreign import Foreign
+from precondattn_kernel_tools import Foreign
 
 try:
     from precondattn_kernel_tools.triton_memory import (

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from precondattn_kernel_tools.foreign import Foreign
+from precondattn_kernel_tools import Foreign
 from precondattn_kernel_tools.triton_compiler import ArgumentType, Place, Variant
 
 TYPES = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import ml_dtypes
 import numpy as np
 
-from precondattn_kernel_tools.foreign import Foreign
+from precondattn_kernel_tools import Foreign
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -90,9 +90,11 @@ def frameworks(session: nox.Session, versions: str) -> None:
     tried = Tried(session, versions)
     tried.install("torch", "jax", "flax", "test")
     tried.smoke()
-    folders = "tests/core tests/backends/jax tests/backends/portable tests/backends/reference"
+    folders = "tests/core tests/backends/jax tests/backends/portable"
     tried.pytest(folders, *BOTH_TIERS, "-n=auto", "--dist=loadfile")
-    tried.pytest("tests/layers", *BOTH_TIERS, "-n=auto", "--dist=loadfile")
+    tried.pytest(
+        "tests/backends/test_conformance.py tests/layers", *BOTH_TIERS, "-n=auto", "--dist=loadfile"
+    )
     tried.finish()
 
 

@@ -4,12 +4,13 @@ import numpy as np
 from drawing import clustered
 
 import precondattn as pa
-from precondattn_conformance.inputs import REAL, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 
 def real(*names):
     """Inputs (1, 252, 9, 32) of a small language model, trained on English: a fixture."""
-    inputs = make_inputs(pa.Softmax(), REAL, "real")
+    layout = CallLayout("real", b=1, t=252, s=252, h=9, n=9, d=32, e=32)
+    inputs = make_inputs(pa.Softmax(), layout, "real")
     return [np.asarray(inputs[name], np.float64) for name in names]
 
 

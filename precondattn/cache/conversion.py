@@ -42,8 +42,8 @@ def with_writable_buffers(cache: C) -> C:
 
 def ordinary(cache: C) -> C:
     """The cache, copied if it was made in PyTorch's inference mode."""
-    recordable: C = of(cache.length).recordable_cache(cache)
-    return recordable
+    adopted: C = of(cache.length).adopted_cache(cache, cache.length)
+    return adopted
 
 
 def _apart(device: Device, new: Array, old: Array) -> Array:

@@ -10,8 +10,7 @@ import typer
 
 import precondattn as pa
 from precondattn.command_line import suite_commands  # noqa: F401, it adds its commands.
-from precondattn.command_line.application import app, console
-from precondattn.command_line.errors import INTERRUPTED, reported
+from precondattn.command_line.application import INTERRUPTED, app, console, reported
 from precondattn.installed import is_installed
 
 
@@ -192,7 +191,7 @@ def compare(
     Of benchmarks: ratios to peers, peak memory and correctness. Times are shown, and not judged.
     """
     with reported():
-        from precondattn_conformance.report import command
+        from precondattn_conformance.report.compare import compare as compared
 
-        code = command.compare(old, new, threshold=threshold, growth=growth, console=console)
+        code = compared(old, new, threshold=threshold, growth=growth, console=console)
         raise typer.Exit(code)

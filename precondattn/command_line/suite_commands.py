@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from precondattn.command_line.application import app, console
-from precondattn.command_line.errors import reported
+from precondattn.command_line.application import app, console, reported
 
 
 @app.command()
@@ -91,10 +90,6 @@ def conformance(
     self_test: Annotated[
         bool, typer.Option("--self-test", help="plant faults, and check that the suite finds them")
     ] = False,
-    inside: Annotated[
-        str | None,
-        typer.Option(help="with --devices: a context manager for all cases, module:function"),
-    ] = None,
 ) -> None:
     """Compare backends with the oracle, by every check on every mechanism; report the errors."""
     with reported():
@@ -138,10 +133,7 @@ def conformance(
             jobs=jobs,
             devices=devices,
             source=source,
-            inside=inside,
         )
-        if inside is not None and devices is None:
-            raise ValueError("--inside needs --devices")
         raise typer.Exit(run(session, console, record=record, html=html, junit=junit))
 
 
@@ -165,9 +157,9 @@ def ecosystem(
     """Compare public implementations, and our backends, by every check: one table of all."""
     with reported():
         if install:
-            from precondattn_conformance.ecosystem.installation import commands
+            from precondattn_conformance.peers.everyone import lines_to_install
 
-            print(commands())
+            print(lines_to_install())
             return
         from precondattn_conformance.ecosystem.command import ecosystem as run
 

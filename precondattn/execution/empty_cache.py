@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from precondattn import frameworks
-from precondattn.algebra.declaration import FIXED, ShapeError
+from precondattn.algebra.declaration import FIXED, ShapeError, Sizes
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import is_distributed, namespace, placement
+from precondattn.algebra.text import nearest
+from precondattn.arrays import (
+    HALF,
+    dtype_name,
+    fresh,
+    is_distributed,
+    library_of,
+    namespace,
+    placement,
+)
 from precondattn.cache import KEY_MASK, Cache, new_buffer
-from precondattn.cache.kinds import TOKENS, WINDOW, Kind, Kinds
+from precondattn.cache.kinds import STATE, TOKENS, WINDOW, Kind, Kinds, names_of_states
 from precondattn.cache.known_lengths import remembered
 from precondattn.cache.windows import FIRST, rows_of
-from precondattn.execution.array_checks import check_arrays, values_of
+from precondattn.execution.array_checks import check_arrays, check_device, check_stored, values_of
 from precondattn.execution.cache_checks import check_cacheable, keeps_tokens
-from precondattn.execution.given_states import given_states
 from precondattn.execution.input_names import INIT_OPTIONS, inputs_by_name
 from precondattn.frameworks.types import Array, Arrays, ByName
-from precondattn.given import at_least
+from precondattn.given import Given, at_least
 
 
 def empty_cache(
@@ -65,7 +75,7 @@ def empty_cache(
         reach = None  # All tokens fit.
     if reach is not None:
         sizes["c"] = rows_of(reach)
-    given = {} if states is None else given_states(mechanism, states, sizes, like)
+    given = {} if states is None else _given_states(mechanism, states, sizes, like)
     store: Arrays = {}
     kinds: Kinds = {}
     for name, (slot, pattern) in mechanism.program.slots.items():
@@ -88,3 +98,60 @@ def empty_cache(
         kinds[FIRST] = {str(Kind(WINDOW, window=reach + 1)): ()}
     length = xp.zeros((sizes["b"],), dtype=xp.int32, **placement(like))
     return Cache(remembered(length, 0), store, kinds)
+
+
+def _given_states(mechanism: Piece, states: Given, sizes: Sizes, like: Array) -> Arrays:
+    """Copies of the given states, by the names of their buffers."""
+    owner, slots = str(mechanism), mechanism.program.slots
+    # The buffers of each leaf whose cache has only states.
+    of_leaves = [
+        [*keys.values()]
+        for keys in mechanism.program.slot_keys
+        if all(slots[name][0].kind.rows == STATE for name in keys.values())
+    ]
+    if not isinstance(states, Mapping):
+        raise TypeError(
+            f"{owner}: states must be a dict of arrays by name, as cache.states has them; "
+            f"found {type(states).__name__}"
+        )
+    of_states = {name for names in of_leaves for name in names}
+    names = names_of_states({n: slot.kind for n, (slot, _) in slots.items() if n in of_states})
+    if states and not names:
+        raise ValueError(f"{owner}: its cache holds tokens and no states; found states")
+    short_names = {name: short for short, name in names.items()}
+    store: Arrays = {}
+    for short, state in states.items():
+        name = str(names.get(short, short))
+        if name not in short_names:
+            hint = nearest(short, [*names]) if isinstance(short, str) else ""
+            raise ValueError(
+                f"{owner}: states has no {short!r}{hint}; the states are {', '.join(names)}"
+            )
+        what, (slot, pattern) = f"{owner}: states[{short!r}]", slots[name]
+        if name in store:
+            raise ValueError(f"{what} is given by two names")
+        library, shape = library_of(like), pattern.shape(sizes)
+        if library_of(state) != library:
+            found = type(state).__name__ if library_of(state) is None else library_of(state)
+            raise TypeError(f"{what} must be an array of {library}, as the inputs; found {found}")
+        check_stored(what, state)
+        if tuple(state.shape) != shape:
+            is_of_others = tuple(state.shape)[1:] == shape[1:]
+            hint = f"; write sequences={state.shape[0]}" if is_of_others else ""
+            raise ShapeError(
+                f"{what} must have shape ({', '.join(map(str, pattern.axes))}), here {shape}; "
+                f"found {tuple(state.shape)}{hint}"
+            )
+        dtype = "float32" if slot.wide and dtype_name(like) in HALF else dtype_name(like)
+        if dtype_name(state) != dtype:
+            raise TypeError(f"{what} must have dtype {dtype}; found {dtype_name(state)}")
+        check_device(what, state, like)
+        store[name] = fresh(state)
+    for of_leaf in of_leaves:  # All states of a leaf must be given.
+        missing = [short_names[name] for name in of_leaf if name not in store]
+        if missing and len(missing) < len(of_leaf):
+            together = ", ".join(short_names[name] for name in of_leaf)
+            raise ValueError(
+                f"{owner}: the states {together} belong together; missing {', '.join(missing)}"
+            )
+    return store

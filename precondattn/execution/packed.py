@@ -176,6 +176,8 @@ class Batches:
 
     sizes: tuple[tuple[int, int], ...]
     """(sequences, tokens) of each batch."""
+    of_tokens: list[str]
+    """The inputs with an axis of tokens."""
 
     def __init__(self, rows: int, moves: MovedRows | None, like: Array) -> None:
         self.rows, self.moves = rows, moves
@@ -200,6 +202,15 @@ class Batches:
         if self.moves is not None:
             tokens = moved(tokens, self.moves.back)
         return xp.reshape(tokens, (self.rows, tokens.shape[0] // self.rows, *rest))
+
+    def gradients(self, parts: Sequence[Arrays]) -> Arrays:
+        """The gradients of the packed inputs, from those of the batches."""
+        return {
+            name: self.returned([part[name] for part in parts])
+            if name in self.of_tokens
+            else sum(part[name] for part in parts)
+            for name in parts[0]
+        }
 
 
 class DividedPacking(Batches):
@@ -257,11 +268,6 @@ def vjp(divided: DividedPacking) -> tuple[Array, Callable[[Array], Arrays]]:
         used = evaluation.finished(cotangent, divided.call, is_cotangent=True)
         cotangents = divided.gathered(used)
         parts = [pull(part) for pull, part in zip(pulls, cotangents, strict=True)]
-        return {
-            name: divided.returned([part[name] for part in parts])
-            if name in divided.of_tokens
-            else sum(part[name] for part in parts)
-            for name in divided.call.inputs
-        }
+        return divided.gradients(parts)
 
     return evaluation.finished(divided.returned(outputs), divided.call), pullback

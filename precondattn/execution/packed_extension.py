@@ -193,12 +193,8 @@ def extend_vjp(call: Call, one_batch: ExtendVjp) -> tuple[Array, Cache, ExtendPu
             for pull, part, (rows, _) in zip(pulls, parts, batches, strict=True)
         ]
         gradients, d_past = zip(*pulled, strict=True)
-        d_inputs = {
-            name: packed.returned([part[name] for part in gradients])
-            if name in packed.of_tokens
-            else sum(part[name] for part in gradients)
-            for name in packed.inputs
+        return packed.gradients(gradients), {
+            n: packed.rows_of([part[n] for part in d_past]) for n in d_past[0]
         }
-        return d_inputs, {n: packed.rows_of([part[n] for part in d_past]) for n in d_past[0]}
 
     return packed.returned(outs), packed.cache_of(caches), pullback

@@ -13,8 +13,8 @@ from inspect import Parameter, Signature, signature
 from precondattn.algebra.options import OptionValue
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.registry import MechanismClass
-from precondattn.execution.build import declared_by_options, options_of
 from precondattn.execution.input_names import CALL_OPTIONS
+from precondattn.execution.shorthand import declared_by_options, options_of
 
 
 class _Optional:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from precondattn.algebra.call import Call
-from precondattn.algebra.declaration import Inputs, Pattern, ShapeError, Sizes
+from precondattn.algebra.declaration import HEADS, Inputs, Pattern, ShapeError, Sizes
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
@@ -45,7 +45,6 @@ from precondattn.execution.input_names import (
     shapes_of,
 )
 from precondattn.execution.pair_masks import check_takes_masks
-from precondattn.execution.transposed_layout import advice
 from precondattn.frame import FULL, Layout
 from precondattn.frameworks import of
 from precondattn.frameworks.framework import Framework
@@ -243,9 +242,42 @@ def _sizes(
                 f"found t = {t} and s = {s}"
             )
     except ShapeError as error:
-        hint = advice(declared, shapes, known or {}, causal=mechanism.offers.causal)
+        hint = _transposed(declared, shapes, known or {}, causal=mechanism.offers.causal)
         raise ShapeError(f"{error}{hint}") from None
     return sizes
+
+
+def _transposed(
+    declared: Inputs, shapes: Mapping[str, Shape], known: Sizes, *, causal: bool
+) -> str:
+    """A hint for a ShapeError, if the shapes fit the layout (b, h, t, d) of other libraries."""
+    rows = {name for name, shape in shapes.items() if len(shape) > 3}
+    for exchanged in (shapes.keys(), rows):
+        others = {
+            name: (shape[0], shape[2], shape[1], *shape[3:])
+            if name in exchanged and _has_both_axes(declared[name], shape)
+            else shape
+            for name, shape in shapes.items()
+        }
+        try:
+            sizes = declared.sizes("", others, known)
+        except ShapeError:
+            continue
+        tokens = sizes.get("t", sizes.get("s", 0))
+        keys, heads = sizes.get("s", tokens), [sizes[x] for x in HEADS if x in sizes]
+        if tokens > max(heads, default=tokens) and (tokens <= keys or not causal):
+            names = ", ".join(name for name in shapes if others[name] != shapes[name])
+            return (
+                f"; these shapes fit with the axes 1 and 2 of {names} exchanged: here the layout "
+                f"is (b, t, h, d), and not (b, h, t, d)"
+            )
+    return ""
+
+
+def _has_both_axes(pattern: Pattern, shape: Shape) -> bool:
+    """Whether tokens and heads are axes 1 and 2 of an array."""
+    letters = pattern.letters
+    return len(shape) == len(letters) > 2 and letters[1] in "ts" and letters[2] in HEADS
 
 
 def _request(

@@ -21,9 +21,9 @@ from precondattn.execution.array_checks import check_cotangent
 from precondattn.execution.cache_checks import check_has_states
 from precondattn.execution.checked import CHECKS
 from precondattn.execution.containment import contained, contained_after
-from precondattn.execution.keeping import can_keep, needs_lengths
 from precondattn.execution.masks import zero_padding
 from precondattn.execution.pair_masks import ATTN_MASK, PAIR_MASKS, PREFIX
+from precondattn.execution.parts import can_keep, needs_lengths
 from precondattn.execution.signature import signature_of
 from precondattn.execution.unchanged import guarded
 

@@ -322,12 +322,8 @@ class Framework:
         """Rows moved by an operator with a gradient of its own; None if none is needed."""
         return None
 
-    def recordable_cache(self, cache: FromAbove) -> FromAbove:
-        """The cache, copied if it was made in PyTorch's inference mode."""
-        return cache
-
     def adopted_cache(self, cache: FromAbove, like: Array) -> FromAbove:
-        """The cache in the library of the inputs `like`, where that is possible."""
+        """The cache in the library of the inputs `like`, and not of PyTorch's inference mode."""
         return cache
 
 

@@ -11,7 +11,7 @@ from precondattn.cache import Cache
 from precondattn.cache.conversion import ordinary
 from precondattn.cache.kept import without_kept
 from precondattn.cache.kinds import empty_if_donated
-from precondattn.execution.keeping import Places
+from precondattn.execution.parts import Places
 from precondattn.given import Given
 from precondattn.layers.checks import LayerCall, LayerOutput
 from precondattn.layers.functions import causal_convolution, linear, rotation

@@ -106,15 +106,8 @@ def hidden_width(width: int, hidden: int | None, mlp: str) -> int:
     return at_least(1, "hidden", hidden)
 
 
-def arguments_of(
-    layers: Layers | None, heads: int, mechanism: Layer | None = None
-) -> list[Arguments]:
+def arguments_of(layers: Layers, heads: int, mechanism: Layer | None = None) -> list[Arguments]:
     """The arguments of each block's `Attention`; `depth` is the index of the block."""
-    if layers is None:
-        raise TypeError(
-            "layers: the number of blocks, or a list with a mechanism for each, is missing; write "
-            "Decoder(..., layers=2, mechanism='lucid')"
-        )
     blocks = whole_number(layers)
     if isinstance(layers, int) or blocks is not None:
         if blocks is None or blocks < 1:
@@ -131,7 +124,7 @@ def arguments_of(
             f"mechanism goes with a number of layers, and a list of them has one for each; found "
             f"mechanism={mechanism!r} and layers={layers!r}"
         )
-    if isinstance(layers, str | Mechanism | Mapping) or not len(layers):
+    if isinstance(layers, str) or not isinstance(layers, Sequence) or not layers:
         raise TypeError(
             f"layers must be a list with a mechanism for each block, such as "
             f"['gated_delta'] * 3 + ['lucid'], or a number, with mechanism='lucid'; found "

@@ -20,7 +20,7 @@ from precondattn.arrays import (
 )
 from precondattn.cache import Cache
 from precondattn.cache.kinds import STATE, Kinds
-from precondattn.execution.keeping import Places
+from precondattn.execution.parts import Places
 from precondattn.given import at_least
 from precondattn.layers.plan import LayerPlan
 

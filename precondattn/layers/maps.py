@@ -8,7 +8,6 @@ divide them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -61,17 +60,34 @@ class Map(NamedTuple):
         order = tuple(sorted(range(len(outer)), key=lambda axis: names[axis] not in HEADS))
         return cls(name, entry, weight, bias, inner, outer, declared.names, order)
 
-    def matrix(self, weight: Array) -> Array:
-        """W as a matrix (inner, outer)."""
-        count = len(self.inner)
-        xp = namespace(weight)
+    def stored(self, array: Array, *, is_bias: bool = False, outer_first: bool = False) -> Array:
+        """The module's matrix (inner, outer) from W, or (outer, inner); its vector from b."""
+        xp, count = namespace(array), 0 if is_bias else len(self.inner)
         axes = (*range(count), *(count + axis for axis in self.order))
-        return xp.reshape(xp.permute_dims(weight, axes), (prod(self.inner), prod(self.outer)))
+        shape = (prod(self.inner),) * (not is_bias) + (prod(self.outer),)
+        array = xp.reshape(xp.permute_dims(array, axes), shape)
+        return array.T if outer_first and not is_bias else array
 
-    def row(self, bias: Array) -> Array:
-        """b as a vector."""
-        xp = namespace(bias)
-        return xp.reshape(xp.permute_dims(bias, self.order), (prod(self.outer),))
+    def parameter(
+        self, start: FirstValues, *, is_bias: bool = False, outer_first: bool = False
+    ) -> Weight:
+        """The parameter of the module, whose initial values are drawn with the declared axes."""
+        of_x = (prod(self.inner), self.names[0], prod(self.inner[1:]))
+        of_y: tuple[int, str | None, int] = (1, None, 1)
+        if self.outer:
+            slowest = self.order[0]
+            name = self.names[len(self.inner) + slowest]
+            of_y = (prod(self.outer), name, prod(self.outer) // self.outer[slowest])
+        axes = [of_y] if is_bias else [of_y, of_x] if outer_first else [of_x, of_y]
+        sizes, usual, grains = zip(*axes, strict=True)
+        drawn = partial(self._drawn, start, is_bias, outer_first)
+        return Weight(sizes, drawn, usual, grains)
+
+    def _drawn(
+        self, start: FirstValues, is_bias: bool, outer_first: bool, draw: Draw, shape: Shape
+    ) -> Array:
+        declared = self.outer if is_bias else (*self.inner, *self.outer)
+        return self.stored(start(draw, declared), is_bias=is_bias, outer_first=outer_first)
 
     def joined(self, x: Array) -> Array:
         """x with its summed axes flattened (…, inner), which the module reads."""
@@ -90,39 +106,3 @@ class Map(NamedTuple):
             return y
         back = (before + self.order.index(axis) for axis in range(len(self.outer)))
         return xp.permute_dims(y, (*range(before), *back))
-
-
-@dataclass(frozen=True)
-class Stored:
-    """The storage of a map's W or b in a module: how declared axes become the module's."""
-
-    map: Map
-    is_bias: bool = False
-    outer_first: bool = False
-    """Whether matrices are (outer, inner), as in PyTorch."""
-
-    def __call__(self, array: Array) -> Array:
-        if self.is_bias:
-            return self.map.row(array)
-        matrix = self.map.matrix(array)
-        return matrix.T if self.outer_first else matrix
-
-    @property
-    def declared_shape(self) -> Shape:
-        return self.map.outer if self.is_bias else (*self.map.inner, *self.map.outer)
-
-    def weight(self, start: FirstValues) -> Weight:
-        """The parameter of the module, whose initial values are drawn with the declared axes."""
-        inner, outer, names = self.map.inner, self.map.outer, self.map.names
-        of_x = (prod(inner), names[0], prod(inner[1:]))
-        of_y: tuple[int, str | None, int] = (1, None, 1)
-        if outer:
-            slowest = self.map.order[0]
-            of_y = (prod(outer), names[len(inner) + slowest], prod(outer) // outer[slowest])
-        axes = [of_y] if self.is_bias else [of_y, of_x] if self.outer_first else [of_x, of_y]
-        sizes, usual, grains = zip(*axes, strict=True)
-        return Weight(sizes, partial(self._drawn, start), usual, grains)
-
-    def _drawn(self, start: FirstValues, draw: Draw, shape: Shape) -> Array:
-        """Initial values that are drawn with the declared axes, and stored as in the module."""
-        return self(start(draw.of_shape(self.declared_shape), self.declared_shape))

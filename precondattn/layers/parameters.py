@@ -25,22 +25,19 @@ MODEL, REST = "x", "…"
 
 
 class Draw(Protocol):
-    """A source of new arrays with the shape and dtype of one parameter, from a framework."""
+    """A source of new arrays with the dtype of one parameter, from a framework."""
 
-    def normal(self) -> Array:
+    def normal(self, shape: Shape) -> Array:
         """An array of independent draws from the standard normal distribution."""
 
-    def uniform(self) -> Array:
+    def uniform(self, shape: Shape) -> Array:
         """An array of independent draws from the uniform distribution between 0 and 1."""
 
-    def constant(self, value: float) -> Array:
+    def constant(self, shape: Shape, value: float) -> Array:
         """An array with `value` in every entry."""
 
-    def identity(self) -> Array:
+    def identity(self, shape: Shape) -> Array:
         """Identity matrices in the last two axes."""
-
-    def of_shape(self, shape: Shape) -> Draw:
-        """A source of arrays with another shape."""
 
 
 FirstValues = Callable[[Draw, Shape], Array]
@@ -81,7 +78,7 @@ class Constant:
     value: float
 
     def __call__(self, draw: Draw, shape: Shape) -> Array:
-        return draw.constant(self.value)
+        return draw.constant(shape, self.value)
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ class Normal:
     deviation: float
 
     def __call__(self, draw: Draw, shape: Shape) -> Array:
-        return self.deviation * draw.normal()
+        return self.deviation * draw.normal(shape)
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ class FanIn:
     axes: int = 1
 
     def __call__(self, draw: Draw, shape: Shape) -> Array:
-        return math.prod(shape[: self.axes]) ** -0.5 * draw.normal()
+        return math.prod(shape[: self.axes]) ** -0.5 * draw.normal(shape)
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class UniformFanIn:
     """The uniform distribution U(−1/√n, 1/√n), n the first size; PyTorch's convolutions use it."""
 
     def __call__(self, draw: Draw, shape: Shape) -> Array:
-        return shape[0] ** -0.5 * (2 * draw.uniform() - 1)
+        return shape[0] ** -0.5 * (2 * draw.uniform(shape) - 1)
 
 
 @dataclass(frozen=True)
@@ -120,7 +117,7 @@ class LogUniform:
     high: float
 
     def __call__(self, draw: Draw, shape: Shape) -> Array:
-        x = self.low + (self.high - self.low) * draw.uniform()
+        x = self.low + (self.high - self.low) * draw.uniform(shape)
         return namespace(x).log(x)
 
 
@@ -133,7 +130,7 @@ class InverseSoftplus:
 
     def __call__(self, draw: Draw, shape: Shape) -> Array:
         span = math.log(self.high) - math.log(self.low)
-        step = namespace(u := draw.uniform()).exp(math.log(self.low) + span * u)
+        step = namespace(u := draw.uniform(shape)).exp(math.log(self.low) + span * u)
         return step + namespace(step).log(-namespace(step).expm1(-step))
 
 
@@ -145,7 +142,7 @@ class Spaced:
     end: float
 
     def __call__(self, draw: Draw, shape: Shape) -> Array:
-        ones = draw.constant(1.0)
+        ones = draw.constant(shape, 1.0)
         index = namespace(ones).cumulative_sum(ones, axis=0) - 1
         return self.start + (self.end - self.start) / max(shape[0] - 1, 1) * index
 
@@ -155,7 +152,7 @@ class Identity:
     """Identity matrices in the last two axes."""
 
     def __call__(self, draw: Draw, shape: Shape) -> Array:
-        return draw.identity()
+        return draw.identity(shape)
 
 
 def linear_map(shape: str, *, bias: bool = False) -> dict[str, Parameter]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -13,9 +13,8 @@ from precondattn.algebra.text import not_a_mechanism
 from precondattn.arrays import Shape
 from precondattn.layers.maps import Map, Weight
 from precondattn.layers.meaning import meanings, origin, output_call
-from precondattn.layers.missing import missing_recipes
 from precondattn.layers.norm_order import norm_before_rotation
-from precondattn.layers.parameters import Constant, FanIn, Parameter
+from precondattn.layers.parameters import Constant, FanIn, FirstValues, Parameter
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.recipes import Unchanged, recipes_for
 from precondattn.layers.recipes.outputs import AFTER_PROJECTION
@@ -67,6 +66,20 @@ class LayerPlan:
             name: (batch, 1, *shapes[name]) if "b" in patterns[name].letters else shapes[name]
             for name in patterns
         }
+
+    def modules(
+        self,
+    ) -> Iterator[tuple[str, list[tuple[Map, dict[str, FirstValues]]], dict[str, Weight]]]:
+        """Each entry, its linear maps with the initial values of "weight" and "bias", and its other
+        weights by name."""
+        for name, weights in self.weights:
+            others, maps = dict(weights), []
+            for of_map in self.maps:
+                if of_map.entry == name:
+                    both = {"weight": of_map.weight, "bias": of_map.bias}
+                    starts = {key: others.pop(each).start for key, each in both.items() if each}
+                    maps.append((of_map, starts))
+            yield name, maps, others
 
     def table(self, title: str) -> str:
         """The plan as a text: each input, its shape, its number of parameters, and its recipe."""
@@ -156,7 +169,11 @@ def _entries(mechanism: Mechanism, recipes: dict[str, Recipe]) -> list[PlanEntry
             continue
         entries[name] = _entry(name, chosen, mechanism.inputs[name], names)
     if missing:
-        raise missing_recipes(mechanism, missing)
+        which = ", ".join(f"{name} ({pattern.text})" for name, pattern in missing.items())
+        raise TypeError(
+            f"recipes: {mechanism} has none for {which}; pass recipes={{...}} with one for each, "
+            f"of precondattn.layers.recipes (such as Projection()) or your own"
+        )
     call = output_call(program, lambda call: OUT in recipes_for(call.leaf))
     names = {formal: origin(program, value) for formal, value in call.arguments}
     recipe = recipes.pop(OUT, recipes_for(call.leaf).get(OUT, Unchanged()))

@@ -10,6 +10,7 @@ heads, and the heads of the values as key heads.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 from precondattn.algebra.declaration import FIXED, HEADS, Axis, Pattern
@@ -80,8 +81,10 @@ def sizes_of(mechanism: Mechanism, numbers: LayerSizes) -> Sizes:
         value_dim = head_dim
     kv_heads = kv_heads or heads
     value_heads = value_heads or heads
-    _check_divides("kv_heads", kv_heads, "heads", heads)
-    _check_divides("heads", heads, "value_heads", value_heads)
+    numbers_of_heads = {"kv_heads": kv_heads, "heads": heads, "value_heads": value_heads}
+    for (few, n), (many, m) in pairwise(numbers_of_heads.items()):
+        if m % n:
+            raise ValueError(f"{few} must divide {many}; found {few}={n} and {many}={m}")
     sizes = {
         of_d: head_dim,
         of_e: value_dim or head_dim * pairs,
@@ -125,10 +128,3 @@ def count(name: str, value: Given) -> int:
     if number < 1:
         raise ValueError(f"{name} must be 1 or above; found {number}")
     return number
-
-
-def _check_divides(few_name: str, few: int, many_name: str, many: int) -> None:
-    if many % few:
-        raise ValueError(
-            f"{few_name} must divide {many_name}; found {few_name}={few} and {many_name}={many}"
-        )

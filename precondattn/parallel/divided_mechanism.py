@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from precondattn.algebra.mechanism import Mechanism, parse
 from precondattn.arrays import Array
@@ -12,6 +12,8 @@ from precondattn.parallel.heads import DividedCall
 from precondattn.parallel.layouts import TokenOrder
 
 HEADS, TOKENS = "heads", "tokens"
+CONTIGUOUS = TokenOrder("contiguous")
+"""The order that divides whatever another order of tokens divides."""
 
 
 class DividedMechanism:
@@ -34,33 +36,34 @@ class DividedMechanism:
                 f"divides"
             )
 
-    def _refusal_by(self, way: str, call: DividedCall) -> str | None:
-        if way == HEADS:
+    def _refusal_by(self, order: TokenOrder | None, call: DividedCall) -> str | None:
+        """The reason why an order of tokens, or `heads` without one, can not divide a call."""
+        if order is None:
             reason = heads.refusal(call.mechanism, call.sizes, call.devices)
         else:
+            call = replace(call, order=order)
             reason = call.refusal_of_tokens() or ways.refusal(call)
-        name = HEADS if way == HEADS else str(call.order)
-        return None if reason is None else f"layout {name!r} {reason}"
+        return None if reason is None else f"layout {str(order or HEADS)!r} {reason}"
 
-    def _way_of(self, call: DividedCall) -> tuple[str | None, str]:
-        """How a call is divided, or None and the reason why it can not be."""
-        possible = [HEADS] * (self.layout in (None, HEADS)) + [TOKENS] * bool(self.order)
-        reasons = {way: self._refusal_by(way, call) for way in possible}
-        way = next((way for way, reason in reasons.items() if reason is None), None)
-        if way is not None:
-            return way, ""
-        others = {HEADS: self._refusal_by(HEADS, call), "contiguous": self._refusal_in_order(call)}
-        return None, "; ".join(map(str, reasons.values())) + advice(others)
+    def _way(self, call: DividedCall) -> str:
+        """How a call is divided; an error if it can not be."""
+        way, reason = self._way_of(call)
+        if way is None:
+            raise ValueError(f"{self.owner}: {reason}")
+        return way
 
-    def _refusal_in_order(self, call: DividedCall) -> str | None:
-        """The refusal of `contiguous`, which divides whatever another order of tokens divides."""
-        return self._refusal_by(TOKENS, replace(call, order=TokenOrder("contiguous")))
-
-    def _plan_of(self, call: DividedCall, way: str, of: str) -> Plan:
-        """How a call is divided, by `HEADS` or by `TOKENS`."""
-        room, layout = (heads, HEADS) if way == HEADS else (ways, str(self.order))
-        tokens, during = call.counts[call.place], room.during(call)
-        return Plan(str(self.mechanism), layout, of, tokens, during, room.bytes_sent(call))
+    def _way_of(self, call: DividedCall) -> tuple[str | None, str | None]:
+        """How a call is divided, or the reason why it can not be."""
+        reasons = []
+        for order in (None, self.order) if self.layout is None else (self.order,):
+            reason = self._refusal_by(order, call)
+            if reason is None:
+                return HEADS if order is None else TOKENS, None
+            reasons.append(reason)
+        others = {
+            str(order or HEADS): self._refusal_by(order, call) for order in (None, CONTIGUOUS)
+        }
+        return None, "; ".join(reasons) + advice(others)
 
 
 def advice(refusals: Mapping[str, str | None]) -> str:
@@ -73,28 +76,3 @@ def advice(refusals: Mapping[str, str | None]) -> str:
     """
     layouts = [repr(layout) for layout, refused in refusals.items() if refused is None]
     return f"; use the layout {' or '.join(layouts)}" if layouts else ""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a call is divided, and the bytes that a device sends to others. `print` shows it."""
-
-    mechanism: str
-    layout: str
-    of: str
-    """The name of what the numbers are for: one process, or each device"""
-    tokens: int
-    """The number of its queries"""
-    during: str
-    """What it has in memory during the call, in words"""
-    bytes_sent: Mapping[str, int]
-    """The bytes that it sends to others in the forward pass, by array"""
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.mechanism}: {self.tokens} tokens on {self.of}",
-            f"  layout {self.layout!r}: {self.during} during the call",
-            *(f"  {name}: {sent:,} bytes sent" for name, sent in self.bytes_sent.items()),
-            f"  in all: {sum(self.bytes_sent.values()):,} bytes sent forward",
-        ]
-        return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The layout `heads`: which heads of an input a device computes, and how many bytes are sent.
+"""The layout `heads`: which heads of an input a device computes.
 
 With P devices, of which each has the tokens T_r, and x (b, T, heads, …):
 
@@ -12,13 +12,11 @@ query heads. An input without heads, or with one head, goes to every device.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 from typing import Any, NamedTuple
 
 from precondattn.algebra.declaration import HEADS, Pattern
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Shape
-from precondattn.execution.array_checks import values_of
 
 DividedCall = Any
 """A call whose tokens or heads are divided, of PyTorch or of JAX."""
@@ -59,7 +57,7 @@ def refusal(mechanism: Mechanism, sizes: Mapping[str, int], devices: int) -> str
     axes = [axis for pattern in patterns for axis in pattern.axes]
     if any(axis.letter in HEADS and axis.multiple > 1 for axis in axes):
         return "divides heads, and those of an input come in groups"
-    letter = heads_of_output(mechanism)
+    letter = next(letter for letter in mechanism.program.output.letters if letter in HEADS)
     if sizes[letter] % devices:
         return (
             f"expects that {devices} devices divide the number of heads of the output; found "
@@ -73,27 +71,3 @@ def refusal(mechanism: Mechanism, sizes: Mapping[str, int], devices: int) -> str
                 f"found {letter}={count}"
             )
     return None
-
-
-def heads_of_output(mechanism: Mechanism) -> str:
-    """The dimension letter of the output's heads."""
-    return next(letter for letter in mechanism.program.output.letters if letter in HEADS)
-
-
-def during(call: DividedCall) -> str:
-    """What a device has in memory during the call, in words."""
-    return f"all tokens of {call.sizes[heads_of_output(call.mechanism)] // call.devices} heads"
-
-
-def bytes_sent(call: DividedCall) -> dict[str, int]:
-    """The bytes that a device sends forward: of each input with tokens, and of `out`."""
-    sent, devices, output = {}, call.devices, call.mechanism.program.output
-    for name, x in call.described.items():
-        time, heads = call.axes[name]
-        if time is not None:
-            count = 1 if heads is None else x.shape[heads]
-            # Each other device gets its share of the heads, or one head if there are fewer than P.
-            number = prod(x.shape) // min(count, devices) * (devices - 1)
-            sent[name] = number * x.dtype.itemsize
-    of_others = prod(output.shape(call.sizes)) - prod(output.shape(call.sizes_of_device))
-    return sent | {"out": of_others // devices * values_of(call.described).dtype.itemsize}

@@ -69,18 +69,6 @@ class TokenOrder:
     def __str__(self) -> str:
         return self.name if self.block is None else f"{self.name}[block={self.block}]"
 
-    def sizes(self, tokens: int, devices: int) -> list[int]:
-        """The number of tokens in each part, in the order of the sequence."""
-        if self.block is not None:
-            starts = range(0, tokens, self.block)
-            return [min(self.block, tokens - start) for start in starts]
-        count = devices if self.name == "contiguous" else 2 * devices
-        if tokens % count:
-            raise ValueError(
-                f"{self}: the number of tokens must be a multiple of {count}; found {tokens}"
-            )
-        return [tokens // count] * count
-
     @property
     def divisor(self) -> int:
         """What the number of tokens per device must be a multiple of, if all have equally many."""
@@ -126,39 +114,42 @@ class TokenOrder:
         1 slice(2, 4, None) 4
         0 slice(2, 4, None) 6
         """
-        if self.name == "contiguous":
-            sizes = list(counts)
-        elif self.name == "zigzag":
-            if any(count % 2 for count in counts):
-                raise ValueError(
-                    f"expects two equal parts of tokens on every process; found {tuple(counts)}"
-                )
-            halves = [count // 2 for count in counts]
-            sizes = [*halves, *reversed(halves)]
+        if self.block is not None:
+            total = sum(counts)
+            sizes = [min(self.block, total - start) for start in range(0, total, self.block)]
+        elif any(count % self.divisor for count in counts):
+            raise ValueError(
+                f"expects two equal parts of tokens on every process; found {tuple(counts)}"
+            )
         else:
-            sizes = self.sizes(sum(counts), len(counts))
-        parts = self._placed(sizes, len(counts))
-        had = [sum(part.tokens for part in parts if part.device == r) for r in range(len(counts))]
+            sizes = [count // self.divisor for count in counts]
+            if self.name == "zigzag":
+                sizes = [*sizes, *reversed(sizes)]
+        parts, had, start = [], [0] * len(counts), 0
+        for number, size in enumerate(sizes):
+            device = self.device_of(number, len(counts))
+            parts.append(TokenPart(device, slice(had[device], had[device] + size), start))
+            had[device], start = had[device] + size, start + size
         if had != list(counts):
             raise ValueError(
                 f"expects {', '.join(map(str, had))} tokens on the processes; found "
                 f"{', '.join(map(str, counts))}"
             )
-        return parts
+        return tuple(parts)
 
     def parts_of(self, tokens: int, devices: int) -> tuple[TokenPart, ...]:
         """All parts of a sequence of `tokens` tokens, in the order of the sequence."""
-        return self._placed(self.sizes(tokens, devices), devices)
-
-    def _placed(self, sizes: Sequence[int], devices: int) -> tuple[TokenPart, ...]:
-        """The parts of these sizes."""
-        parts: list[TokenPart] = []
-        had, start = [0] * devices, 0
-        for number, size in enumerate(sizes):
-            device = self.device_of(number, devices)
-            parts.append(TokenPart(device, slice(had[device], had[device] + size), start))
-            had[device], start = had[device] + size, start + size
-        return tuple(parts)
+        if self.block is None:
+            count = devices * self.divisor
+            if tokens % count:
+                raise ValueError(
+                    f"{self}: the number of tokens must be a multiple of {count}; found {tokens}"
+                )
+            return self.parts([tokens // devices] * devices)
+        of_devices = [0] * devices
+        for number, start in enumerate(range(0, tokens, self.block)):
+            of_devices[number % devices] += min(self.block, tokens - start)
+        return self.parts(of_devices)
 
 
 def to_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:

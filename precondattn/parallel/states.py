@@ -30,7 +30,6 @@ begins at a device's first token, its S_begin is 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import NamedTuple
 
 from precondattn.algebra.call import Call
@@ -250,17 +249,3 @@ def with_states(cache: Cache, states: Mapping[str, Array]) -> Cache:
     return cache._replace(
         store={key: cast(state, cache.store[key].dtype) for key, state in states.items()}
     )
-
-
-def bytes_sent(leaf: Leaf, states: Mapping[str, Array], place: int, devices: int) -> dict[str, int]:
-    """The bytes of states F and of transitions T that the device at a place of the line sends."""
-    rounds = [place + 2**i < devices for i in range((devices - 1).bit_length())]
-    sent = {"states": 0, "transitions": 0}
-    for state in states.values():
-        width, size = state.dtype.itemsize, prod(state.shape)
-        sent["states"] += (sum(rounds) + (place + 1 < devices)) * size * width
-        if not is_scaled(leaf):
-            d, e = state.shape[-2:]
-            size = size // e * columns_of_transition(leaf, d)
-        sent["transitions"] += sum(rounds[:-1]) * size * width
-    return sent

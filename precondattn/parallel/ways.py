@@ -21,16 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
-from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 from precondattn.algebra.mechanism import Leaf, TokenWise, leaf_of
-from precondattn.arrays import HALF, Array, Shape, Tree, cast, dtype_name, upcast_all
+from precondattn.arrays import HALF, Array, Tree, cast, dtype_name, upcast_all
 from precondattn.dispatch.discovery import discover
 from precondattn.execution.array_checks import values_of
-from precondattn.execution.input_names import shapes_of
 from precondattn.parallel import solve, states
 from precondattn.parallel.heads import DividedCall
 from precondattn.parallel.layouts import TokenOrder
@@ -50,7 +47,7 @@ class DividedPiece(NamedTuple):
 
     leaf: LeafOfWay
     inputs: dict[str, Array]
-    """Arrays by the leaf's input names; in a plan, their shapes and dtypes"""
+    """Arrays by the leaf's input names"""
     masks: DividedMasks
     """The masks of all devices"""
     call: DividedCall
@@ -60,14 +57,10 @@ class DividedPiece(NamedTuple):
 class Way:
     """A way to divide the tokens of a leaf."""
 
-    passed: str
-    """What a device has of other devices during a call, in words; empty for nothing"""
     sends_values: bool
     """Whether the leaf's inputs are sent"""
     refusal: Callable[[Leaf, TokenOrder], str | None]
     """The reason why a leaf can not be divided like this; None if it can"""
-    bytes_sent: Callable[[DividedPiece], dict[str, int]]
-    """The bytes that a device sends in the forward pass, by array"""
 
 
 def gathered_inputs(leaf: Leaf) -> list[str]:
@@ -88,45 +81,11 @@ def _refusal_of_gathered(leaf: Leaf, order: TokenOrder) -> str | None:
     return None
 
 
-def _bytes_around(piece: DividedPiece) -> dict[str, int]:
-    """The bytes that a device sends to the next one in a ring."""
-    counts, rank = piece.call.counts, piece.call.place
-    tokens = sum(counts) - counts[(rank + 1) % len(counts)]
-    return {name: tokens * _bytes(piece.inputs[name]) // counts[rank] for name in "kv"}
-
-
-def _bytes_to_all(piece: DividedPiece) -> dict[str, int]:
-    others = piece.call.devices - 1
-    return {name: others * _bytes(piece.inputs[name]) for name in gathered_inputs(piece.leaf)}
-
-
-def _bytes_of_blocks(piece: DividedPiece) -> dict[str, int]:
-    """The bytes of a device's keys and solved values, which are float32 or wider."""
-    times, v = piece.call.broadcasts * (piece.call.devices - 1), piece.inputs["v"]
-    return {
-        "k": times * _bytes(piece.inputs["k"]),
-        "y": times * prod(v.shape) * max(v.dtype.itemsize, 4),
-    }
-
-
-def _bytes_of_scan(piece: DividedPiece) -> dict[str, int]:
-    of_leaf = piece.call.states_of(piece.leaf, piece.inputs)
-    return states.bytes_sent(piece.leaf, of_leaf, piece.call.place, piece.call.devices)
-
-
-def _bytes(x: Array) -> int:
-    return int(prod(x.shape) * x.dtype.itemsize)
-
-
-LOCAL = Way("", False, _refusal_of_local, lambda piece: {})
-RING = Way(
-    "the keys of two other {devices} at a time", True, lambda leaf, order: None, _bytes_around
-)
-GATHERED = Way("the keys of all {devices}", True, _refusal_of_gathered, _bytes_to_all)
-SOLVE = Way(
-    "a block of solved values of another {device} at a time", True, solve.refusal, _bytes_of_blocks
-)
-STATES = Way("the states before them", False, states.refusal, _bytes_of_scan)
+LOCAL = Way(False, _refusal_of_local)
+RING = Way(True, lambda leaf, order: None)
+GATHERED = Way(True, _refusal_of_gathered)
+SOLVE = Way(True, solve.refusal)
+STATES = Way(False, states.refusal)
 
 WAYS: Mapping[type[Leaf], Way] = {
     TokenWise: LOCAL,
@@ -160,15 +119,6 @@ def refusal(call: DividedCall) -> str | None:
     return None
 
 
-def during(call: DividedCall) -> str:
-    """What a device has in memory during a call, in words."""
-    ways = [way_of(leaf) for leaf in call.mechanism.program.leaves]
-    passed = dict.fromkeys(way.passed for way in ways if way is not None and way.passed)
-    device, devices = call.nouns
-    others = ", ".join(passed).format(device=device, devices=devices) or "nothing of others"
-    return f"{call.counts[call.place]} tokens of all heads, {others}"
-
-
 def computed(
     call: DividedCall,
     inputs: Mapping[str, Array],
@@ -185,42 +135,15 @@ def computed(
     is_half = dtype_name(values_of(inputs)) in HALF
     values = masks.without_padding(call.rank, inputs, call.mechanism.inputs)
     for number, leaf_call in enumerate(program.calls):
-        way, piece = piece_of(call, leaf_call, values, masks)
+        way, arguments = way_of(leaf_call.leaf), {n: values[v] for n, v in leaf_call.arguments}
+        assert way is not None  # `refusal` has checked it.
+        piece = DividedPiece(leaf_of(leaf_call), arguments, masks, call)
         if is_half:
             in_half = partial(_inputs_in_half, leaf_call, way, piece, inputs)
             piece = piece._replace(inputs=together(in_half))
         values[leaf_call.out] = output_of(number, way, piece)
     out = {program.out: cast(values[program.out], dtype)}
     return masks.without_padding(call.rank, out, {program.out: program.output})[program.out]
-
-
-def piece_of(
-    call: DividedCall, leaf_call: LeafCall, values: Mapping[str, Array], masks: DividedMasks
-) -> tuple[Way, DividedPiece]:
-    """A leaf call, and the way to divide it.
-
-    `values` has the inputs, and the outputs of earlier leaf calls.
-    """
-    way, inputs = way_of(leaf_call.leaf), {name: values[v] for name, v in leaf_call.arguments}
-    assert way is not None  # `refusal` has checked it.
-    return way, DividedPiece(leaf_of(leaf_call), inputs, masks, call)
-
-
-def bytes_sent(call: DividedCall) -> dict[str, int]:
-    """The bytes that a device sends forward, by array and value of the program."""
-    sent: dict[str, int] = {}
-    values = dict(call.described)
-    for leaf_call in call.mechanism.program.calls:
-        way, piece = piece_of(call, leaf_call, values, DividedMasks())
-        for name, count in way.bytes_sent(piece).items():
-            sent[f"{name} for {leaf_call.out}"] = count
-        values[leaf_call.out] = call.like_output(piece.leaf, piece.inputs)
-    return sent
-
-
-def output_shape(leaf: LeafProtocol, inputs: Mapping[str, Array]) -> Shape:
-    """The shape of a leaf's output."""
-    return Pattern.read(leaf.output).shape(leaf.inputs.sizes(str(leaf), shapes_of(inputs)))
 
 
 def _inputs_in_half(

@@ -1,7 +1,7 @@
 """Conformance cases grouped by mechanism: one test for each mechanism."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -28,10 +28,17 @@ class MechanismGroup:
     mechanism: str
     library: str
     make_cases: Callable[[], Iterator[Case]]
+    where: str = ""
+    """The backends that run the cases."""
 
     @property
     def cases(self):
         return list(self.make_cases())
+
+    def fewer(self, is_left_out):
+        """The group without some cases."""
+        make = self.make_cases
+        return replace(self, make_cases=lambda: (c for c in make() if not is_left_out(c)))
 
     @property
     def is_empty(self):
@@ -39,8 +46,8 @@ class MechanismGroup:
         return next(self.make_cases(), None) is None
 
 
-def groups(level, library, dtypes, checks=()):
-    """A group for each mechanism, of named layouts.
+def groups(level, library, dtypes, checks=(), without=()):
+    """A group for each mechanism, of named layouts, except for those in `without`.
 
     A composition that no class declares only connects its steps: level smoke suffices. Rows of the
     design are large; `tests/conformance/test_design.py` runs some.
@@ -48,7 +55,10 @@ def groups(level, library, dtypes, checks=()):
     for expression in expressions():
         chosen = "smoke" if expression in derived() else level
         make = partial(of_named_layouts, chosen, expression, (library,), checks or CHECKS, dtypes)
-        yield from parameters(MechanismGroup(expression, library, make))
+        group = MechanismGroup(expression, library, make)
+        yield from parameters(
+            group.fewer(lambda case: case.layout in without) if without else group
+        )
 
 
 def parameters(group):
@@ -72,6 +82,24 @@ def thorough(groups):
     """The groups, marked thorough: they run in the second tier."""
     for group in groups:
         yield pytest.param(*group.values, id=group.id, marks=(*group.marks, pytest.mark.thorough))
+
+
+def beyond(others, groups):
+    """The groups without the cases that others have."""
+    others = {group.id: group.values[0] for group in others}
+    for group in groups:
+        (made,) = group.values
+        if group.id in others:
+            made = made.fewer(others[group.id].cases.__contains__)
+        if not made.is_empty:
+            yield pytest.param(made, id=group.id, marks=group.marks)
+
+
+def where(name, groups):
+    """The groups with the name of the backends that run them."""
+    for group in groups:
+        (made,) = group.values
+        yield pytest.param(replace(made, where=name), id=f"{name}-{group.id}", marks=group.marks)
 
 
 def by_mechanism(groups):

@@ -37,7 +37,7 @@ def an_outcome(status="passed", error=1e-6, bound=2e-5, **changed):
     identity = changed.pop("id", "-".join((*parts.values(), layout.name, kind)))
     measured = None
     if error is not None:
-        measured = Measured(error, bound, expected_by="reference")
+        measured = Measured(error, bound)
     texts = {"reason": "", "details": "", "snippet": "", "seconds": 0.1, "alone": "", "after": ()}
     texts |= changed
     return SimpleNamespace(

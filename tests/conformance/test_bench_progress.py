@@ -5,7 +5,6 @@ import itertools
 import os
 import signal
 import time
-from contextlib import suppress
 
 import pytest
 
@@ -14,8 +13,9 @@ pytest.importorskip("pytest_benchmark")
 from rich.console import Console
 
 from precondattn_conformance import progress
-from precondattn_conformance.bench import command, timed_suite
-from precondattn_conformance.bench.interruption import Interruption
+from precondattn_conformance.bench import command
+from precondattn_conformance.bench.measure import outcome_in
+from precondattn_conformance.bench.paired import Turns
 from precondattn_conformance.bench.record import TIMED, load
 from precondattn_conformance.progress import CLEAR, Progress
 
@@ -37,19 +37,14 @@ class Clock:
 
 @pytest.mark.thorough
 def test_an_interrupted_run_prints_and_saves_what_was_measured(tmp_path, monkeypatch):
-    measured = timed_suite.measure
+    turns, rounds = Turns.__call__, itertools.count()
 
-    def interrupted(case, options, benchmark, before_round):
-        rounds = itertools.count()
+    def interrupted(self):
+        if next(rounds) == 6:  # The second case, after its round to warm up.
+            os.kill(os.getpid(), signal.SIGINT)
+        turns(self)
 
-        def press():
-            if case.name == "numpy_softmax" and next(rounds) == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-            before_round()
-
-        return measured(case, options, benchmark, press)
-
-    monkeypatch.setattr(timed_suite, "measure", interrupted)
+    monkeypatch.setattr(Turns, "__call__", interrupted)
     printed, path = io.StringIO(), tmp_path / "rows.json"
     options = {"peers": (), "quick": True, "rounds": 3, "save": path}
     console = Console(file=printed, width=120)
@@ -61,21 +56,16 @@ def test_an_interrupted_run_prints_and_saves_what_was_measured(tmp_path, monkeyp
     assert "median times" in printed.getvalue()
 
 
-def test_an_interrupt_ends_the_run_also_if_it_is_dropped_or_becomes_another_error():
-    with Interruption() as interruption:
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-        except KeyboardInterrupt:
-            raise TypeError("unsupported operand") from None
-    assert interruption.is_noticed
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with Interruption() as interruption:
-        with suppress(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            interruption.check()
-    with pytest.raises(TypeError, match="of a case"), Interruption():
-        raise TypeError("of a case")
+def test_an_interrupt_that_a_library_makes_another_error_ends_the_run():
+    def interrupted():
+        with outcome_in(None):
+            try:
+                raise KeyboardInterrupt
+            except KeyboardInterrupt:
+                raise TypeError("unsupported operand") from None
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
 
 
 def test_the_time_left_of_a_run_of_cases_is_that_of_as_many_finished_ones():

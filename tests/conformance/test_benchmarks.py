@@ -205,7 +205,7 @@ def test_peers_agree_with_the_mechanisms_they_are_compared_with(name, heads):
     (peer,) = (p for p in PEERS if p.name == name)
     of = peer.make(pa.Lucid(), None)
     sizes = layout(t=40, h=4, n=heads, d=8)
-    expected = correct.oracle(str(of.mechanism), sizes, "float64", "torch")
+    expected = correct.oracle(str(of.mechanism), sizes, "float64")
     torch = libraries.named("torch")
     arrays = {n: torch.array(a, "float64") for n, a in expected.inputs.items()}
     result = forward_run(of, torch, arrays).call()["the output"]
@@ -231,7 +231,7 @@ def few_first_tokens(monkeypatch):
 )
 @pytest.mark.usefixtures("few_first_tokens")
 def test_a_fault_anywhere_in_a_long_call_is_detected(t, name, at, what):
-    expected = correct.oracle.__wrapped__("lucid", layout(t=t, h=2, d=4), "float64", "numpy")
+    expected = correct.oracle.__wrapped__("lucid", layout(t=t, h=2, d=4), "float64")
     library, of = libraries.named("numpy"), ours(pa.Lucid(), "reference")
     if name == "the output":
         results = forward_run(of, library, expected.inputs).call()
@@ -250,7 +250,7 @@ def test_the_last_tokens_may_lose_twice_what_the_definition_loses_in_float32(mon
     of, library = ours(pa.Lucid(), None), libraries.named("numpy")
     results = {}
     for dtype in ("float32", "float64"):
-        expected = correct.oracle.__wrapped__("lucid", layout(t=100, h=2, d=4), dtype, "numpy")
+        expected = correct.oracle.__wrapped__("lucid", layout(t=100, h=2, d=4), dtype)
         arrays = {name: array.astype(dtype) for name, array in expected.inputs.items()}
         results[dtype] = forward_run(of, library, arrays).call()
         checked = correct.check(of, expected, library, dtype, results[dtype])
@@ -269,7 +269,7 @@ def test_the_last_tokens_may_lose_twice_what_the_definition_loses_in_float32(mon
 def test_what_the_definition_loses_is_that_of_a_whole_call(monkeypatch, expression):
     monkeypatch.setattr(correct, "PART", 16)
     m, sizes = pa.parse(expression), layout(t=70, h=4, n=2, d=8)._replace(b=2)
-    wide = correct.inputs_of(expression, sizes, "float32", "numpy")
+    wide = correct.inputs_of(expression, sizes, "float32")
     narrow = {name: array.astype("float32") for name, array in wide.items()}
     outs = [m(**x, backend="reference")[:, -correct.TAIL :] for x in (narrow, wide)]
     whole = correct.error(*outs)
@@ -280,11 +280,11 @@ def test_what_the_definition_loses_is_that_of_a_whole_call(monkeypatch, expressi
 @pytest.mark.parametrize("expression", ["softmax[causal=false,bias=true]", "softmax[bias=true]"])
 def test_a_call_that_can_not_be_compared_with_the_oracle_is_not_measured(expression):
     with pytest.raises(correct.UncheckedError, match="can not be compared with the oracle"):
-        correct.oracle.__wrapped__(expression, layout(t=40), "float64", "numpy")
+        correct.oracle.__wrapped__(expression, layout(t=40), "float64")
 
 
 def test_without_causality_the_oracle_computes_the_first_queries_of_all_keys(request):
-    call = ("lucid(softmax[causal=false])", layout(t=40, h=2, d=4), "float64", "numpy")
+    call = ("lucid(softmax[causal=false])", layout(t=40, h=2, d=4), "float64")
     whole = correct.oracle.__wrapped__(*call)
     request.getfixturevalue("few_first_tokens")
     few = correct.oracle.__wrapped__(*call)

@@ -14,12 +14,11 @@ from precondattn.algebra import registry
 from precondattn_conformance.cases import case_of, cases
 from precondattn_conformance.command import conformance
 from precondattn_conformance.declared import expressions
-from precondattn_conformance.design.levels import SHARING
 from precondattn_conformance.isolation import lanes_of
-from precondattn_conformance.libraries import installed
+from precondattn_conformance.libraries import SHARING, installed
+from precondattn_conformance.process_settings import FLAGS, compiling_quickly, quick_flags
 from precondattn_conformance.report.record import load
 from precondattn_conformance.session import Session
-from precondattn_conformance.xla import FLAGS, compiling_quickly, quick_flags
 
 FIRST_LINE = """
 import sys

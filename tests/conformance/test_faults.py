@@ -11,10 +11,9 @@ from rich.console import Console
 from precondattn.cache.capacity import grown
 from precondattn.cache.kept import states_at
 from precondattn.cache.sequences import reorder
-from precondattn.spec.linear_family import LinearFamily
 from precondattn_conformance.cases import case_of
 from precondattn_conformance.faults.catalogue import OF_EACH_STAGE, faults, subjects
-from precondattn_conformance.faults.fault import FORWARD, STAGES, Fault, inside
+from precondattn_conformance.faults.fault import FORWARD, Fault
 from precondattn_conformance.faults.selftest import (
     SMOKE,
     SMOKE_SHARE,
@@ -116,70 +115,12 @@ def test_what_is_no_detected_fault_does_not_count_as_one(change, stage, broken):
         verdict = run_fault(carriers["leaves"], fault, SMOKE)
     assert not verdict.is_caught
     assert broken in verdict.broken if broken else not verdict.broken
-    assert show(SelfTest(SMOKE, [FaultVerdict("one", SMOKE)]), Console(file=io.StringIO())) == 0
+    assert show(SelfTest([FaultVerdict("one", SMOKE)]), Console(file=io.StringIO())) == 0
     console = Console(file=io.StringIO(), width=200)
-    assert show(SelfTest(SMOKE, [verdict]), console) == 1
+    assert show(SelfTest([verdict]), console) == 1
     printed = console.file.getvalue()
     assert "1 faults, 0 caught" in printed
     assert f"survived softmax, {stage} of leaves: tried" in printed
-
-
-def zeros(state):
-    return {name: 0 * buffer for name, buffer in state.items()}
-
-
-def of_the_token_before(gate):
-    return lambda self, x, frame: np.roll(gate(self, x, frame), 1, axis=2)
-
-
-STATE_FAULTS = {
-    "forgets the first state": (
-        "run",
-        lambda run: lambda self, state, *call: run(self, zeros(state), *call),
-        {"caching", "states"},
-    ),
-    "drops the gradient of the last state": (
-        "run_vjp",
-        lambda vjp: (
-            lambda self, state, x, frame, d, last, form: vjp(
-                self, state, x, frame, d, zeros(last), form
-            )
-        ),
-        {"states"},
-    ),
-    "gives no gradient to the first state": (
-        "run_vjp",
-        lambda vjp: lambda self, *args: (vjp(self, *args)[0], zeros(args[0])),
-        {"states"},
-    ),
-    "decays by the gate of the token before": (
-        "log_decay",
-        of_the_token_before,
-        {"outputs", "gradients", "caching", "states"},
-    ),
-    "writes half as strongly": (
-        "stream",
-        lambda stream: (
-            lambda self, x, frame: (s := stream(self, x, frame))._replace(beta=0.5 * s.beta)
-        ),
-        {"outputs", "gradients", "caching", "states"},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", STATE_FAULTS)
-def test_a_fault_of_a_state_fails_in_the_checks_of_states(name):
-    method, change, caught_by = STATE_FAULTS[name]
-    planted = inside(LinearFamily, method, change)
-    fault = Fault("gated_delta", "gated_delta", STAGES, "leaves", "", name, planted)
-    checks = ("outputs", "gradients", "caching", "states")
-    cases = {
-        check: case_of(f"{check}-numpy-float64-plain-clustered-gated_delta") for check in checks
-    }
-    with planting() as carriers:
-        carriers["leaves"].carry(fault)
-        status = {each: run_case(case, "faulty-leaves").status for each, case in cases.items()}
-    assert {check for check in checks if status[check] == FAILED} == caught_by
 
 
 def unused_rows_first(cache, capacity):

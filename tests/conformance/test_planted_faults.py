@@ -16,7 +16,7 @@ import pytest
 import precondattn as pa
 from precondattn.arrays import namespace, upcast_all
 from precondattn_conformance.cases import case_of
-from precondattn_conformance.checks import CHECKS, leaks, memory
+from precondattn_conformance.checks import CHECKS, memory
 from precondattn_conformance.checks.determinism import REPEATS
 from precondattn_conformance.faults.carriers import Leaves
 from precondattn_conformance.faults.fault import BACKWARD, FORWARD, STEP, Fault
@@ -319,7 +319,7 @@ PLANTED = (
 )
 ELSEWHERE = {"sharding", "memory"}
 """Checks that need four devices (`on_four_devices_the_check.py`), or minutes (below)."""
-SHOWN = {"outputs", "gradients", "stability", "dtypes", "order_of_calls"}
+SHOWN = {"outputs", "gradients", "stability", "dtypes"}
 """Checks whose code prints the wrong element beside the right one."""
 
 
@@ -339,7 +339,7 @@ class TraceableDefinition(Leaves):
 
 @pytest.fixture
 def carrier(monkeypatch):
-    monkeypatch.setattr(leaks, "held_bytes", lambda library: HELD[0])
+    monkeypatch.setattr(memory, "held_bytes", lambda library: HELD[0])
     carrier = TraceableDefinition()
     pa.register_backend(carrier)
     yield carrier

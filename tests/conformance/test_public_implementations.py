@@ -16,13 +16,18 @@ from precondattn.command_line.commands import app
 from precondattn.frame import full_frame
 from precondattn_conformance import libraries
 from precondattn_conformance.checks import CHECKS
-from precondattn_conformance.ecosystem import installation
 from precondattn_conformance.inputs import PLAIN, make_inputs
+from precondattn_conformance.peers import everyone
 from precondattn_conformance.peers.arrays import equally_wide_by_default
-from precondattn_conformance.peers.checkout import FOLDER, Checkout
 from precondattn_conformance.peers.everyone import all_peers, peer_named
-from precondattn_conformance.peers.files import MissingError, excerpt_of, module_of
-from precondattn_conformance.peers.mlstm_kernels import before_sigmoid
+from precondattn_conformance.peers.files import (
+    FOLDER,
+    Checkout,
+    MissingError,
+    excerpt_of,
+    module_of,
+)
+from precondattn_conformance.peers.mlstm import before_sigmoid
 from precondattn_conformance.peers.project import Project
 
 TOKENS = 64
@@ -193,7 +198,7 @@ def test_without_a_folder_of_checkouts_the_variable_and_the_repository_are_named
 def test_the_extra_has_every_package_of_a_peer_with_its_version():
     root = Path(__file__).parents[2]
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    listed = extras["optional-dependencies"][installation.EXTRA]
+    listed = extras["optional-dependencies"][everyone.EXTRA]
     assert all("==" in text for text in listed)
     names = {text.partition("==")[0] for text in listed}
     frameworks = {None, "flax", "jax", "torch", "transformers"}
@@ -202,7 +207,7 @@ def test_the_extra_has_every_package_of_a_peer_with_its_version():
 
 def test_the_commands_install_packages_alone_and_make_checkouts(monkeypatch):
     found = ["torch>=2; extra == 'torch'", 'keras==3.15.1; extra == "ecosystem"', "numpy>=2"]
-    monkeypatch.setattr(installation, "requires", lambda name: found)
-    first, *others = installation.commands().splitlines()
+    monkeypatch.setattr(everyone, "requires", lambda name: found)
+    first, *others = everyone.lines_to_install().splitlines()
     assert first == "pip install --no-deps keras==3.15.1"
     assert any('mamba" checkout --quiet e9594ce1c732' in line for line in others)

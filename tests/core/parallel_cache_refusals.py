@@ -12,14 +12,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import precondattn as pa
-from precondattn.parallel import ring_reads
-from precondattn.parallel.torch import (
-    context_parallel,
-    divided_cache,
-    redistribute,
-    solve_cache,
-    states_cache,
-)
+from precondattn.parallel import ring_reads, solve
+from precondattn.parallel.torch import context_parallel, divided_cache, redistribute, states
 from tests.core.parallel_cache_worker import own_of
 from tests.core.parallel_refusals import require_refused
 from tests.core.parallel_worker import layout_of, of_tokens, whole
@@ -91,7 +85,6 @@ def refusals(mesh):
         ("to must be a process, 0 to 1, or None for all", lambda: redistribute(cache, to=2)),
         ("capacity must be 8 or above", lambda: redistribute(cache, capacity=4)),
         (same, lambda: redistribute(cache, to=rank)),
-        ("found 'vjp'", lambda: attn.explain(**mine, verb="vjp")),
     ]
     types = [
         ("segment_ids belong to a full", lambda: prefill(**mine, **more, segment_ids=packed)),
@@ -150,8 +143,8 @@ def error_of_all(module, name, expression, number, mesh):
 
 ERRORS = (
     *((ring_reads, "with_lse", "differential", number) for number in (1, 2, 3, 4)),
-    (solve_cache, "with_lse", "lucid", 1),
-    *((states_cache, "with_states", text, 1) for text in ("ccq(lucid)", "gated_delta")),
+    (solve, "with_lse", "lucid", 1),
+    *((states, "with_states", text, 1) for text in ("ccq(lucid)", "gated_delta")),
 )
 
 

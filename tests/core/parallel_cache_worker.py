@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from precondattn.parallel.layouts import tokens_of
 from precondattn.parallel.torch import context_parallel, redistribute
-from tests.core.parallel_refusals import sent_bytes
 from tests.core.parallel_worker import (
     CYCLIC,
     at,
@@ -233,27 +232,6 @@ def as_dtensors(mesh):
     require_equal(out.to_local(), expected, "the output")
 
 
-def bytes_are_counted(mesh):
-    """What `explain` says of a prefill and of a step is what is sent."""
-    rank, world = mesh.get_local_rank(), mesh.size()
-    for expression in ("softmax", "lucid", "differential", "gated_delta", "ccq", "ccq(lucid)"):
-        prompt = 4 * world
-        m, x = whole(expression, layout_of(world, t=prompt + 2, s=prompt + 2))
-        attn = context_parallel(m, mesh, layout="contiguous")
-        mine = of_tokens(m, x, own_of(prompt, world, rank, by="contiguous"))
-        plan = attn.explain(**mine, verb="prefill")
-        with sent_bytes() as sent:
-            _, cache = attn.prefill(**mine, capacity=prompt + 2)
-        assert sum(sent) == sum(plan.bytes_sent.values()), expression
-        new = of_tokens(m, x, [prompt, prompt + 1])
-        plan = attn.explain(**new, cache=cache)
-        with sent_bytes() as sent:
-            attn.extend(cache, **new)
-        assert sum(sent) == sum(plan.bytes_sent.values()), expression
-        assert (expression == "gated_delta") == (not plan.bytes_sent)
-        assert f"{sum(sent):,} bytes sent" in str(plan)
-
-
 def rows(world):
     """Rows (mechanism, layout, options of `decoded`): all with two processes, else some."""
     if world == 1:
@@ -293,8 +271,6 @@ def cases(world):
     yield from named(rows(world), decoded)
     for name, case in named(state_rows(world), differentiated):
         yield f"{name}, from a state", case
-    if world in (2, 4):
-        yield "bytes", bytes_are_counted
     if world == 2:
         halves = [(text, "contiguous", {}) for text in ("gated_delta", "ccq(lucid)")]
         halves += [(text, "zigzag", {}) for text in ("softmax", "laser", "lucid")]

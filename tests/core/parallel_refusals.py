@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from precondattn.parallel import ring_reads
-from precondattn.parallel.torch import context_parallel, solve
-from tests.core.parallel_worker import CYCLIC, RINGS, divided, part_of
+from precondattn.parallel import ring_reads, solve
+from precondattn.parallel.torch import context_parallel
+from tests.core.parallel_worker import CYCLIC, divided, part_of
 
 
 @contextmanager
@@ -27,50 +27,42 @@ def sent_bytes():
         function = getattr(dist, name)
 
         def call(*arguments, **options):
-            sent.append(size(*arguments))
+            sent.append(size(*arguments, **options))
             return function(*arguments, **options)
 
         return patch.object(dist, name, call)
 
-    def to_others(x, group):
-        return x.nbytes * (dist.get_world_size(group) - 1)
+    def to_others(x, *, group, group_src, **_):
+        return x.nbytes * (dist.get_world_size(group) - 1) * (group_src == dist.get_rank(group))
 
     with (
-        counted("all_to_all_single", lambda result, buffer, received, given: sum(given)),
+        counted("all_to_all_single", lambda result, buffer, received, given, group: sum(given)),
         counted(
             "batch_isend_irecv",
             lambda ops: sum(op.tensor.nbytes for op in ops if op.op is dist.isend),
         ),
-        counted("broadcast", lambda x, source: to_others(x, None) * (source == dist.get_rank())),
-        counted("all_gather_into_tensor", lambda result, x: to_others(x, None)),
+        counted("broadcast", to_others),
     ):
         yield sent
 
 
 def bytes_are_counted(mesh):
-    """What `explain` says is what is sent, and the gradient sends as much in all."""
-    asked = [
-        *(("lucid", {"heads": heads}, "heads") for heads in ((8, 8), (8, 2), (8, 1))),
-        *(("gated_delta", {}, "heads"), ("softmax[bias=true]", {"heads": (8, 2)}, "heads")),
-        *((text, {}, "contiguous") for text in ("linear", "gated_delta", "ccq(gla)", *RINGS)),
-        *(("differential", {}, "zigzag"), ("lucid", {}, "contiguous"), ("lucid", {}, CYCLIC)),
-    ]
-    for text, sizes, by in asked:
-        m, given = part_of(text, mesh, t=16, s=16, **sizes)
+    """A call sends what its layout has to, and the gradient of `heads` as much."""
+    others = mesh.size() - 1
+    for text, by, times in (
+        ("lucid", "heads", {name: others / mesh.size() for name in ("q", "k", "v", "out")}),
+        ("softmax", "contiguous", {"k": others, "v": others}),
+        ("lucid", CYCLIC, {"k": 2 * others, "out": 2 * others}),  # y is as large as out.
+    ):
+        m, given = part_of(text, mesh, t=16, s=16, heads=(8, 8))
         given = {n: a.clone().requires_grad_() for n, a in given.items()}
-        attn = context_parallel(m, mesh, layout=by)
-        plan = attn.explain(**given)
         with sent_bytes() as sent:
-            out = attn(**given)
+            out = context_parallel(m, mesh, layout=by)(**given)
             forward = sum(sent)
             out.sum().backward()
-        assert forward == sum(plan.bytes_sent.values()), (text, sizes, by)
-        assert f"{forward:,} bytes sent" in str(plan)
-        everyone = [None] * mesh.size()
-        dist.all_gather_object(everyone, (forward, sum(sent) - forward))
-        # Gradients go beside keys in the others.
-        if by == "heads" or text in ("linear", "gated_delta", "ccq(gla)"):
-            assert sum(a for a, _ in everyone) == sum(b for _, b in everyone)
+        sizes = {name: x.nbytes for name, x in (given | {"out": out}).items()}
+        assert forward == sum(count * sizes[name] for name, count in times.items()), (text, by)
+        assert by != "heads" or sum(sent) == 2 * forward
 
 
 def require_refused(mesh, kind, words, call):
@@ -195,8 +187,10 @@ def chosen_by_default(mesh):
     attn = context_parallel("lucid", mesh)
     for h, layout in ((2 * world, "heads"), (2 * world - 1, "contiguous")):
         q, k, v = torch.ones(3, 1, 4, h, 2)
-        assert attn.explain(q, k, v).layout == layout
         assert attn.refusal(q, k, v) is None
+        with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+            attn(q, k, v)
+        assert exchange.called == (layout == "heads")
     x = torch.ones(3, 1, 4, 2 * world - 1, 2)
     reason = context_parallel("deltaformer", mesh).refusal(*x, beta=x[0, ..., 0])
     assert "layout 'heads' expects" in reason

@@ -199,6 +199,12 @@ def few(world):
     yield from named(FEW, divided)
 
 
+def imports(world, folder, *parts):
+    """The modules of the parts, and what DTensors import when they are first used."""
+    names = [f"tests.core.{part.split(':')[0]}" for part in parts if ":" in part]
+    return names if world in (1, 8) else [*names, "torch._dynamo"]
+
+
 def main(rank, world, folder, *parts):
     """The cases of some parts: "module:function" yields names and functions of a mesh."""
     store = dist.FileStore(str(Path(folder) / "store"), world)

@@ -15,6 +15,7 @@ import precondattn as pa
 from precondattn.version import numbers_of
 from precondattn_conformance import libraries
 from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
+from tests.core.inputs import inputs_of
 
 LENGTH, CAPACITY = 9, 12
 CROPPED = pa.Lucid()
@@ -319,3 +320,44 @@ def test_the_version_that_saved_an_unknown_buffer_is_named():
     words = f"unknown ['folded: k']; precondattn {newer} saved it, and this is {pa.__version__}"
     with pytest.raises(ValueError, match=re.escape(words)):
         pa.Cache.from_state_dict(saved)
+
+
+@pytest.fixture
+def strict():
+    """array_api_strict, with every optional feature off in these tests."""
+    return pytest.importorskip("array_api_strict")
+
+
+@pytest.mark.parametrize("expression", ["softmax", "gated_delta"])
+def test_operations_on_caches_take_arrays_of_the_library_on_its_device(expression, strict):
+    m, device = pa.parse(expression), strict.Device("device1")
+    made = inputs_of(m, kind="clustered", b=1, t=5)
+
+    def saved(asarray, name):
+        x = {name: asarray(array) for name, array in made.items()}
+        rows, ends = asarray(np.asarray([0, 1])), asarray(np.asarray([0, 2, 5]))
+        empty = m.init_cache(**x, capacity=9, sequences=2)
+        cache = m.extend(empty, **x, cu_seqlens=ends, keep=1)[1].crop(rows + 1)
+        parts = cache.select(rows > 0), cache.reorder(rows).restore(empty.snapshot()).grow(12)
+        return pa.Cache.concatenate(parts).to(device=name).state_dict()
+
+    with strict.ArrayAPIStrictFlags(
+        boolean_indexing=False, data_dependent_shapes=False, enabled_extensions=()
+    ):
+        found = saved(lambda array: strict.asarray(array, device=device), "device1")
+    for name, expected in saved(np.asarray, "cpu").items():
+        assert found[name].device == device
+        np.testing.assert_allclose(np.from_dlpack(found[name]), expected, rtol=0, atol=1e-12)
+
+
+def test_the_suite_refuses_optional_features_and_arrays_of_another_device(strict):
+    library = libraries.named("array_api_strict")
+    with library.precision("float64"):
+        array = library.array(np.ones(2))
+        with pytest.raises(RuntimeError, match="data_dependent_shapes"):
+            strict.unique_values(array)
+        with pytest.raises(RuntimeError, match="boolean_indexing"):
+            array[array > 0]
+        with pytest.raises(ValueError, match="must be on the inputs' device1; found"):
+            library.numpy(strict.ones(2))
+        np.testing.assert_array_equal(library.numpy(array), np.ones(2))

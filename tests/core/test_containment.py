@@ -12,7 +12,7 @@ from precondattn.execution.preparation import examined
 from precondattn.frameworks import of
 from precondattn_conformance import libraries
 from precondattn_conformance.inputs import CallLayout, make_inputs
-from tests.core.in_every_library import LIBRARIES, assert_same_in
+from tests.core.inputs import LIBRARIES, assert_same_in
 
 T, BAD = 9, 5
 LAYOUT = CallLayout("short", b=2, t=T, s=T, h=4, n=2, d=4, e=3, values_per_head=2)

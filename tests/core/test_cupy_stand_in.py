@@ -119,7 +119,7 @@ class PortableOnStandIn(Portable):
     name = "portable_on_stand_in"
     libraries = frozenset({"cupy_stand_in"})
 
-    def arithmetic(self, like):
+    def arithmetic(self, library, device):
         return IN_PLACE
 
 

@@ -16,7 +16,7 @@ from precondattn.diagnostics import (
     margin_gain,
     weights,
 )
-from tests.core.in_every_library import LIBRARIES, assert_same_in
+from tests.core.inputs import LIBRARIES, assert_same_in
 
 RNG = np.random.default_rng(0)
 Q, K, V = (

@@ -166,18 +166,6 @@ def test_finite_results_raise_no_floating_point_error(text, backend):
 LAYOUT = CallLayout("test", b=2, t=6, s=6)
 
 
-@pytest.mark.parametrize("masks", [{"lengths": [4, 3]}, {"key_mask": np.eye(2, 6) < 1}])
-def test_the_gradient_of_a_shared_bias_is_the_sum_over_those_that_share_it(masks):
-    m = pa.Softmax(bias=True)
-    x = make_inputs(m, LAYOUT._replace(broadcast="bh"), "random")
-    assert x["bias"].shape == (1, 1, 6, 6)
-    gradients = []
-    for bias in (x["bias"], np.repeat(x["bias"], 2, axis=0)):
-        out, pullback = m.vjp(**x | {"bias": bias}, **masks)
-        gradients.append(pullback(out)["bias"])
-    np.testing.assert_allclose(gradients[0], gradients[1].sum(axis=0, keepdims=True))
-
-
 def test_a_padded_block_as_long_as_the_cache_uses_the_bias_of_past_keys():
     m = pa.Softmax(bias=True)
     x = make_inputs(m, CallLayout("test", b=1, t=4, s=4), "random")

@@ -12,8 +12,8 @@ import pytest
 import precondattn as pa
 from precondattn.cache.kinds import Kind
 from precondattn_conformance.inputs import slice_tokens
-from precondattn_portable import chunkwise
 from precondattn_portable.backend import Portable
+from precondattn_portable.sizes import ON_CPU
 from tests.core import inputs
 
 HELD, LENGTH, CAPACITY = 4, 29, 58
@@ -40,7 +40,7 @@ def assert_same(cache, expected):
 @pytest.fixture(params=[4, 64])
 def chunk(request, monkeypatch):
     """Chunks between which the states are known, and longer ones."""
-    monkeypatch.setattr(chunkwise, "CHUNK", request.param)
+    monkeypatch.setattr(ON_CPU, "chunk", request.param)
 
 
 ROWS = [

@@ -11,7 +11,7 @@ import torch
 import precondattn as pa
 import precondattn.torch_operators
 from precondattn.frame import EXTENSION, FULL, Layout, extending_frame, full_frame
-from precondattn.frameworks.torch.frames import layout_of, text_of
+from precondattn.frameworks.torch.operators import layout_of, text_of
 from precondattn.runner import LeafRunner
 from tests.core.inputs import inputs_of
 
@@ -74,7 +74,8 @@ def full(way, m, masks):
         case "gradients of several cotangents":
             out = m(**x, **masks)
             ones = torch.ones(3, *out.shape, dtype=out.dtype)
-            torch.autograd.grad(out, list(x.values()), ones, is_grads_batched=True)
+            inputs = list(x.values())
+            torch.vmap(lambda w: torch.autograd.grad(out, inputs, w, retain_graph=True))(ones)
         case "gradient, compiled for any sizes":
             compiled(m, dynamic=True)(**x, **masks).sum().backward()
 

@@ -52,7 +52,7 @@ pytestmark = [
 ]
 
 IN_SECOND_TIER = {
-    *("row_normalized", "lucid", "gated_delta", "ccq(gated_delta)"),
+    *("row_normalized", "lucid", "ccq(gated_delta)"),
 }
 
 

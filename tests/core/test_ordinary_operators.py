@@ -26,7 +26,7 @@ from tests.core.exported import (
 )
 
 NO_TOKENS = [
-    *(("softmax", ["lengths"]), ("gated_delta", []), ("lucid[normalize=rows]", [])),
+    *(("softmax", ["lengths"]), ("gated_delta", [])),
     *((text, []) for text in ("gsa", "mlstm", "path", "nystrom")),
     *(("softmax[forget=unscaled]", []), ("lucid", ["segment_ids"]), ("laser", ["attn_mask"])),
     ("bidirectional(gated_delta)", ["lengths"]),

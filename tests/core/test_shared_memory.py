@@ -8,8 +8,7 @@ import pytest
 
 import precondattn as pa
 from precondattn.runner import LeafRunner
-from tests.core.in_every_library import asarray_of
-from tests.core.inputs import inputs_of
+from tests.core.inputs import asarray_of, inputs_of
 from tests.representatives import CACHED, CALLED
 
 SAMPLE = ("softmax", "softmax[window=3]", "lucid", "laser", "lucid(path)", "qk_norm", "linear")

@@ -12,8 +12,8 @@ import pytest
 
 import precondattn as pa
 from precondattn.algebra.options import choice, flag
-from precondattn.execution.build import build, options_of, switches_of
 from precondattn.execution.input_names import CALL_OPTIONS
+from precondattn.execution.shorthand import build, options_of, switches_of
 
 RNG = np.random.default_rng(0)
 Q, K, V = RNG.normal(size=(3, 1, 5, 2, 4))
@@ -24,6 +24,8 @@ def test_an_array_switches_its_option_on():
         (pa.Lucid, "bias", (1, 1, 5, 5), "lucid(softmax[bias=true])"),
         (pa.Lucid, "lucid_beta", (1, 5, 2), "lucid[beta=true]"),
         (pa.QKNorm, "q_gain", (4,), "qk_norm[gain=true]"),
+        (pa.Temperature, "tau", (), "temperature"),
+        (pa.Temperature, "tau", (2,), "temperature[per=head]"),
         (pa.Differential, "lam", (), "differential"),
         (pa.Differential, "lam", (2,), "differential[per=head]"),
         (pa.Differential, "lam", (1, 5, 2), "differential[per=token]"),
@@ -39,6 +41,8 @@ def test_an_array_switches_its_option_on():
         assert rest[name] is array
     mechanism, _ = build(pa.Differential, {"lam": np.ones(2), "per": "token"})
     assert mechanism.per == "token"  # An option that is passed is not changed.
+    norms = {"norm": "layer", "eps": 0.1, "window": 2}  # The window is an option of the base.
+    assert str(build(pa.QKNorm, norms)[0]) == "qk_norm[norm=layer,eps=0.1](softmax[window=2])"
     mechanism, rest = build(pa.CCQ, {"tau": np.float64(0.5), "covariance": "query_weighted"})
     assert (mechanism.tau, rest) == (0.5, {})
     with pytest.raises(TypeError, match=r"it belongs to forget='unscaled' or forget='scaled'"):

@@ -10,6 +10,7 @@ import pytest
 import precondattn as pa
 from precondattn.algebra import registry
 from precondattn_conformance.declared import expressions
+from tests.processor_time import LOOP, compare
 from tests.representatives import REPRESENTATIVES
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +44,7 @@ SHARED = {
     # What computes the same in several backends.
     BLOCKS: """AttentionBlocks CappedScores ChannelDecay ChunkWork DeltaFormerBlocks DeltaRule
         DotScores ForgetGate HeadAdditive KeyAdditive KeyDeltaRule LogMeanExpRead LucidSolveBlocks
-        Mask MeanAndLogSumRead MeanRead OutlookRows QueryWeighted ReadRows Similarities
+        Mask MeanAndLogSumRead MeanRead QueryWeighted ReadRows Similarities
         SolvingChunkwise SymmetricLucidSolveBlocks TransportedScores ValueAdditive
         WindowedBlocks""",
     KERNELS: """Configuration KernelMasks LaserKernels LucidPlan LucidSolveKernels
@@ -206,3 +207,21 @@ def test_every_class_of_the_library_or_its_recurrence_is_in_a_representative():
     assert not missing, f"tests/representatives.py lacks {sorted(missing)}"
     assert set(REPRESENTATIVES) <= set(expressions())
     assert len(set(REPRESENTATIVES)) == len(REPRESENTATIVES)
+
+
+BEFORE = {LOOP: 0.03, "tests/a.py": 10.0, "tests/b.py": 30.0}
+
+
+@pytest.mark.parametrize(
+    ("run", "is_within", "grown"),
+    [
+        (BEFORE, True, []),
+        ({LOOP: 0.03, "tests/a.py": 13.0, "tests/b.py": 30.0}, True, ["tests/a.py"]),
+        ({LOOP: 0.02, "tests/a.py": 10.0, "tests/b.py": 30.0}, False, ["tests/b.py", "tests/a.py"]),
+        (BEFORE | {"tests/new.py": 9.0}, False, ["tests/new.py"]),
+    ],
+)
+def test_a_run_beside_the_budget(run, is_within, grown):
+    comparison = compare(run, BEFORE)
+    assert (comparison.is_within, [file for file, *_ in comparison.grown]) == (is_within, grown)
+    assert all(file in str(comparison) for file in grown) or is_within

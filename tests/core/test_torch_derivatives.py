@@ -1,5 +1,6 @@
 """PyTorch: second derivatives, forward mode, several cotangents at once, and mapped calls."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -8,9 +9,9 @@ pytest.importorskip("torch")
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 import precondattn as pa
-from precondattn.frameworks.torch import vmap as torch_vmap
 from precondattn_conformance.declared import derived, expressions
 from precondattn_conformance.inputs import slice_tokens
 from tests.core.inputs import inputs_of
@@ -140,27 +141,12 @@ def pullback_of(out, x):
     return pulled
 
 
-@pytest.fixture
-def folded(monkeypatch):
-    """The kinds of axes by which calls became one, as they are chosen."""
-    kinds, one_call = [], torch_vmap.OneCall
-
-    class Recorded(one_call):
-        def __init__(self, piece, sizes, kind, *rest):
-            super().__init__(piece, sizes, kind, *rest)
-            kinds.append(kind)
-
-    monkeypatch.setattr(torch_vmap, "OneCall", Recorded)
-    return kinds
-
-
 @pytest.mark.parametrize("expression", DECLARED)
 def test_several_cotangents_and_mapped_inputs_are_pulled_back_as_one_after_another(expression):
     m, x = pa.parse(expression), tensors_of(expression, requires_grad=True)
     out = m(**x)
     pulled, weights = pullback_of(out, x), weights_like(out, 2)
     expected = one_after_another(pulled, weights)
-    torch.testing.assert_close(pulled(weights, is_grads_batched=True), expected)
     torch.testing.assert_close(torch.vmap(pulled)(weights), expected)
     x = {name: a.detach() for name, a in x.items()}
     require_mapped(m.vjp(**x)[1], weights)
@@ -214,22 +200,6 @@ def test_the_pullback_of_a_mapped_extension(expression):
 
 
 @pytest.mark.parametrize(
-    ("expression", "kinds"),
-    [
-        ("lucid", ["b"]),
-        ("cross_covariance", ["b", "nhu"]),  # A weight for each head, and none for each sequence.
-        ("retention", ["b"]),
-        ("nystrom[landmarks=3,start=batch]", []),
-    ],
-)
-def test_gradients_of_several_cotangents_are_one_call(expression, kinds, folded):
-    x = tensors_of(expression, requires_grad=True)
-    out = pa.parse(expression)(**x)
-    torch.autograd.grad(out, list(x.values()), weights_like(out, 3), is_grads_batched=True)
-    assert folded == kinds
-
-
-@pytest.mark.parametrize(
     ("expression", "mask"), [("softmax[sink=true]", "key_mask"), ("lucid", "segment_ids")]
 )
 def test_maps_within_maps_of_cotangents_and_masks(expression, mask):
@@ -240,52 +210,19 @@ def test_maps_within_maps_of_cotangents_and_masks(expression, mask):
     out = m(**x, **{mask: masks[0]})
     weights, pulled = weights_like(out, 2, 2), pullback_of(out, x)
     plain = one_after_another(lambda row: one_after_another(pulled, row), weights)
-    for vmap in (torch.vmap, torch._vmap_internals._vmap):
-        torch.testing.assert_close(vmap(vmap(pulled))(weights), plain)
+    torch.testing.assert_close(torch.vmap(torch.vmap(pulled))(weights), plain)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("expression", ["lucid", "softmax[window=2]"])
-def test_second_derivatives_of_several_cotangents(expression):
-    m, x = pa.parse(expression), tensors_of("softmax", requires_grad=True, **SMALL)
-    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
-        assert check(m, tuple(x.values()), check_batched_grad=True)
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_the_older_vmap_is_refused_with_what_to_use(is_counted):
+    x = tensors_of("lucid", requires_grad=True)
+    with FlopCounterMode(display=False) if is_counted else nullcontext():  # A call of operators.
+        out = pa.lucid(**x)
+    with pytest.raises(NotImplementedError, match=r"torch\.vmap of torch\.autograd\.grad"):
+        pullback_of(out, x)(weights_like(out, 2), is_grads_batched=True)
 
 
 def test_no_calls_have_the_shape_of_one():
     x = tensors_of("lucid")
     none = torch.vmap(lambda q: pa.lucid(**x | {"q": q}))(x["q"].new_empty(0, *x["q"].shape))
     assert none.shape == (0, *pa.lucid(**x).shape)
-
-
-class RunnerWithoutShapes(pa.Runner):
-    """LUCID's solve with a residual whose shape it does not declare."""
-
-    def __init__(self, leaf):
-        self.leaf = leaf
-
-    def forward(self, inputs, frame):
-        out, residuals = self.leaf.forward(inputs, frame)
-        return out, (*residuals, out.sum() * 0)
-
-    def backward(self, inputs, frame, out, residuals, cotangent):
-        return self.leaf.backward(inputs, frame, out, residuals[:-1], cotangent)
-
-
-class WithoutShapes(pa.Backend):
-    name = "without_shapes"
-    preference = 20
-
-    def prepare(self, piece, request):
-        fits = isinstance(piece, pa.LucidSolve) and not request.verb.startswith("extend")
-        return RunnerWithoutShapes(piece) if fits else "solves"
-
-
-def test_a_backend_that_declares_no_shapes_is_called_for_each_cotangent(only_the_reference):
-    pa.register_backend(WithoutShapes())
-    x = tensors_of("lucid", requires_grad=True)
-    out = pa.Lucid()(**x)
-    pulled, weights = pullback_of(out, x), weights_like(out, 3)
-    found = pulled(weights, is_grads_batched=True)
-    torch.testing.assert_close(found, one_after_another(pulled, weights))
-    require_mapped(lambda x: pa.lucid(**x), two_of(x))

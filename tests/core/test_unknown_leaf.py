@@ -22,8 +22,7 @@ from precondattn.algebra import registry
 from precondattn.dispatch.discovery import discover
 from precondattn_jax.backend import Jax
 from precondattn_portable.backend import Portable
-from tests.core.in_every_library import asarray_of
-from tests.core.inputs import inputs_of
+from tests.core.inputs import asarray_of, inputs_of
 
 LIBRARIES = ("numpy", "torch", "jax", "array_api_strict")
 VERBS = ("forward", "vjp", "extend", "extend_vjp")

@@ -33,7 +33,7 @@ def printed(module, *arguments):
 @pytest.mark.thorough
 def test_a_call_has_no_more_launches_and_bytes_than_are_recorded():
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))
-    found = printed("precondattn_kernel_tools.absent_device.mechanisms")
+    found = printed("tests.kernel_tools.launches_on_absent_gpu")
     assert found.keys() == recorded.keys()
     for name, rows in recorded.items():
         for now, before in zip(found[name], rows, strict=True):

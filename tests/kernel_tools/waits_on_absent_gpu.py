@@ -53,12 +53,13 @@ def calls(mechanism, device):
     yield "step", step
 
 
-waits = {}
-with absent_gpu() as (device, launches):
-    for name in sys.argv[1:] or [n for n, c in pa.mechanisms().items() if c.role == "base"]:
-        for work, call in calls(pa.parse(name), device):
-            try:
-                counts_of(call, launches)
-            except RuntimeError as error:
-                waits[f"{name}, {work}"] = str(error)
-print(json.dumps(waits))
+if __name__ == "__main__":
+    waits = {}
+    with absent_gpu() as (device, launches):
+        for name in sys.argv[1:] or [n for n, c in pa.mechanisms().items() if c.role == "base"]:
+            for work, call in calls(pa.parse(name), device):
+                try:
+                    counts_of(call, launches)
+                except RuntimeError as error:
+                    waits[f"{name}, {work}"] = str(error)
+    print(json.dumps(waits))

@@ -4,7 +4,6 @@ Each check compares with the same model whole. `tests/ranks.py` starts the proce
 `main`.
 """
 
-import atexit
 import copy
 from functools import partial
 from importlib.util import find_spec
@@ -23,7 +22,6 @@ from precondattn.layers.torch import (
     divide_tokens,
     divide_weights,
 )
-from precondattn.parallel.torch.exit import wait_for_gloo
 from tests.layers.layer_cases import covering, layer
 
 REFUSED = {
@@ -36,13 +34,16 @@ REFUSED = {
 LAYERS = ["gated_delta", {"mechanism": "lucid", "kv_heads": 1}]
 
 
+def imports(count, folder):
+    """What DTensors import when they are first used, and what trains models."""
+    return ("torch._dynamo", "tests.layers.divided_training")
+
+
 def main(rank, count, folder):
     """Check all that so many processes do, and leave a file for each check."""
     from tests.layers import divided_training
 
     folder = Path(folder)
-    # DTensor's caches keep groups, whose threads may abort an exit.
-    atexit.register(wait_for_gloo)
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=count)

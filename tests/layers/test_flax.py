@@ -139,7 +139,7 @@ def test_any_split_gives_the_full_call_under_jit_also_from_a_file_or_after_a_cro
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mechanism", ["ccq(gated_delta)", "dplr"])
+@pytest.mark.parametrize("mechanism", ["dplr"])
 def test_a_layer_gives_an_empty_output_and_the_same_cache(mechanism):
     attn = made(mechanism)
     for shape in ((0, 3, 24), (2, 0, 24)):

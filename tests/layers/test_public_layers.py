@@ -19,7 +19,14 @@ from precondattn.layers.recipes.rwkv6 import DecayMixedByToken, MixedByToken
 from precondattn.layers.torch import Attention
 from tests.layers.torch_layers import from_declared_axes
 
-PEERS = Path(__file__).parent / "peers"
+RESULTS = Path(__file__).parent / "peers" / "results.npz"
+
+
+def saved_entries(name):
+    """The entries of a public layer, as `peers/make_fixtures.py` saved them."""
+    with np.load(RESULTS) as entries:
+        chosen = [entry for entry in entries if entry.startswith(f"{name}/")]
+        return {entry.removeprefix(f"{name}/"): entries[entry] for entry in chosen}
 
 
 def heads(weight, n=4):
@@ -361,8 +368,7 @@ def test_a_layer_with_public_weights_gives_the_public_output_and_gradients(mappi
     mechanism, options = LAYERS[mapping]
     sizes = {"width": 32, "heads": 4, **options}
     attn = Attention(sizes.pop("width"), mechanism=mechanism, **sizes)
-    with np.load(PEERS / f"{mapping.__name__}.npz") as entries:
-        given = dict(entries)
+    given = saved_entries(mapping.__name__)
     weights, gradients = (
         mapping({n.removeprefix(prefix): a for n, a in given.items() if n.startswith(prefix)})
         for prefix in ("weight.", "grad.")

@@ -135,11 +135,7 @@ def test_a_wrong_depth_is_named(framework, depth):
 
 
 MODELS = [
-    (
-        lambda f: f.decoder(),
-        TypeError,
-        r"layers: the number .* write Decoder\(..., layers=2, mechanism='lucid'\)",
-    ),
+    (lambda f: f.decoder(), TypeError, "missing 1 required keyword-only argument: 'layers'"),
     (lambda f: f.decoder(layers=2), TypeError, r"need one; write Decoder\(..., layers=2, mech"),
     (
         lambda f: f.decoder(layers=["gla"], mechanism="lucid"),
@@ -164,7 +160,7 @@ MODELS = [
     (
         lambda f: f.attention(mechanism="softmax[bias=true]"),
         TypeError,
-        r"pass recipes=\{'bias': \.\.\.\}",
+        "has none for bias",
     ),
 ]
 

@@ -1,7 +1,6 @@
 """Vision layers of PyTorch: timm's weights and numbers, any mechanism, and what they refuse."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +12,8 @@ import torch
 from precondattn.layers.recipes import Rotary
 from precondattn.layers.torch import VisionAttention, VisionTransformer
 from precondattn.layers.vision import vision_recipes
-from tests.layers.test_public_layers import assert_close
+from tests.layers.test_public_layers import assert_close, saved_entries
 
-PEERS = Path(__file__).parent / "peers"
 WINDOWS = "windowed[size=2/3,grid=4/6,bias=true]"
 SHIFTED = "windowed[size=2/3,shift=1/2,grid=4/6,bias=true]"
 
@@ -85,8 +83,8 @@ OF_TOKENS = ("vit_attention", "window", "window_shifted", "vision_transformer")
 def test_timms_weights_load_and_give_timms_outputs_and_gradients(name):
     layer = LAYERS[name]()
     model = layer.model if isinstance(layer, OfRows) else layer
-    with np.load(PEERS / f"{name}.npz") as entries:
-        given = {key: torch.tensor(entries[key]) for key in entries if key != "versions"}
+    saved = saved_entries(name)
+    given = {key: torch.tensor(array) for key, array in saved.items() if key != "versions"}
     order = "vqk" if name == "channel" else "qkv"
     weights, gradients = (
         from_timm({n[len(p) :]: a for n, a in given.items() if n.startswith(p)}, order)

@@ -1,11 +1,11 @@
 """Attention layers of PyTorch in float64, and their inputs."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
-from precondattn.layers.maps import Stored
 from precondattn.layers.torch import Attention, to_torch
 from tests.layers.layer_cases import layer
 
@@ -57,6 +57,6 @@ def from_declared_axes(attn, arrays):
         for own, declared in (("weight", of_map.weight), ("bias", of_map.bias)):
             array = state.pop(f"inputs.{of_map.entry}.{declared}", None)
             if array is not None:
-                as_stored = Stored(of_map, is_bias=own == "bias", outer_first=True)
+                as_stored = partial(of_map.stored, is_bias=own == "bias", outer_first=True)
                 state[f"{of_map.name}.{own}"] = as_stored(array).contiguous()
     return state

@@ -1,4 +1,4 @@
-"""Comparisons and slices of inputs that several tests of identities share."""
+"""Comparisons, scores and slices of inputs that several tests of identities share."""
 
 import numpy as np
 
@@ -30,3 +30,11 @@ def identity_values(k):
 def grouped(x, group):
     """(b, s, h, ·) as (b, s, n, group, ·)."""
     return x.reshape(*x.shape[:2], x.shape[2] // group, group, x.shape[-1])
+
+
+def logits(q, k, bias=None, scale=None):
+    """scale · q kᵀ + bias of shape (b, h, t, s), without masks; the scale is 1/√d by default."""
+    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    products = scale * np.einsum("bthd,bshd->bhts", q, k)
+    return products if bias is None else products + bias

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn.layers.recipes.distances import alibi_slopes
+from precondattn.layers.recipes.learned import alibi_slopes
 from precondattn.spec.distance import entry
 
 OPTIONS = (

@@ -3,15 +3,13 @@
 Each peer computes in float32, at least inside, which limits the agreement that can be required.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 import precondattn as pa
+from tests.mathematics.peers.entries import saved_entries
 from tests.mathematics.peers.make_fixtures import RECURRENCES
 
-PEERS = Path(__file__).parent / "peers"
 PATH_INPUTS = ["q", "k", "v", "w", "beta", "g"]
 
 
@@ -23,8 +21,7 @@ def distance(actual, expected):
 
 @pytest.fixture(scope="module")
 def diffllama():
-    with np.load(PEERS / "differential_diffllama.npz") as entries:
-        return dict(entries)
+    return saved_entries("differential_diffllama")
 
 
 def differential_of(entries, layout):
@@ -48,8 +45,7 @@ def test_diffllama_applies_a_group_norm_after_the_difference(diffllama):
 
 @pytest.fixture(scope="module")
 def path_fla():
-    with np.load(PEERS / "path_fla.npz") as entries:
-        return dict(entries)
+    return saved_entries("path_fla")
 
 
 def of_case(entries, case):
@@ -84,18 +80,17 @@ def test_path_is_that_of_flash_linear_attention(path_fla, case, forget):
 
 
 FLA = {case: pa.parse(text) for _, cases in RECURRENCES.values() for case, text in cases.items()}
-FILES = {case: file for file, (_, cases) in RECURRENCES.items() for case in cases}
+NAMES = {case: name for name, (_, cases) in RECURRENCES.items() for case in cases}
 QWEN3_NEXT = pa.parse("qk_norm[norm=l2](gated_delta)")
 
 
-def entries_of(file, case):
+def entries_of(peer, case):
     """The entries of one case, in float64."""
-    with np.load(PEERS / file) as entries:
-        return {
-            name.removeprefix(f"{case}_"): x.astype(np.float64)
-            for name, x in entries.items()
-            if name.startswith(f"{case}_")
-        }
+    return {
+        name.removeprefix(f"{case}_"): x.astype(np.float64)
+        for name, x in saved_entries(peer).items()
+        if name.startswith(f"{case}_")
+    }
 
 
 def inputs_of(saved):
@@ -107,14 +102,14 @@ def inputs_of(saved):
     }
 
 
-def of_fla(case, file=None):
+def of_fla(case, peer=None):
     """The inputs, and all entries of one case of flash-linear-attention."""
-    saved = entries_of(f"{file or FILES[case]}.npz", case)
+    saved = entries_of(peer or NAMES[case], case)
     return inputs_of(saved), saved
 
 
 def of_qwen3_next(case):
-    saved = entries_of("gated_delta_qwen3_next.npz", case)
+    saved = entries_of("gated_delta_qwen3_next", case)
     return inputs_of(saved), saved
 
 
@@ -161,7 +156,7 @@ def assert_is_the_peer(m, saved, x):
 
 def test_delta_product_is_that_of_flash_linear_attention():
     """Its layout has the steps of a token on the time axis."""
-    saved = entries_of("delta_product_fla.npz", "delta_product")
+    saved = entries_of("delta_product_fla", "delta_product")
 
     def by_steps(name, array):
         is_step = name.removeprefix("grad_") in ("k", "v", "beta")
@@ -181,15 +176,15 @@ def test_a_mechanism_with_a_state_is_that_of_flash_linear_attention(case):
 
 
 @pytest.mark.parametrize(
-    ("text", "file"), [("retention", "linear_fla"), ("deltaformer", "deltaformer_fla")]
+    ("text", "peer"), [("retention", "linear_fla"), ("deltaformer", "deltaformer_fla")]
 )
-def test_a_mechanism_without_a_saved_state_is_that_of_flash_linear_attention(text, file):
-    x, saved = of_fla(text, file)
+def test_a_mechanism_without_a_saved_state_is_that_of_flash_linear_attention(text, peer):
+    x, saved = of_fla(text, peer)
     assert_call_is_the_peer(pa.parse(text), saved, x)
 
 
 def test_mesa_around_ssd_with_weighted_values_is_mesanet_of_flash_linear_attention():
-    saved = entries_of("mesa_fla.npz", "mesa")
+    saved = entries_of("mesa_fla", "mesa")
     beta, v = saved["beta"][..., None], saved["v"]
     x = {name: saved[name] for name in ("q", "k", "g")}
     x |= {"v": beta * v, "beta_mesa": saved["beta"], "lam_mesa": saved["lamb"]}
@@ -206,7 +201,7 @@ def test_mesa_around_ssd_with_weighted_values_is_mesanet_of_flash_linear_attenti
 def test_mlstm_is_that_of_xlstm_of_transformers():
     """The calls start from a state, with the cotangent of its maximum, and from zeros."""
     for case in ("continued", "fresh"):
-        saved = entries_of("mlstm_xlstm.npz", case)
+        saved = entries_of("mlstm_xlstm", case)
         x, f = {name: saved[name] for name in ("q", "k", "v", "i")}, saved["f"]
         x["g"] = -np.logaddexp(0, -f)
         saved["grad_g"] = saved["grad_f"] * (1 + np.exp(f))  # df = dg σ(−f).
@@ -228,7 +223,7 @@ MAMBA2_INPUTS = ["x", "dt", "A", "B", "C", "D", "dt_bias"]
 
 def of_mamba2(case):
     """The inputs, the options, and all entries of one case."""
-    saved = entries_of("ssd_mamba2.npz", case)
+    saved = entries_of("ssd_mamba2", case)
     limits = (float(saved["dt_min"]), float(saved["dt_max"]))
     return (
         {name: saved[name] for name in MAMBA2_INPUTS},

@@ -1,4 +1,4 @@
-"""Windowed attention of grids against dense attention over the pairs of a window."""
+"""Attention of windows of grids: over the pairs of a window, and outlook attention."""
 
 import numpy as np
 import pytest
@@ -50,3 +50,35 @@ def test_options_of_equal_mechanisms_have_equal_text():
     assert pa.Windowed(size=(7, 7), grid=(14, 14)) == pa.Windowed(size=7, grid=(14, 14))
     text = "windowed[size=2/3,shift=1,grid=4/6,bias=true]"
     assert str(pa.parse(text)) == text
+
+
+B, H, N, E = 2, 4, 2, 3
+
+
+def outlook_of(tokens, w, seed=0):
+    rng = np.random.default_rng(seed)
+    logits, v = rng.normal(size=(B, tokens, H, w, w)), rng.normal(size=(B, tokens, N, E))
+    return {"logits": logits, "v": v}
+
+
+OUTLOOKS = [
+    ((4, 5), (3, 3), (1, 1)),
+    ((4, 6), (3, 3), (2, 2)),
+    ((5, 7), (3, 3), (2, 2)),
+    ((3, 4), (2, 5), (1, 1)),
+    ((5, 4), (4, 1), (2, 3)),
+    ((2, 2), (5, 5), (3, 1)),
+]
+
+
+@pytest.mark.parametrize(("grid", "size", "stride"), OUTLOOKS)
+def test_outlook_is_that_of_the_definition(grid, size, stride):
+    tokens = grid[0] * grid[1]
+    x = outlook_of(tokens, size[0] * size[1])
+    keep = np.random.default_rng(2).random((B, tokens)) < 0.6
+    fixed = pa.Outlook(size=size, stride=stride, grid=grid, scale=0.7)
+    assert_is_defined(fixed, x)
+    assert_is_defined(fixed, x, key_mask=keep)
+    free = pa.Outlook(size=size, stride=stride, grid=grid[1])
+    cut = {"segment_ids": np.asarray([[0] * (tokens - 1) + [1], [2] * tokens])}
+    assert_is_defined(free, x, key_mask=keep, lengths=np.asarray([tokens, tokens - 1]), **cut)

@@ -25,7 +25,7 @@ import numpy as np
 
 from precondattn.arrays import Array, Arrays, DType, Residuals, namespace
 from precondattn.frame import Frame
-from precondattn.kernel_backend.lucid_solve import LucidSolveSupport
+from precondattn.kernel_backend.lucid import LucidSolveSupport
 from precondattn.spec.lucid import LucidSolve
 from precondattn_cupy.configurations import Configuration, configuration, padded_width
 from precondattn_cupy.launch import cpp_type, launch

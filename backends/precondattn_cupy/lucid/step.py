@@ -10,7 +10,7 @@ from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, namespace
 from precondattn.cache import Updates
 from precondattn.frame import Frame
-from precondattn.kernel_backend.lucid_step import LucidStepKernels, leaves_of
+from precondattn.kernel_backend.lucid import LucidStepKernels, leaves_of
 from precondattn_cupy.configurations import configuration, padded_width
 from precondattn_cupy.launch import cpp_type, launch
 from precondattn_cupy.layout import by_16, empty, in_one_piece, past_of, processors

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from precondattn.arrays import Array
 from precondattn_pallas.configurations import Configuration
 from precondattn_pallas.launch import References, divide, launch, loop, shape_of, whole
-from precondattn_pallas.lucid.tiles import Phi, SegmentBounds, of_tile, reach
+from precondattn_pallas.lucid.tiles import Phi, SolveInputs, of_head, of_tile, reach
 
 
 def key_gradient(
@@ -69,8 +69,7 @@ def key_gradient(
 
 def d_keys(
     phi: Phi,
-    keys: Array,
-    segments: SegmentBounds | None,
+    x: SolveInputs,
     y: Array,
     d_v: Array,
     configuration: Configuration,
@@ -78,31 +77,19 @@ def d_keys(
     count: int,
     chunk: int,
 ) -> Array:
-    """Σ_b Φ_ab g_ab k̂_b (m, T, d) in float32; keys (m, T, d), y and dv (m, T, e).
+    """Σ_b Φ_ab g_ab k̂_b (m, T, d) in float32, from y and dv (m, T, e).
 
     `count` of the T tokens are not padding; `chunk` channels are multiplied at once.
     """
-    m, tokens, d = keys.shape
-
-    def all_of(array: Array) -> Array:
-        rest = array.shape[2:]
-        by = m // array.shape[0]
-        zeros = (0,) * (1 + len(rest))
-        return array, pl.BlockSpec((None, tokens, *rest), lambda i, h: (divide(h, by), *zeros))
-
-    inputs = {"keys": keys, "y": y, "d_v": d_v}
-    if segments is not None:
-        inputs |= {"segments": segments.begin, "ends": segments.end}
+    m, tokens, d = x.keys.shape
+    inputs = {"keys": x.keys, "y": y, "d_v": d_v}
+    if x.segments is not None:
+        inputs |= {"segments": x.segments.begin, "ends": x.segments.end}
     result = launch(
         key_gradient,
         (whole(tokens, configuration.rows), m),
-        {name: all_of(array) for name, array in inputs.items()},
-        {
-            "d_keys": (
-                shape_of((m, tokens, d), jnp.float32),
-                pl.BlockSpec((None, configuration.rows, d), lambda i, h: (h, i, 0)),
-            )
-        },
+        {name: of_head(array, heads=m) for name, array in inputs.items()},
+        {"d_keys": of_head(shape_of((m, tokens, d), jnp.float32), configuration.rows)},
         configuration,
         interpret=phi.products.interpret,
         phi=phi,

@@ -30,7 +30,7 @@ from precondattn_pallas.launch import (
     remainder,
     shape_of,
 )
-from precondattn_pallas.lucid.tiles import Phi, SegmentBounds, of_tile, reach
+from precondattn_pallas.lucid.tiles import Phi, SolveInputs, of_head, of_tile, reach
 from precondattn_pallas.recurrence.chunk_inverse import unit_lower_inverse
 
 FIRST_BLOCK = 32
@@ -119,41 +119,22 @@ def right_factors(
 
 
 def inverses(
-    phi: Phi,
-    keys: Array,
-    factor: Array,
-    segments: SegmentBounds | None,
-    configuration: Configuration,
-    *,
-    super_block: int,
-    backward: bool,
+    phi: Phi, x: SolveInputs, configuration: Configuration, *, super_block: int, backward: bool
 ) -> Array:
-    """N of all super-blocks (m, T, S), in the dtype of the keys (m, T, d).
-
-    `factor` (m, T) is β, or 0 at padding.
-    """
-    m, tokens, d = keys.shape
+    """N of all super-blocks (m, T, S), in the dtype of the keys."""
+    keys, factor, segments, (m, tokens, _) = x.keys, x.factor, x.segments, x.keys.shape
     interpret = phi.products.interpret
     common = {"phi": phi, "interpret": interpret}
-
-    def rows_of(array: Array, rows: int, *rest: int) -> Array:
-        """The block of an array of all heads, or of all sequences, that a program reads."""
-        by = m // array.shape[0]
-        zeros = (0,) * len(rest)
-        return array, pl.BlockSpec((None, rows, *rest), lambda i, h: (divide(h, by), i, *zeros))
-
-    def all_of(array: Array, *rest: int) -> Array:
-        by = m // array.shape[0]
-        zeros = (0,) * (1 + len(rest))
-        return array, pl.BlockSpec((None, tokens, *rest), lambda i, h: (divide(h, by), *zeros))
-
     half = min(FIRST_BLOCK, configuration.rows, super_block)
-    row_inputs = {"keys": rows_of(keys, half, d), "factor": rows_of(factor, half)}
-    everything = {"keys": all_of(keys, d), "factor": all_of(factor)}
+    row_inputs = {"keys": of_head(keys, half, m), "factor": of_head(factor, half, m)}
+    everything = {"keys": of_head(keys, heads=m), "factor": of_head(factor, heads=m)}
     bounds = {}
     if segments is not None:
-        row_inputs["segments"] = rows_of(segments.begin, half)
-        bounds = {"segments": all_of(segments.begin), "ends": all_of(segments.end)}
+        row_inputs["segments"] = of_head(segments.begin, half, m)
+        bounds = {
+            "segments": of_head(segments.begin, heads=m),
+            "ends": of_head(segments.end, heads=m),
+        }
     per_block = super_block // half
     diagonal = pl.BlockSpec((None, half, half), lambda i, h: (h, i, remainder(i, per_block)))
     inverse = jnp.zeros((m, tokens, super_block), keys.dtype)
@@ -175,7 +156,7 @@ def inverses(
         left = launch(
             left_factors,
             (pairs * tiles * tiles, m),
-            {**everything, **bounds, "inverse": all_of(inverse, super_block)},
+            {**everything, **bounds, "inverse": of_head(inverse, heads=m)},
             {"left": (shape_of((m, pairs * half, half), keys.dtype), _tile_of_left(tile, tiles))},
             configuration,
             by_row=backward,
@@ -186,7 +167,7 @@ def inverses(
             right_factors,
             (pairs * tiles * tiles, m),
             {
-                "inverse": all_of(inverse, super_block),
+                "inverse": of_head(inverse, heads=m),
                 "left": (left, _column_of_left(pairs * half, tile, tiles)),
                 **bounds,
             },

@@ -28,39 +28,27 @@ import jax.numpy as jnp
 from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width
-from precondattn.kernel_backend.lucid_solve import LucidSolveSupport
+from precondattn.kernel_backend.lucid import LucidSolveSupport
 from precondattn.spec.lucid import LucidSolve
-from precondattn_pallas.configurations import Configuration, configuration
-from precondattn_pallas.launch import Interpret
-from precondattn_pallas.lucid import gradient as lucid_gradient
-from precondattn_pallas.lucid import inverse as lucid_inverse
-from precondattn_pallas.lucid import substitution as lucid_substitution
-from precondattn_pallas.lucid.arrays import (
+from precondattn_pallas.arrays import (
     by_heads,
     by_tokens,
     d_beta_of,
     factor_of,
     reciprocal_rms,
     rms_gradient,
+    where_valid,
 )
-from precondattn_pallas.lucid.tiles import Phi, SegmentBounds, segments_of
-from precondattn_pallas.masks import where_valid
+from precondattn_pallas.configurations import Configuration, configuration
+from precondattn_pallas.launch import Interpret, whole
+from precondattn_pallas.lucid import gradient as lucid_gradient
+from precondattn_pallas.lucid import inverse as lucid_inverse
+from precondattn_pallas.lucid import substitution as lucid_substitution
+from precondattn_pallas.lucid.tiles import Phi, SolveInputs, segments_of
 from precondattn_pallas.precision import LOG2_E, products
 
 WIDEST_CHUNK = 128
 """Value channels that a program processes at once."""
-
-
-class SolveInputs(NamedTuple):
-    """The inputs of a forward or backward solve."""
-
-    keys: Array
-    """k̂ (m, T, key_width)"""
-    reciprocal: Array
-    """1 / rms (b, s, n)"""
-    factor: Array
-    """β, and 0 at padding (m, T)"""
-    segments: SegmentBounds | None
 
 
 class LucidPlan(NamedTuple):
@@ -96,7 +84,7 @@ class LucidPlan(NamedTuple):
     @property
     def tokens(self) -> int:
         """s, padded to whole super-blocks."""
-        return -(-self.s // self.super_block) * self.super_block
+        return whole(self.s, self.super_block) * self.super_block
 
     def prepared(self, k: Array, beta: Array, valid: Array, segment: Array) -> SolveInputs:
         keys = where_valid(valid, k).astype(jnp.float32)
@@ -112,21 +100,14 @@ class LucidPlan(NamedTuple):
     def solve(self, x: SolveInputs, right: Array, *, backward: bool) -> lucid_substitution.Solved:
         """The solution of the system or its transpose; right (b, s, n, e)."""
         inverse = lucid_inverse.inverses(
-            self.phi,
-            x.keys,
-            x.factor,
-            x.segments,
-            self.inverse,
-            super_block=self.super_block,
-            backward=backward,
+            self.phi, x, self.inverse, super_block=self.super_block, backward=backward
         )
+        right = right.astype(jnp.float32)
         return lucid_substitution.substitute(
             self.phi,
-            x.keys,
-            x.factor,
-            x.segments,
+            x,
             inverse,
-            by_heads(right.astype(jnp.float32), self.tokens, -(-self.e // self.chunk) * self.chunk),
+            by_heads(right, self.tokens, whole(self.e, self.chunk) * self.chunk),
             (self.inverse, self.update),
             count=self.s,
             chunk=self.chunk,
@@ -136,7 +117,7 @@ class LucidPlan(NamedTuple):
     def key_gradient(self, x: SolveInputs, y: Array, d_v: Array) -> Array:
         """Σ_b Φ_ab g_ab k̂_b (m, T, d), from y and dv (m, T, e)."""
         return lucid_gradient.d_keys(
-            self.phi, x.keys, x.segments, y, d_v, self.gradient, count=self.s, chunk=self.chunk
+            self.phi, x, y, d_v, self.gradient, count=self.s, chunk=self.chunk
         )
 
 

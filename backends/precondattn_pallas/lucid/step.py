@@ -15,12 +15,10 @@ from precondattn.arrays import Array, Arrays
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width
-from precondattn.kernel_backend.lucid_step import LucidStepKernels, leaves_of
-from precondattn.spec.lucid import LucidSolve
-from precondattn.spec.softmax import Softmax
+from precondattn.kernel_backend.lucid import LucidStepKernels, leaves_of
+from precondattn_pallas.arrays import where_valid
 from precondattn_pallas.configurations import Configuration, configuration
 from precondattn_pallas.lucid import decode as lucid_decode
-from precondattn_pallas.masks import where_valid
 from precondattn_pallas.precision import LOG2_E, Products, products
 from precondattn_pallas.softmax.score_tiles import padded
 
@@ -35,15 +33,6 @@ class LucidStepPlan(NamedTuple):
     group: Piece
     tiles: Configuration
     products: Products
-
-    @property
-    def leaves(self) -> tuple[LucidSolve, Softmax]:
-        return leaves_of(self.group)
-
-    @property
-    def slots(self) -> tuple[Mapping[str, str], ...]:
-        """The names of the cache's buffers, for each of the two leaves by the leaf's own names."""
-        return tuple(call.slot_keys() for call in self.group.program.calls)
 
 
 class LucidStep(LucidStepKernels):
@@ -62,20 +51,20 @@ class LucidStep(LucidStepKernels):
             configuration("lucid_decode", widest, q.dtype.itemsize == 2),
             products(q.dtype, interpret=self.interpret),
         )
-        masks = (frame.q_position, frame.k_position, frame.q_valid, frame.k_valid)
-        out, y, rms = _step(plan, dict(past), dict(x), masks)
+        out, y, rms = _step(plan, dict(past), dict(x), (frame.q_valid, frame.k_valid))
         return out, self.updates(group, x["k"], y, rms)
 
 
 @partial(jax.jit, static_argnums=0)
 def _step(plan: LucidStepPlan, past: Arrays, x: Arrays, masks: Array) -> tuple[Array, Array, Array]:
     """The output (b, 1, h, e), y (b, 1, n, e), and rms(k) (b, 1, n) or None."""
-    (solve, softmax), (slots, _) = plan.leaves, plan.slots
+    solve, softmax = leaves_of(plan.group)
+    slots = plan.group.program.calls[0].slot_keys()
     q, beta = x["q"], x.get("lucid_beta")
     b, _, h, d = q.shape
     n, e = x["v"].shape[2:]
     m, group = b * n, h // n
-    *_, q_valid, valid = masks
+    q_valid, valid = masks
     capacity = past[slots["key"]].shape[1]
     valid = jnp.broadcast_to(valid, (b, capacity + 1))
     new, cached = valid[:, capacity:], valid[:, :capacity]

@@ -23,10 +23,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from precondattn.arrays import Array, Arrays
+from precondattn.arrays import Array
 from precondattn_pallas.configurations import Configuration
 from precondattn_pallas.launch import References, divide, launch, loop, shape_of
-from precondattn_pallas.lucid.tiles import Phi, SegmentBounds, of_tile, reach
+from precondattn_pallas.lucid.tiles import Phi, SolveInputs, of_head, of_tile, reach
 
 
 class Solved(NamedTuple):
@@ -82,9 +82,7 @@ def update(x: References, out: References, *, phi: Phi, columns: int, backward: 
 
 def substitute(
     phi: Phi,
-    keys: Array,
-    factor: Array,
-    segments: SegmentBounds | None,
+    x: SolveInputs,
     inverse: Array,
     right: Array,
     cuts: tuple[Configuration, Configuration],
@@ -97,19 +95,15 @@ def substitute(
 
     The first `count` of the T tokens are needed; a program processes `chunk` channels.
     """
-    m, tokens, d = keys.shape
+    keys, factor, segments, m = x.keys, x.factor, x.segments, x.keys.shape[0]
     super_block, e = inverse.shape[2], right.shape[2]
     blocks = -(-count // super_block)
     by_inverse, by_update = cuts
     start_spec = pl.BlockSpec((1,), lambda i, h, c: (0,))
-    per_sequence = 1 if segments is None else m // segments.begin.shape[0]
 
-    def bounds_of(rows: int) -> Arrays:
-        """The segments of a tile of rows."""
-        if segments is None:
-            return {}
-        spec = pl.BlockSpec((None, rows), lambda i, h, c: (divide(h, per_sequence), i))
-        return {"segments": (segments.begin, spec), "ends": (segments.end, spec)}
+    def chunk_of(array: Array) -> tuple[Array, pl.BlockSpec]:
+        """An array (m, S, e), with the chunk of channels of a program."""
+        return array, pl.BlockSpec((None, super_block, chunk), lambda i, h, c: (h, 0, c))
 
     def solve(start: Array, sides: Array) -> Array:
         tile = by_inverse.rows
@@ -118,14 +112,8 @@ def substitute(
             (super_block // tile, m, e // chunk),
             {
                 "start": (start[None], start_spec),
-                "inverse": (
-                    inverse,
-                    pl.BlockSpec((None, tokens, super_block), lambda i, h, c: (h, 0, 0)),
-                ),
-                "sides": (
-                    sides,
-                    pl.BlockSpec((None, super_block, chunk), lambda i, h, c: (h, 0, c)),
-                ),
+                "inverse": of_head(inverse),
+                "sides": chunk_of(sides),
             },
             {
                 "solution": (
@@ -143,24 +131,18 @@ def substitute(
     def updated(start: Array, operand: Array, sizes: Array, right: Array) -> Array:
         rows = by_update.rows
         block = pl.BlockSpec((None, rows, chunk), lambda i, h, c: (h, i, c))
-        of_block = pl.BlockSpec((None, super_block, d), lambda i, h, c: (h, 0, 0))
         inputs = {
             "start": (start[None], start_spec),
-            "i_keys": (keys, pl.BlockSpec((None, rows, d), lambda i, h, c: (h, i, 0))),
-            "j_keys": (_part(keys, start, super_block), of_block),
-            "operand": (
-                operand,
-                pl.BlockSpec((None, super_block, chunk), lambda i, h, c: (h, 0, c)),
-            ),
+            "i_keys": of_head(keys, rows),
+            "j_keys": of_head(_part(keys, start, super_block)),
+            "operand": chunk_of(operand),
             "sizes": (sizes[:, 0], pl.BlockSpec((None, chunk), lambda i, h, c: (h, c))),
             "right": (right, block),
-            **bounds_of(rows),
         }
         if segments is not None:
-            inputs["j_segments"] = (
-                _part(segments.begin, start, super_block),
-                pl.BlockSpec((None, super_block), lambda i, h, c: (divide(h, per_sequence), 0)),
-            )
+            inputs["segments"] = of_head(segments.begin, rows, m)
+            inputs["ends"] = of_head(segments.end, rows, m)
+            inputs["j_segments"] = of_head(_part(segments.begin, start, super_block), heads=m)
         return launch(
             update,
             (-(-count // rows), m, e // chunk),

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from precondattn.arrays import Array
-from precondattn_pallas.launch import References, loop
-from precondattn_pallas.masks import runs_of
+from precondattn_pallas.arrays import runs_of
+from precondattn_pallas.launch import References, divide, loop
 
 
 class Phi(NamedTuple):
@@ -72,6 +72,18 @@ class SegmentBounds(NamedTuple):
     """(b, T): the last token plus one"""
 
 
+class SolveInputs(NamedTuple):
+    """The inputs of a forward or backward solve."""
+
+    keys: Array
+    """k̂ (m, T, key_width)"""
+    reciprocal: Array
+    """1 / rms (b, s, n)"""
+    factor: Array
+    """β, and 0 at padding (m, T)"""
+    segments: SegmentBounds | None
+
+
 def segments_of(ids: Array, tokens: int) -> SegmentBounds | None:
     """The segments of ids (b, s), padded to T tokens; equal ids are adjacent."""
     if ids is None:
@@ -83,6 +95,21 @@ def segments_of(ids: Array, tokens: int) -> SegmentBounds | None:
         return jnp.pad(at.astype(jnp.int32), ((0, 0), (0, padding)), constant_values=tokens)
 
     return SegmentBounds(found("left"), found("right"))
+
+
+def of_head(
+    array: Array, rows: int | None = None, heads: int | None = None
+) -> tuple[Array, pl.BlockSpec]:
+    """An array of all heads, with all rows of a program's head as the block, or its tile of rows.
+
+    With a number of heads, an array of all sequences, or of as many heads.
+    """
+    by, rest = heads and heads // array.shape[0], array.shape[2:]
+
+    def index(i: Array, h: Array, *_: Array) -> tuple[Array, ...]:
+        return divide(h, by) if by else h, 0 if rows is None else i, *(0,) * len(rest)
+
+    return array, pl.BlockSpec((None, rows or array.shape[1], *rest), index)
 
 
 def reach(x: References, start: Array, count: int) -> tuple[Array, Array]:

@@ -17,6 +17,8 @@ state, and the gates of a tile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -145,12 +147,12 @@ def _read(products: Products, x: References, row: Array, stop: Array) -> Array:
 def scores_of_channels(plan: ChunkPlan, x: Rows) -> Array:
     """dF/dA (m, r, T, C), from q, k and g."""
     m, r, tokens, d = x["q"].shape
-    grid = _grid(tokens, m * r)
+    grid = ChunkGrid(TILE, tokens // TILE, m * r)
     result = plan.launch(
         channel_scores,
         "channel_scores",
         grid.shape,
-        _inputs(grid, plan, x, d, "q", "k", "g"),
+        _inputs(grid, plan, x, d, "qkg"),
         {"scores": grid.rows(empty(m * r, tokens, plan.chunk))},
         block=plan.block("channel_scores", d),
         blocks=1,
@@ -160,43 +162,35 @@ def scores_of_channels(plan: ChunkPlan, x: Rows) -> Array:
 
 def read_of_channels(plan: ChunkPlan, x: Rows, a: Array) -> Array:
     """dF/dq (m, r, T, d), from A (m, r, T, C), k and g."""
-    (m, r, tokens, _), d = a.shape, x["k"].shape[2]
-    width = plan.block("channel_read", d)
-    grid = _grid(tokens, m * r, d // width)
-    result = plan.launch(
-        channel_read,
-        "channel_read",
-        grid.shape,
-        _inputs(grid, plan, {**x, "a": a}, width, "a", "k", "g"),
-        {"d_q": grid.rows(empty(m * r, tokens, d), width)},
-        blocks=d // width,
-    )
-    return result["d_q"].reshape(m, r, tokens, d)
+    (d_q,) = _by_blocks(plan, channel_read, {**x, "a": a}, "akg", "d_q")
+    return d_q
 
 
 def gradients_of_channels(plan: ChunkPlan, x: Rows, a: Array) -> tuple[Array, Array, Array]:
     """dF/dq (m, r, T, d), dF/dk and dF/dg (m, T, d), from A (m, r, T, C), q, k and g."""
-    m, r, tokens, d = x["q"].shape
-    width = plan.block("channel_gradient", d)
-    grid = _grid(tokens, m * r, d // width)
-    result = plan.launch(
-        channel_gradient,
-        "channel_gradient",
-        grid.shape,
-        _inputs(grid, plan, {**x, "a": a}, width, "a", "q", "k", "g"),
-        {name: grid.rows(empty(m * r, tokens, d), width) for name in ("d_q", "d_k", "d_g")},
-        blocks=d // width,
-    )
-    d_q, d_k, d_g = (result[name].reshape(m, r, tokens, d) for name in ("d_q", "d_k", "d_g"))
+    d_q, d_k, d_g = _by_blocks(plan, channel_gradient, {**x, "a": a}, "aqkg", "d_q", "d_k", "d_g")
     return d_q, jnp.sum(d_k, axis=1), jnp.sum(d_g, axis=1)
 
 
-def _grid(tokens: int, heads: int, blocks: int = 1) -> ChunkGrid:
-    """A grid with one program for each tile."""
-    return ChunkGrid(TILE, tokens // TILE, heads, blocks)
+def _by_blocks(
+    plan: ChunkPlan, kernel: Callable[..., None], x: Rows, names: str, *outputs: str
+) -> list[Array]:
+    """The outputs (m, r, T, d) of a kernel with a program for each tile and block of channels."""
+    (m, r, tokens, _), d, name = x["a"].shape, x["k"].shape[2], kernel.__name__
+    width = plan.block(name, d)
+    grid = ChunkGrid(TILE, tokens // TILE, m * r, d // width)
+    result = plan.launch(
+        kernel,
+        name,
+        grid.shape,
+        _inputs(grid, plan, x, width, names),
+        {output: grid.rows(empty(m * r, tokens, d), width) for output in outputs},
+        blocks=d // width,
+    )
+    return [result[output].reshape(m, r, tokens, d) for output in outputs]
 
 
-def _inputs(grid: ChunkGrid, plan: ChunkPlan, x: Rows, width: int, *names: str) -> Arrays:
+def _inputs(grid: ChunkGrid, plan: ChunkPlan, x: Rows, width: int, names: str) -> Arrays:
     """Blocks of a whole chunk: all columns of A, and of the others the program's columns."""
     tiles = plan.chunk // TILE
     result = {}

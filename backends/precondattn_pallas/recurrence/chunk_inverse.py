@@ -26,15 +26,15 @@ from jax.experimental import pallas as pl
 
 from precondattn.arrays import Array
 from precondattn_pallas.launch import References
-from precondattn_pallas.precision import Multiplies, Products
+from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence.chunk_arrays import ChunkGrid, ChunkPlan, Rows, empty
 from precondattn_pallas.recurrence.chunk_tiles import every_block, pairs_of, tokens_of
 
 
-def unit_lower_inverse(products: Multiplies, strict: Array) -> Array:
+def unit_lower_inverse(products: Array, strict: Array) -> Array:
     """(I + strict)⁻¹ of a strictly lower triangular tile, a power of two wide.
 
-    Entries on and above the diagonal are not read.
+    Entries on and above the diagonal are not read; `products` are those of a GPU or of a TPU.
     """
     i, j = tokens_of(strict.shape[0])
     zero = jnp.float32(0)

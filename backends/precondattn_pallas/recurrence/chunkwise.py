@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from precondattn.arrays import Array, DType
+from precondattn.arrays import Array, Arrays, DType
 from precondattn.spec.recurrence import AllTokens, Stream, StreamGradients
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence import (
@@ -31,6 +31,7 @@ from precondattn_pallas.recurrence import (
     delta_rule,
 )
 from precondattn_pallas.recurrence.chunk_arrays import (
+    ChunkPlan,
     padded_state,
     padded_values,
     plan_of,
@@ -52,25 +53,25 @@ class Chunkwise(AllTokens):
     def __init__(self, products: Products, dtype: DType, *, decays: bool) -> None:
         self.products, self.dtype, self.decays = products, dtype, decays
 
-    def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
-        if max(x.g.shape[3:]) > 1:
-            return channel_recurrence.forward(self.products, self.dtype, x, state)
+    def _states(self, x: Stream, state: Array) -> tuple[ChunkPlan, Arrays, Array, Array, Array]:
+        """The plan, the rows, the states before every chunk and after the last, and U."""
         plan = plan_of(self.products, *state.shape[2:])
         rows = rows_of(x, plan, self.dtype, decays=self.decays)
         if x.beta is not None:
             rows |= delta_rule.prepared(plan, rows)
-        states, final, u = chunk_states.states(plan, rows, padded_state(state))
+        return plan, rows, *chunk_states.states(plan, rows, padded_state(state))
+
+    def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
+        if max(x.g.shape[3:]) > 1:
+            return channel_recurrence.forward(self.products, self.dtype, x, state)
+        plan, rows, states, final, u = self._states(x, state)
         o = chunk_reads.outputs(plan, rows, states, u)
         return unpadded_queries(o, x, x.v.shape[3]), unpadded(final, state)
 
     def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> StreamGradients:
         if max(x.g.shape[3:]) > 1:
             return channel_recurrence.vjp(self.products, self.dtype, x, state, d_o, d_final)
-        plan = plan_of(self.products, *state.shape[2:])
-        rows = rows_of(x, plan, self.dtype, decays=self.decays)
-        if x.beta is not None:
-            rows |= delta_rule.prepared(plan, rows)
-        states, _, u = chunk_states.states(plan, rows, padded_state(state))
+        plan, rows, states, _, u = self._states(x, state)
         (s, e), tokens = x.v.shape[2:], rows["k"].shape[1]
         d_o = queries_of(d_o, s, tokens, padded_values(e)).astype(self.dtype)
         local = chunk_reads.d_written(plan, rows, d_o)

@@ -30,8 +30,8 @@ from precondattn.kernel_backend.stateful import (
 )
 from precondattn.spec.recurrence import Form
 from precondattn.spec.stateful import Stateful
+from precondattn_pallas.arrays import where_valid
 from precondattn_pallas.launch import Interpret
-from precondattn_pallas.masks import where_valid
 from precondattn_pallas.precision import products
 from precondattn_pallas.recurrence.chunkwise import Chunkwise
 

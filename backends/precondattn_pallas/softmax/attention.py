@@ -21,8 +21,8 @@ from precondattn.kernel_backend.attention_options import declined_option, logs_a
 from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
 from precondattn.spec.metric import DOT
 from precondattn.spec.softmax import Softmax
+from precondattn_pallas.arrays import where_valid
 from precondattn_pallas.configurations import configuration
-from precondattn_pallas.masks import where_valid
 from precondattn_pallas.precision import LOG2_E, attention_products
 from precondattn_pallas.softmax.backward import d_keys_and_values, d_queries
 from precondattn_pallas.softmax.forward import SoftmaxTiling, attend
@@ -30,6 +30,9 @@ from precondattn_pallas.softmax.score_tiles import SegmentRuns, StaticMask, segm
 
 WIDEST = {"float32": 128, "bfloat16": 256, "float16": 256}
 """The widest keys and values, limited by a multiprocessor's registers."""
+
+Heads = tuple[Array, Array, Array]
+"""Queries, keys and values."""
 
 Masks = tuple[Array, Array, Array]
 """Validity of queries, of keys, and the keys' segments; None where all are valid or equal."""
@@ -57,17 +60,18 @@ def plan_of(leaf: Softmax, q: Array, k: Array, v: Array, *, interpret: bool) -> 
     return SoftmaxPlan(scale, tiling("forward"), tiling("query_gradient"), tiling("key_gradient"))
 
 
+def valid_heads(heads: Heads, masks: Masks) -> Heads:
+    """q, k and v, 0 at padding and masked keys."""
+    (q, k, v), (q_valid, k_valid, _) = heads, masks
+    return where_valid(q_valid, q), where_valid(k_valid, k), where_valid(k_valid, v)
+
+
 @partial(jax.jit, static_argnums=0)
-def _forward(
-    plan: SoftmaxPlan, q: Array, k: Array, v: Array, masks: Masks
-) -> tuple[Array, Residuals]:
-    q_valid, k_valid, k_segment = masks
-    segments = segments_of(plan.forward.mask, v.shape[0], k_valid, k_segment)
-    out, log_total = attend(
-        plan.forward, where_valid(q_valid, q), where_valid(k_valid, k), where_valid(k_valid, v),
-        segments,
-    )  # fmt: skip
-    out = where_valid(q_valid, out)
+def _forward(plan: SoftmaxPlan, heads: Heads, masks: Masks) -> tuple[Array, Residuals]:
+    v = heads[2]
+    segments = segments_of(plan.forward.mask, v.shape[0], *masks[1:])
+    out, log_total = attend(plan.forward, *valid_heads(heads, masks), segments)
+    out = where_valid(masks[0], out)
     if v.dtype == jnp.float32:
         return out, (log_total,)
     return out.astype(v.dtype), (log_total, out)
@@ -75,36 +79,27 @@ def _forward(
 
 @partial(jax.jit, static_argnums=0)
 def _backward(
-    plan: SoftmaxPlan,
-    q: Array,
-    k: Array,
-    v: Array,
-    masks: Masks,
-    out: Array,
-    residuals: Residuals,
-    d_o: Array,
-) -> Arrays:
-    q_valid, k_valid, k_segment = masks
+    plan: SoftmaxPlan, heads: Heads, masks: Masks, out: Array, residuals: Residuals, d_o: Array
+) -> Heads:
     log_total, *full = residuals
-    out, d_o = full[0] if full else out, d_o.astype(v.dtype)
-    segments = segments_of(plan.forward.mask, v.shape[0], k_valid, k_segment)
-    d_o, out = where_valid(q_valid, d_o), where_valid(q_valid, out)
-    d_sum = jnp.sum(d_o.astype(jnp.float32) * out.astype(jnp.float32), axis=3)
-    x = {
-        "q": where_valid(q_valid, q),
-        "k": where_valid(k_valid, k),
-        "v": where_valid(k_valid, v),
-        "d_o": d_o,
-        "log_total": log_total,
-        "d_sum": jnp.swapaxes(d_sum, 1, 2),
-    }
-    return dict(zip("qkv", gradients(plan, x, segments), strict=True))
+    out, d_o = full[0] if full else out, d_o.astype(heads[2].dtype)
+    segments = segments_of(plan.forward.mask, out.shape[0], *masks[1:])
+    d_o, out = where_valid(masks[0], d_o), where_valid(masks[0], out)
+    return gradients(plan, valid_heads(heads, masks), segments, out, log_total, d_o)
 
 
 def gradients(
-    plan: SoftmaxPlan, x: Arrays, segments: SegmentRuns | None
-) -> tuple[Array, Array, Array]:
-    """The gradients of q, k and v by the kernels, whose inputs are `x`."""
+    plan: SoftmaxPlan,
+    heads: Heads,
+    segments: SegmentRuns | None,
+    out: Array,
+    log_total: Array,
+    d_o: Array,
+) -> Heads:
+    """The gradients of q, k and v by the kernels."""
+    d_sum = jnp.sum(d_o.astype(jnp.float32) * out.astype(jnp.float32), axis=3)
+    x = dict(zip("qkv", heads, strict=True))
+    x |= {"d_o": d_o, "log_total": log_total, "d_sum": jnp.swapaxes(d_sum, 1, 2)}
     d_k, d_v = d_keys_and_values(plan.key_gradient, x, segments)
     d_q = d_queries(plan.query_gradient, x, segments)
     return plan.scale * d_q, plan.scale * d_k, d_v
@@ -160,16 +155,14 @@ class SoftmaxKernels:
     ) -> Arrays:
         planned, masks = self._planned(leaf, x), masks_of(frame)
         result = self.pulled(*planned, masks, out, residuals, cotangent)
-        return {name: gradient.astype(x[name].dtype) for name, gradient in result.items()}
+        return {name: d.astype(x[name].dtype) for name, d in zip("qkv", result, strict=True)}
 
-    def _planned(
-        self, leaf: Softmax, x: Mapping[str, Array]
-    ) -> tuple[SoftmaxPlan, Array, Array, Array]:
+    def _planned(self, leaf: Softmax, x: Mapping[str, Array]) -> tuple[SoftmaxPlan, Heads]:
         """The plan, and queries, keys and values in the dtype of the values."""
         dtype = x["v"].dtype
         q, k, v = (x[name].astype(dtype) for name in "qkv")
         like = jax.ShapeDtypeStruct(v.shape, self.factor_dtype(dtype))
-        return plan_of(leaf, q, k, like, interpret=self.interpret), q, k, v
+        return plan_of(leaf, q, k, like, interpret=self.interpret), (q, k, v)
 
     def residual_shapes(
         self, leaf: Softmax, inputs: Mapping[str, ArraySpec]

@@ -2,8 +2,14 @@
 
     S = s q kᵀ,    o = softmax(S) v,    λ = log rowsum(e^S),
 
-by online softmax (`running.py`). A program has a tile of queries of one head and iterates over the
-tiles of keys it attends to; no array is t × s.
+by online softmax: a running maximum m, a sum l and a weighted sum for each row,
+
+    P = e^{S − m},    l ← l e^{m − m'} + rowsum(P),    acc ← acc e^{m − m'} + P v,
+    o = acc / l,      λ = m + log l.
+
+Exponents and λ are in units of log 2. A row without visible keys has o = 0 and λ = ∞: all of its
+weights are 0. A program has a tile of queries of one head and iterates over the tiles of keys it
+attends to; no array is t × s.
 
 2 t s (d + e) FLOPs per head, half of them with causality; k and v are read once for every tile of
 queries.
@@ -22,7 +28,6 @@ from precondattn.arrays import Array, Arrays
 from precondattn_pallas.configurations import Configuration
 from precondattn_pallas.launch import References, divide, launch, loop, shape_of, whole
 from precondattn_pallas.precision import Products
-from precondattn_pallas.softmax.running import Running, empty, mean_and_log, with_tile
 from precondattn_pallas.softmax.score_tiles import (
     SegmentRuns,
     StaticMask,
@@ -50,7 +55,40 @@ class SoftmaxTiling(NamedTuple):
 
     def times(self, d_scores: Array, rows: Array) -> Array:
         """dS K, or dSᵀ Q."""
-        return self.products.dot_of_gradient(d_scores, rows, rounds=self.rounds)
+        factor = rows.dtype if self.rounds else jnp.float32
+        return self.products.dot(d_scores.astype(factor), rows.astype(factor))
+
+
+Running = tuple[Array, Array, Array]
+"""m (rows), l (rows) and acc (rows, e), in float32."""
+
+
+def empty(rows: int, e: int) -> Running:
+    """m, l and acc before the first tile."""
+    return (
+        jnp.full((rows,), -jnp.inf, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        jnp.zeros((rows, e), jnp.float32),
+    )
+
+
+def with_tile(carried: Running, scores: Array, v: Array, products: Products) -> Running:
+    """m, l and acc after a tile: scores (rows, columns), −∞ if masked, and values (columns, e)."""
+    largest, total, acc = carried
+    higher = jnp.maximum(largest, jnp.max(scores, axis=1))
+    base = jnp.where(higher == -jnp.inf, 0.0, higher)
+    shrink = jnp.exp2(largest - base)
+    # Sum the rounded weights that multiply v, so that acc / l is a mean.
+    p = jnp.exp2(scores - base[:, None]).astype(v.dtype)
+    total = total * shrink + jnp.sum(p.astype(jnp.float32), axis=1)
+    return higher, total, acc * shrink[:, None] + products.dot(p, v)
+
+
+def mean_and_log(carried: Running) -> tuple[Array, Array]:
+    """o (rows, e) and λ (rows)."""
+    largest, total, acc = carried
+    some = jnp.where(total > 0, total, 1.0)
+    return acc / some[:, None], jnp.where(total > 0, largest + jnp.log2(some), jnp.inf)
 
 
 def forward(x: References, out: References, *, tiling: SoftmaxTiling) -> None:

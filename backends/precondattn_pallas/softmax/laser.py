@@ -9,9 +9,10 @@ with the gradient of A W at G for q and k. Channels whose values are within log 
 u = 1, all others u = 0: this minimises the rounding error of W. A masked value may affect ν and u,
 and so the rounding of an output, and nothing else.
 
-All other calls are computed one key at a time (`laser_exact.py`). The device makes the choice.
+All other calls are computed one query at a time, by XLA, at t s e exponentials per head. The device
+makes the choice.
 
-Residuals: λ (b, h, t), A W (b, t, h, e) and o (b, t, h, e), in float32.
+Residuals: λ (b, h, t) and A W (b, t, h, e), in float32.
 """
 
 from __future__ import annotations
@@ -25,15 +26,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from precondattn.arrays import Array, Arrays, DType, Residuals
+from precondattn.arrays import Array, DType, Residuals
 from precondattn.backend import ArraySpec, Request
 from precondattn.spec.laser import RANGE
 from precondattn.spec.softmax import Softmax
-from precondattn_pallas.masks import where_valid
-from precondattn_pallas.softmax import laser_exact
-from precondattn_pallas.softmax.attention import Masks, SoftmaxKernels, SoftmaxPlan, gradients
+from precondattn_pallas.arrays import where_valid
+from precondattn_pallas.softmax.attention import (
+    Heads,
+    Masks,
+    SoftmaxKernels,
+    SoftmaxPlan,
+    gradients,
+    valid_heads,
+)
 from precondattn_pallas.softmax.forward import attend
-from precondattn_pallas.softmax.score_tiles import SegmentRuns, segments_of
+from precondattn_pallas.softmax.score_tiles import SegmentRuns, segments_of, visible
 
 
 class ValueSpread(NamedTuple):
@@ -74,10 +81,6 @@ class _LaserCall(NamedTuple):
     spread: ValueSpread
 
     @property
-    def group(self) -> int:
-        return int(self.q.shape[2] // self.k.shape[2])
-
-    @property
     def factor(self) -> Array:
         return factor_dtype(self.v.dtype)
 
@@ -86,32 +89,57 @@ class _LaserCall(NamedTuple):
         """W + u = e^{v − ν}, in float32; at most 1 at valid keys."""
         return jnp.exp(self.v.astype(jnp.float32) - self.spread.shift)
 
+    def with_weights(self, masks: Masks) -> Heads:
+        """q, k and W."""
+        w = (self.weights - self.spread.less).astype(self.factor)
+        return self.q, self.k, where_valid(masks[1], w)
+
     def of_queries(self, array: Array) -> Array:
         """One number for each query head."""
-        return jnp.repeat(array, self.group, axis=2)
+        return jnp.repeat(array, self.q.shape[2] // array.shape[2], axis=2)
 
-    def by_heads(self) -> tuple[Array, Array, Array]:
-        return tuple(
-            jnp.swapaxes(a.astype(jnp.float32), 1, 2)
-            for a in (self.q, self.of_queries(self.k), self.of_queries(self.v))
-        )
+    @property
+    def wide(self) -> tuple[Array, Array, Array]:
+        return tuple(a.astype(jnp.float32) for a in (self.q, self.k, self.v))
+
+    def exact(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        """o (b, t, h, e), and λ (b, h, t), ∞ in rows without visible keys, of arrays in float32."""
+        mask, scale = self.plan.forward.mask, self.plan.scale
+        k, v = (jnp.swapaxes(self.of_queries(a), 1, 2) for a in (k, v))
+        columns = jnp.arange(mask.s, dtype=jnp.int32)[None]
+
+        @jax.checkpoint
+        def of_query(x: tuple[Array, Array]) -> tuple[Array, Array]:
+            i, query = x
+            runs = None, None
+            if self.segments is not None:
+                runs = lax.dynamic_index_in_dim(self.segments.q_run, i, 1), self.segments.key
+            is_visible = visible(mask, i, columns, *runs)[:, None]
+            scores = scale * jnp.einsum("bhd,bhsd->bhs", query, k, precision=lax.Precision.HIGHEST)
+            some = jnp.any(is_visible, axis=2, keepdims=True)
+            scores = jnp.where(some, jnp.where(is_visible, scores, -jnp.inf), 0.0)
+            logs = jax.nn.logsumexp(scores, axis=2, keepdims=True)
+            o = jax.nn.logsumexp(scores[..., None] + v, axis=2) - logs
+            return jnp.where(some, o, 0.0), jnp.where(some, logs, jnp.inf)[..., 0]
+
+        rows = jnp.arange(mask.t, dtype=jnp.int32)
+        o, log_total = lax.map(of_query, (rows, jnp.moveaxis(q, 1, 0)))
+        return jnp.moveaxis(o, 0, 1), jnp.moveaxis(log_total, 0, 2)
 
 
-def _call(plan: SoftmaxPlan, q: Array, k: Array, v: Array, masks: Masks) -> _LaserCall:
-    q_valid, k_valid, k_segment = masks
-    segments = segments_of(plan.forward.mask, v.shape[0], k_valid, k_segment)
-    q, k, v = where_valid(q_valid, q), where_valid(k_valid, k), where_valid(k_valid, v)
-    return _LaserCall(plan, q, k, v, segments, _spread(v, k_valid))
+def _call(plan: SoftmaxPlan, heads: Heads, masks: Masks) -> _LaserCall:
+    q, k, v = valid_heads(heads, masks)
+    segments = segments_of(plan.forward.mask, v.shape[0], *masks[1:])
+    return _LaserCall(plan, q, k, v, segments, _spread(v, masks[1]))
 
 
 @partial(jax.jit, static_argnums=0)
-def _forward(plan: SoftmaxPlan, q: Array, k: Array, v: Array, masks: Masks) -> Array:
-    call = _call(plan, q, k, v, masks)
+def _forward(plan: SoftmaxPlan, heads: Heads, masks: Masks) -> tuple[Array, Residuals]:
+    call = _call(plan, heads, masks)
 
     def close() -> Array:
         shift, less = map(call.of_queries, call.spread[:2])
-        w = where_valid(masks[1], (call.weights - call.spread.less).astype(call.factor))
-        mean, log_total = attend(plan.forward, call.q, call.k, w, call.segments)
+        mean, log_total = attend(plan.forward, *call.with_weights(masks), call.segments)
         some = jnp.swapaxes(log_total, 1, 2)[..., None] < jnp.inf
         return (
             jnp.where(some, shift + jnp.log(jnp.where(some, less + mean, 1.0)), 0.0),
@@ -120,64 +148,36 @@ def _forward(plan: SoftmaxPlan, q: Array, k: Array, v: Array, masks: Masks) -> A
         )
 
     def exact() -> Array:
-        tiling = plan.forward
-        o, log_total = laser_exact.forward(tiling.mask, plan.scale, *call.by_heads(), call.segments)
-        o = jnp.swapaxes(o, 1, 2)
+        o, log_total = call.exact(*call.wide)
         return o, jnp.zeros_like(o), log_total
 
     o, mean, log_total = lax.cond(call.spread.is_close, close, exact)
     o = where_valid(masks[0], o)
-    return o.astype(v.dtype), (log_total, mean, o)
+    return o.astype(call.v.dtype), (log_total, mean)
 
 
 @partial(jax.jit, static_argnums=0)
 def _backward(
-    plan: SoftmaxPlan,
-    q: Array,
-    k: Array,
-    v: Array,
-    masks: Masks,
-    out: Array,
-    residuals: Residuals,
-    d_o: Array,
-) -> Arrays:
-    call = _call(plan, q, k, v, masks)
-    log_total, mean, o = residuals
+    plan: SoftmaxPlan, heads: Heads, masks: Masks, out: Array, residuals: Residuals, d_o: Array
+) -> Heads:
+    call = _call(plan, heads, masks)
+    log_total, mean = residuals
     d_o = where_valid(masks[0], d_o).astype(jnp.float32)
 
     def close() -> Array:
         less = call.of_queries(call.spread.less)
         some = jnp.swapaxes(log_total, 1, 2)[..., None] < jnp.inf
         g = jnp.where(some, d_o / jnp.where(some, less + mean, 1.0), 0.0).astype(call.factor)
-        d_sum = jnp.sum(g.astype(jnp.float32) * mean, axis=3)
-        x = {
-            "q": call.q,
-            "k": call.k,
-            "v": where_valid(masks[1], (call.weights - call.spread.less).astype(call.factor)),
-            "d_o": g,
-            "log_total": log_total,
-            "d_sum": jnp.swapaxes(d_sum, 1, 2),
-        }
-        d_q, d_k, d_w = gradients(plan, x, call.segments)
+        weighted = call.with_weights(masks)
+        d_q, d_k, d_w = gradients(plan, weighted, call.segments, mean, log_total, g)
         return d_q, d_k, d_w * call.weights
 
     def exact() -> Array:
-        tiling, back = plan.forward, partial(jnp.swapaxes, axis1=1, axis2=2)
-        # The output of a padded query is 0, not that of its scores. It has no weights.
-        logs = log_total if masks[0] is None else jnp.where(masks[0][:, None], log_total, jnp.inf)
-        result = laser_exact.backward(
-            tiling.mask, plan.scale, *call.by_heads(), call.segments, back(o), logs, back(d_o)
-        )
-        d_q, d_k, d_v = map(back, result)
-        return d_q, call_sum(d_k), call_sum(d_v)
+        d_q, d_k, d_v = jax.vjp(lambda *x: call.exact(*x)[0], *call.wide)[1](d_o)
+        return d_q, d_k, d_v
 
-    def call_sum(array: Array) -> Array:
-        """The sum over the query heads of a key/value head."""
-        b, s, h, width = array.shape
-        return array.reshape(b, s, h // call.group, call.group, width).sum(3)
-
-    result = lax.cond(call.spread.is_close, close, exact)
-    return dict(zip("qkv", result, strict=True))
+    result: Heads = lax.cond(call.spread.is_close, close, exact)
+    return result
 
 
 class LaserKernels(SoftmaxKernels):
@@ -193,7 +193,7 @@ class LaserKernels(SoftmaxKernels):
     ) -> tuple[ArraySpec, ...]:
         b, t, h, _ = inputs["q"].shape
         wide = ArraySpec((b, t, h, inputs["v"].shape[3]), "float32")
-        return ArraySpec((b, h, t), "float32"), wide, wide
+        return ArraySpec((b, h, t), "float32"), wide
 
     def refuses(self, leaf: Softmax, request: Request) -> str | None:
         if request.dtype == "float16" and max(shape[-1] for _, shape in request.shapes) > 128:

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from precondattn.arrays import Array
+from precondattn_pallas.arrays import runs_of
 from precondattn_pallas.launch import divide
-from precondattn_pallas.masks import runs_of
 
 
 class StaticMask(NamedTuple):

@@ -9,7 +9,7 @@ With S before a chunk, dS after it, and U, R, M, D and the factors as in `chunk_
     dS ← total ∘ dS + Qᵀ (reading ∘ dO) − Kᵀ (reading ∘ β ∘ X);
 
 additive: X = dU, dV = dU, and no terms of X in dK and dS. Sums over the queries of a state are not
-written out. The gradient of a gate is that of all exponents that contain it (`decay.py`). The grid
+written out. The gradient of a gate is that of all exponents that contain it (`d_gates`). The grid
 is (heads, chunks), with chunks from the last to the first; M and U are recomputed.
 """
 
@@ -21,8 +21,7 @@ from jax.experimental import pallas as pl
 from precondattn.arrays import Array
 from precondattn_pallas.launch import References
 from precondattn_pallas.recurrence.chunk_tiles import tokens_of
-from precondattn_pallas.tpu.chunk_forward import written_of
-from precondattn_pallas.tpu.decay import d_gates, times
+from precondattn_pallas.tpu.chunk_forward import d_gates, times, written_of
 from precondattn_pallas.tpu.products import TpuProducts
 from precondattn_pallas.tpu.tiles import as_row, tile_of
 

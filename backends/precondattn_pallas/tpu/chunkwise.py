@@ -12,7 +12,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from precondattn.arrays import Array, Arrays, DType
+from precondattn.backend import Request
 from precondattn.spec.recurrence import Form, Stream, StreamGradients
+from precondattn.spec.stateful import Stateful
 from precondattn_pallas.launch import Interpret
 from precondattn_pallas.recurrence.chunk_arrays import (
     LOWEST,
@@ -22,6 +24,7 @@ from precondattn_pallas.recurrence.chunk_arrays import (
     unpadded_queries,
 )
 from precondattn_pallas.recurrence.chunkwise import Chunkwise
+from precondattn_pallas.recurrence.leaves import RecurrenceKernels
 from precondattn_pallas.tpu.chunk_backward import backward
 from precondattn_pallas.tpu.chunk_forward import BETA, GATE, forward
 from precondattn_pallas.tpu.launch import LANES, SUBLANES, block, in_lanes, launch, padded
@@ -30,6 +33,9 @@ from precondattn_pallas.tpu.tiles import number_of, numbers_of
 
 CHUNK = LANES
 """Tokens of a chunk."""
+
+MOST_BYTES = 12 << 20
+"""Bytes of blocks and scratch, of a kernel's 16 MiB: the rest is for intermediate results."""
 
 
 class TpuChunks(NamedTuple):
@@ -72,8 +78,7 @@ class TpuChunkwise(Chunkwise):
     def __init__(
         self, products: TpuProducts, dtype: DType, *, decays: bool, interpret: Interpret
     ) -> None:
-        self.dtype, self.decays = dtype, decays
-        self.products = products  # type: ignore[assignment]
+        super().__init__(products, dtype, decays=decays)  # type: ignore[arg-type]
         self.interpret = interpret
 
     def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
@@ -186,3 +191,36 @@ def _padded_state(state: Array) -> Array:
     """(b, m, d, e) as (b m, d, e), padded to whole tiles, in float32."""
     b, m, d, e = state.shape
     return padded(state.astype(jnp.float32).reshape(b * m, d, e), in_lanes(d), in_lanes(e))
+
+
+class TpuRecurrence(RecurrenceKernels):
+    """Algorithm of linear leaves with one decay for each state, and of CCQ's query.
+
+    The blocks of a program must fit VMEM; all queries of a state are loaded at once.
+    """
+
+    form_of = staticmethod(on_a_tpu)
+
+    def refuses(self, leaf: Stateful, request: Request) -> str | None:
+        reason = super().refuses(leaf, request)
+        if reason is not None:
+            return reason
+        shapes = dict(request.shapes)
+        r = max(1, shapes["q"][2] // shapes["k"][2])
+        d, e = shapes["k"][3], shapes.get("v", shapes["k"])[3]
+        if leaf.declares is not None and leaf.declares.normaliser == "sum":
+            e += 1  # The sum of weights is one more channel.
+        d, e = in_lanes(d), in_lanes(e)
+        size = bytes_of(r, d, e)
+        if size > MOST_BYTES:
+            return (
+                f"its recurrence has at most {MOST_BYTES >> 20} MiB of a TPU's VMEM; "
+                f"{r} queries to a state, d={d} and e={e} need {size / (1 << 20):.1f} MiB"
+            )
+        return None
+
+
+def bytes_of(r: int, d: int, e: int) -> int:
+    """Bytes of VMEM that the gradient's kernel needs, the larger of the two: each block twice."""
+    rows = CHUNK * (r * (2 * d + e) + 2 * d + 2 * e)
+    return 4 * (2 * (rows + 3 * d * e) + d * e)

@@ -19,7 +19,13 @@ from precondattn_pallas.lucid.tiles import Phi
 from precondattn_pallas.recurrence.chunk_arrays import empty
 from precondattn_pallas.recurrence.chunk_tiles import tokens_of
 from precondattn_pallas.tpu.launch import SUBLANES, block, launch, scalars
-from precondattn_pallas.tpu.lucid_tiles import BLOCK, RECIPROCAL, phi_tile, row
+from precondattn_pallas.tpu.lucid_substitution import (
+    BLOCK,
+    RECIPROCAL,
+    TpuSolveInputs,
+    phi_tile,
+    row,
+)
 
 
 def key_gradient(x: References, out: References, _: Array, *, phi: Phi, heads: int) -> None:
@@ -59,28 +65,15 @@ def key_gradient(x: References, out: References, _: Array, *, phi: Phi, heads: i
         add("y", "d_v", j > i)
 
 
-def d_keys(
-    phi: Phi,
-    keys: Array,
-    numbers: Array,
-    reach: Array,
-    y: Array,
-    d_v: Array,
-    *,
-    heads: int,
-    interpret: Interpret,
-) -> Array:
-    """Σ_b Φ_ab g_ab r_b k_b (m, T, d) in float32.
-
-    keys (m, T, d), numbers (m, blocks, 8, BLOCK), reach (2 b blocks,) or None, y and dv (m, T, e).
-    """
-    m, tokens, d = keys.shape
+def d_keys(phi: Phi, x: TpuSolveInputs, y: Array, d_v: Array, *, interpret: Interpret) -> Array:
+    """Σ_b Φ_ab g_ab r_b k_b (m, T, d) in float32, from y and dv (m, T, e)."""
+    m, tokens, d = x.keys.shape
     blocks = tokens // BLOCK
-    inputs = dict(scalars(reach=reach))
+    inputs = dict(scalars(reach=x.reach))
     for axis, side in ((1, "a"), (2, "b")):
-        for name, array in {"keys": keys, "y": y, "d_v": d_v}.items():
+        for name, array in {"keys": x.keys, "y": y, "d_v": d_v}.items():
             inputs[f"{side}_{name}"] = array, _rows(array.shape[2], axis)
-        inputs[f"{side}_numbers"] = numbers, _numbers(axis)
+        inputs[f"{side}_numbers"] = x.numbers, _numbers(axis)
     result = launch(
         key_gradient,
         (m, blocks, blocks),
@@ -88,7 +81,7 @@ def d_keys(
         {"d_keys": (empty(m, tokens, d), _rows(d, 1))},
         interpret=interpret,
         phi=phi,
-        heads=heads,
+        heads=x.heads,
     )
     return result["d_keys"]
 

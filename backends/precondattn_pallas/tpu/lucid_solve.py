@@ -13,35 +13,22 @@ import jax.numpy as jnp
 
 from precondattn.arrays import Array
 from precondattn.spec.lucid import LucidSolve
-from precondattn_pallas.launch import Interpret
-from precondattn_pallas.lucid.arrays import (
+from precondattn_pallas.arrays import (
     by_heads,
     factor_of,
     reciprocal_rms,
+    runs_of,
+    where_valid,
 )
+from precondattn_pallas.launch import Interpret
 from precondattn_pallas.lucid.solve import LucidSolveKernels
 from precondattn_pallas.lucid.tiles import Phi
-from precondattn_pallas.masks import runs_of, where_valid
 from precondattn_pallas.precision import LOG2_E
 from precondattn_pallas.tpu.launch import in_lanes
 from precondattn_pallas.tpu.lucid_gradient import d_keys
-from precondattn_pallas.tpu.lucid_substitution import solve
-from precondattn_pallas.tpu.lucid_tiles import BLOCK, reach_of
+from precondattn_pallas.tpu.lucid_substitution import BLOCK, TpuSolveInputs, reach_of, solve
 from precondattn_pallas.tpu.products import products
 from precondattn_pallas.tpu.tiles import numbers_of
-
-
-class TpuSolveInputs(NamedTuple):
-    """The inputs of a forward or backward solve."""
-
-    keys: Array
-    """(m, T, d), in whole blocks"""
-    reciprocal: Array
-    """1 / rms (b, s, n)"""
-    numbers: Array
-    """(m, blocks, 8, BLOCK)"""
-    reach: Array
-    """(2 b blocks,): the blocks of the same segments (`lucid_tiles.py`); None without segments"""
 
 
 class TpuLucidPlan(NamedTuple):
@@ -71,25 +58,13 @@ class TpuLucidPlan(NamedTuple):
 
     def solve(self, x: TpuSolveInputs, right: Array, *, backward: bool) -> Array:
         """The solution of the system or its transpose; right (b, s, n, e)."""
-        heads = right.shape[2]
         right = by_heads(right.astype(jnp.float32), x.keys.shape[1], in_lanes(right.shape[3]))
-        return solve(
-            self.phi,
-            x.keys,
-            x.numbers,
-            x.reach,
-            right,
-            heads=heads,
-            has_beta=self.has_beta,
-            backward=backward,
-            interpret=self.interpret,
-        )
+        options = {"has_beta": self.has_beta, "interpret": self.interpret}
+        return solve(self.phi, x, right, backward=backward, **options)
 
     def key_gradient(self, x: TpuSolveInputs, y: Array, d_v: Array) -> Array:
         """Σ_b Φ_ab g_ab k̂_b (m, T, d), from y and dv (m, T, e)."""
-        heads = x.reciprocal.shape[2]
-        arrays = x.keys, x.numbers, x.reach, y, d_v
-        return d_keys(self.phi, *arrays, heads=heads, interpret=self.interpret)
+        return d_keys(self.phi, x, y, d_v, interpret=self.interpret)
 
 
 class TpuLucidSolve(LucidSolveKernels):

@@ -6,19 +6,28 @@ Forward, from the first block I to the last, with R = v and N_I = (I + stril(Φ_
 
 backward, from the last to the first, with R = dy and N_I = (I + diag(β_I) stril(Φ_II))⁻¹,
 
-    X_I = N_Iᵀ (R_I − Σ_{J>I} Φ_IJ dv_J),    dv_I = β_I X_I,
+    X_I = N_Iᵀ (R_I − Σ_{J>I} Φ_IJ dv_J),    dv_I = β_I X_I,    with
 
-the same except for the order, since Φ is symmetric. The grid is (heads, blocks), with blocks in
-order. Solved rows are stored in main memory. A program copies a block of them, with their keys, to
-VMEM while it computes with the previous one, and copies its own block out before it ends. VMEM
-holds two blocks of each array. N_I is computed by recursive 2 × 2 block inversion
-(`chunk_inverse.py`): for β in [0, 2] and any keys, no entry of it is larger than 2.
+    Φ_ij = e^{s r_i r_j ⟨k_i, k_j⟩ − s d} ≤ 1,    r = 1 / rms(k),
+
+0 where i and j belong to different segments. Keys are passed unnormalised, and are normalised in
+the products: for keys in bfloat16 these are exact up to float32's rounding, with a single product
+of the TPU's matrix unit. The other data of a block's tokens are the rows of its numbers. The
+backward solve differs in the order only, since Φ is symmetric.
+
+The grid is (heads, blocks), with blocks in order. Solved rows are stored in main memory. A program
+copies a block of them, with their keys, to VMEM while it computes with the previous one, and copies
+its own block out before it ends. VMEM holds two blocks of each array. N_I is computed by recursive
+2 × 2 block inversion (`chunk_inverse.py`): for β in [0, 2] and any keys, no entry of it is larger
+than 2.
 
 For T tokens of a head T² (d + e) FLOPs, and T² (d + e) / 128 numbers from memory. In a packed call
 a block reads those from the first block of its segments only (backward: up to the last).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -28,12 +37,62 @@ from jax.experimental.pallas import tpu as pltpu
 from precondattn.arrays import Array
 from precondattn_pallas.launch import Interpret, References
 from precondattn_pallas.lucid.substitution import Solved
-from precondattn_pallas.lucid.tiles import Phi
+from precondattn_pallas.lucid.tiles import Phi, segments_of
 from precondattn_pallas.recurrence.chunk_arrays import empty
 from precondattn_pallas.recurrence.chunk_inverse import unit_lower_inverse
 from precondattn_pallas.tpu.launch import IN_MEMORY, SUBLANES, block, launch, scalars
-from precondattn_pallas.tpu.lucid_tiles import BLOCK, FACTOR, phi_tile, row
 from precondattn_pallas.tpu.tiles import as_column
+
+BLOCK = 128
+"""Tokens of a block."""
+
+FACTOR, RECIPROCAL, SEGMENT = 0, 1, 2
+"""Rows of a block's numbers: β or 0, r, and the index of the segment (exact up to 2²⁴)."""
+
+
+class TpuSolveInputs(NamedTuple):
+    """The inputs of a forward or backward solve."""
+
+    keys: Array
+    """(m, T, d), in whole blocks"""
+    reciprocal: Array
+    """1 / rms (b, s, n)"""
+    numbers: Array
+    """(m, blocks, 8, BLOCK)"""
+    reach: Array
+    """(2 b blocks,): the blocks of the same segments (`reach_of`); None without segments"""
+
+    @property
+    def heads(self) -> int:
+        """The number of heads of a sequence"""
+        return int(self.reciprocal.shape[2])
+
+
+def phi_tile(phi: Phi, i: tuple[Array, Array], j: tuple[Array, Array]) -> Array:
+    """Φ of two blocks, each of its keys (BLOCK, d) and its numbers (8, BLOCK)."""
+    (i_keys, i_numbers), (j_keys, j_numbers) = i, j
+    scores = phi.products.dot(i_keys, j_keys, right=True)
+    scores = scores * as_column(row(i_numbers, RECIPROCAL)) * row(j_numbers, RECIPROCAL)
+    return phi.weights(scores, as_column(row(i_numbers, SEGMENT)) == row(j_numbers, SEGMENT))
+
+
+def reach_of(ids: Array, tokens: int) -> Array:
+    """The first and the last block (b, blocks, 2) that share a segment with each block.
+
+    The ids (b, s) are padded to T tokens. The result is flat, int32; None without segments.
+    """
+    segments = segments_of(ids, tokens)
+    if segments is None:
+        return None
+    first = segments.begin[:, ::BLOCK] // BLOCK
+    last = (segments.end[:, BLOCK - 1 :: BLOCK] - 1) // BLOCK
+    return jnp.stack([first, last], axis=2).reshape(-1)
+
+
+def row(numbers: Array, which: int) -> Array:
+    """One row (1, BLOCK) of a block's numbers (8, BLOCK)."""
+    return numbers[which : which + 1, :]
+
 
 COPIED = ("keys", "numbers", "values")
 """The arrays of a solved block that later blocks read."""
@@ -105,22 +164,18 @@ def substitute(
 
 def solve(
     phi: Phi,
-    keys: Array,
-    numbers: Array,
-    reach: Array,
+    x: TpuSolveInputs,
     right: Array,
     *,
-    heads: int,
     has_beta: bool,
     backward: bool,
     interpret: Interpret,
 ) -> Solved:
     """The solution of the system or its transpose, with `right` (m, T, e) in float32.
 
-    keys (m, T, d), numbers (m, blocks, 8, BLOCK), reach (2 b blocks,) or None. Without β the two
-    solutions are equal.
+    Without β the two solutions are equal.
     """
-    m, tokens, d = keys.shape
+    keys, numbers, (m, tokens, d) = x.keys, x.numbers, x.keys.shape
     e, blocks = right.shape[2], tokens // BLOCK
 
     def buffer(i: Array) -> Array:
@@ -144,7 +199,7 @@ def solve(
             "right": rows(right),
             "all_keys": (keys, IN_MEMORY),
             "all_numbers": (numbers, IN_MEMORY),
-            **scalars(reach=reach),
+            **scalars(reach=x.reach),
         },
         outputs,
         {
@@ -158,6 +213,6 @@ def solve(
         interpret=interpret,
         phi=phi,
         backward=backward,
-        heads=heads,
+        heads=x.heads,
     )
     return Solved(result["values"], result.get("before_beta", result["values"]))

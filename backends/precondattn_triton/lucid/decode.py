@@ -84,12 +84,12 @@ def read_past(
     row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     is_key = row // sizes.t == sizes.group
     rows = step_rows(q, k, head, sizes, NORMALIZE, ROWS, KEY_WIDTH)
-    key_start, y_start = start_of(past_keys, b, n), start_of(past_solved, b, n)
 
     largest = tl.where(is_key, 0.0, float("-inf"))
     total_weight = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS, WIDTH), tl.float32)
     start = split * per_split
+    key_start, y_start = start_of(past_keys, b, n), start_of(past_solved, b, n)
     for low in range(start, tl.minimum(start + per_split, count), TOKENS):
         token = (low + tl.arange(0, TOKENS)).to(tl.int64)
         is_read = token < count

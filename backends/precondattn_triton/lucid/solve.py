@@ -10,7 +10,7 @@ from torch import Tensor
 from precondattn.backend import Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
-from precondattn.kernel_backend.lucid_solve import LucidSolveSupport
+from precondattn.kernel_backend.lucid import LucidSolveSupport
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.metric import DOT
 from precondattn_triton.lucid import extension, transported_extension

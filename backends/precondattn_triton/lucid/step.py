@@ -15,7 +15,7 @@ from precondattn.backend import Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import MOST_HEADS, NARROWEST, padded_width
-from precondattn.kernel_backend.lucid_step import WIDEST, LucidStepKernels, leaves_of
+from precondattn.kernel_backend.lucid import WIDEST, LucidStepKernels, leaves_of
 from precondattn.preconditioners.lucid import is_lucid
 from precondattn_triton.configurations import configuration
 from precondattn_triton.decoding import splits_of, step_masks

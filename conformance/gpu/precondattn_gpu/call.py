@@ -161,7 +161,7 @@ def _compared_step(options: argparse.Namespace, layout: CallLayout, library: Lib
 
     mechanism = pa.parse(options.mechanism)
     of = ours(mechanism, ",".join(_with_helper(options.backend)))
-    inputs = inputs_of(str(mechanism), layout, options.dtype, library.name)
+    inputs = inputs_of(str(mechanism), layout, options.dtype)
     assert of.decoder is not None
     decoder = of.decoder(library, options.dtype, inputs)
     explanation = decoder.explain()

@@ -55,9 +55,9 @@ def _assembler() -> str:
 
 def _versions() -> dict[str, str]:
     """The versions of Triton's assembler and of PyTorch's CUDA."""
-    from precondattn_triton import assembler
+    from precondattn_triton.target import assembler
 
-    return {"assembler": assembler.name(), "cuda": str(torch.version.cuda)}
+    return {"assembler": assembler(), "cuda": str(torch.version.cuda)}
 
 
 if __name__ == "__main__":

@@ -168,23 +168,17 @@ def rows_of(
         if _runs_on_its_library(case)
     ]
     for case in cases:
-        for peer in _offered(case):
+        left_out = NEVER if case.peers is not None else NEVER + OURS
+        for peer in (peer for peer in peers_of(case) if peer.name not in left_out):
             columns, computed = columns_of(case, peer), str(peer.computes(case.parsed))
             lack = lacks(peer, case, columns.device) or _lack_of(columns.library, device)
             if not lack or case.peers is not None:
                 case_of_peer = replace(case, backend=named)
                 rows.append(BenchmarkRow(columns, case_of_peer, peer, computed, lack))
-    once: dict[Columns, BenchmarkRow] = {}
+    groups: dict[str, dict[Columns, BenchmarkRow]] = {}
     for row in rows:
-        once.setdefault(row.columns, row)
-    groups = list(dict.fromkeys(columns.group for columns in once))
-    return tuple(sorted(once.values(), key=lambda row: groups.index(row.columns.group)))
-
-
-def _offered(case: BenchCase) -> list[TimedPeer]:
-    """The peers of a case that are rows."""
-    left_out = NEVER if case.peers is not None else NEVER + OURS
-    return [peer for peer in peers_of(case) if peer.name not in left_out]
+        groups.setdefault(row.columns.group, {}).setdefault(row.columns, row)
+    return tuple(row for group in groups.values() for row in group.values())
 
 
 def _runs_on_its_library(case: BenchCase) -> bool:

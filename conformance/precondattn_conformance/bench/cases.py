@@ -69,10 +69,6 @@ class BenchCase:
         more = 1 if self.work == "decode" else 0
         return self.layout._replace(t=self.layout.t + more, s=self.layout.s + more)
 
-    def text(self) -> str:
-        """A description in one line."""
-        return f"{columns_of(self).group} {self.library}"
-
 
 def layout(t: int = 4096, h: int = 8, n: int | None = None, d: int = 64, e: int = 0) -> CallLayout:
     """The sizes of one sequence; without n there are as many key/value heads as query heads."""
@@ -99,37 +95,17 @@ def _both(
     return forward, replace(forward, name=f"{name}_backward", work="forward_backward")
 
 
-def _peaks(
-    name: str, mechanism: str, sizes: CallLayout, library: str = "torch", dtype: str = "float32"
-) -> BenchCase:
-    return BenchCase(name, mechanism, "memory", sizes, library, dtype, peers=())
+def _peaks(name: str, mechanism: str, sizes: CallLayout, library: str = "torch") -> BenchCase:
+    return BenchCase(name, mechanism, "memory", sizes, library, peers=())
 
 
 _MEMORY = ("softmax", "lucid", "laser", "path", "gated_delta", "ccq(gated_delta)", "row_normalized")
-_PREFIXES = {"torch": "", "numpy": "numpy_", "jax": "jax_"}
-
-# Peaks of one length. Calls with distances and with masks of pairs are beside plain softmax; an
-# attn_mask is an input of a byte for each pair.
-_PAIRS = (
-    *(("none", "softmax", None), ("prefix", "softmax", "prefix")),
-    *((name, f"softmax[distance={name}]", None) for name in ("slopes", "buckets")),
-    ("attn_mask", "softmax", "attn_mask"),
+_LONG = tuple(
+    replace(_peaks(f"long_{name}", name, layout(t=65536, h=2)), multiples=(1,)) for name in _MEMORY
 )
-_PAIRS_IN = [(library, "float32") for library in _PREFIXES] + [("torch", "bfloat16")]
-_LONG = (
-    *(_peaks(f"long_{name}", name, layout(t=65536, h=2)) for name in _MEMORY),
-    *(
-        _peaks(f"{_PREFIXES[library]}pairs_{name}{suffix}", mechanism, sizes, library, dtype)
-        for library, dtype in _PAIRS_IN
-        for name, mechanism, mask in _PAIRS
-        for suffix in ("" if dtype == "float32" else f"_{dtype}",)
-        for sizes in (layout(t=16384)._replace(mask=mask),)
-    ),
-)
-
 _PACKED = tuple(
     replace(case, packed=True)
-    for library, prefix in _PREFIXES.items()
+    for library, prefix in (("torch", ""), ("numpy", "numpy_"), ("jax", "jax_"))
     for name in ("softmax", "lucid", "laser", "gated_delta", "ccq(gated_delta)")
     for case in _both(
         f"{prefix}packed_{name}", name, layout(t=128)._replace(b=32), "batch", library=library
@@ -181,7 +157,7 @@ COMPARED = (
     *_both("jax_gated_delta", "gated_delta", _WIDE, "torch", library="jax"),
     *(_peaks(f"memory_{name}", name, layout(h=2)) for name in _MEMORY),
     *(_peaks(f"jax_memory_{name}", name, layout(h=2), "jax") for name in _MEMORY),
-    *(replace(case, multiples=(1,)) for case in _LONG),
+    *_LONG,
     *_PACKED,
     _small("softmax", "softmax", "forward", _SMALL, "sdpa"),
     _small("lucid", "lucid", "forward", _SMALL, "naive_lucid"),
@@ -237,11 +213,15 @@ class Columns(NamedTuple):
 def columns_of(case: BenchCase, peer: TimedPeer | None = None) -> Columns:
     """The columns of a case, or of a peer beside it."""
     library = (peer and peer.library) or case.library
-    work = f"packed_{case.work}" if case.packed else case.work
-    backend = peer.name if peer else case.backend or "default"
-    device = device_on(library, case.device)
-    where = (library, backend, device, work, sizes_of(case), case.dtype)
-    return Columns(str(case.parsed), *where)
+    return Columns(
+        str(case.parsed),
+        library,
+        peer.name if peer else case.backend or "default",
+        device_on(library, case.device),
+        f"packed_{case.work}" if case.packed else case.work,
+        sizes_of(case),
+        case.dtype,
+    )
 
 
 def device_on(library: str, device: str | None) -> str:

@@ -21,7 +21,7 @@ from precondattn.dispatch.discovery import discover
 from precondattn.installed import is_installed
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import machine
-from precondattn_conformance.bench.cases import BenchCase, declared
+from precondattn_conformance.bench.cases import BenchCase, columns_of, declared
 from precondattn_conformance.bench.compare import REGRESSED, UNCOMPARED, changes, machines_differ
 from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, BenchRecord, Row, load
 from precondattn_conformance.bench.selection import Selection
@@ -42,7 +42,8 @@ def list_cases(console: Console) -> None:
     table = Table("case", "what", "peers", title="cases", title_justify="left")
     for case in declared():
         peers = ", ".join(case.peers or ()) or "–"
-        table.add_row(escape(case.name), escape(case.text()), escape(peers))
+        what = f"{columns_of(case).group} {case.library}"
+        table.add_row(escape(case.name), escape(what), escape(peers))
     console.print(table)
 
 
@@ -109,9 +110,8 @@ def _require(cases: list[BenchCase], selection: Selection, *, draws: bool) -> No
     for backends in selection.backends:
         for name in backends.split(","):
             discover().named(name)
-    require_extra("pytest_benchmark")
-    if draws:
-        require_extra("matplotlib")
+    for module in ("pytest_benchmark", *(("matplotlib",) if draws else ())):
+        require_extra(module)
     for name in dict.fromkeys(case.library for case in cases):
         if name not in libraries.installed():
             raise ImportError(
@@ -156,7 +156,7 @@ def _run(
     progress, output = Progress(console, len(cases)), io.StringIO()
     collector = Collector(cases, options, progress)
     isolated = _isolated(console, output)
-    with collector.interruption, tempfile.TemporaryDirectory() as folder, isolated, progress:
+    with tempfile.TemporaryDirectory() as folder, isolated, progress:
         config = Path(folder) / "pytest.ini"
         config.write_text("[pytest]\n", encoding="utf-8")
         arguments = ["-c", str(config), f"--rootdir={folder}", "-q", "--capture=no", "--noconftest"]
@@ -167,7 +167,7 @@ def _run(
             arguments.append(f"--benchmark-json={benchmark_json.absolute()}")
         suite = Path(__file__).with_name("timed_suite.py")
         code = pytest.main([*arguments, str(suite)], plugins=[collector])
-    if collector.interruption.is_noticed:
+    if code == pytest.ExitCode.INTERRUPTED:
         return collector.rows, True
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         console.print(output.getvalue(), markup=False, soft_wrap=True)

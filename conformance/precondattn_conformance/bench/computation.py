@@ -6,11 +6,10 @@ same names for all implementations, so that they can be checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TypeVar
 
 import numpy as np
 
@@ -24,7 +23,6 @@ from precondattn_conformance.inputs import slice_tokens
 from precondattn_conformance.libraries import Library
 
 Backend = tuple[str, ...] | None
-T = TypeVar("T")
 
 PREFILL = 1024
 """The number of tokens per call when a cache is filled before decoding is timed."""
@@ -63,23 +61,31 @@ def ours(mechanism: pa.Mechanism, backend: str | None, name: str = "precondattn"
     return Computation(name, mechanism, forward, vjp, partial(CacheDecoder, mechanism, names))
 
 
-def packed(
-    computation: Computation, library: Library, inputs: Arrays
-) -> tuple[Computation, Arrays]:
-    """A computation and its inputs (b, t, …), with the sequences in one row (1, b t, …)."""
-    b, t = inputs["q"].shape[:2]
+def packed(computation: Computation, library: Library, b: int, t: int) -> Computation:
+    """A computation of b sequences of t tokens (b, t, …) in one row (1, b t, …)."""
+    own_vjp, patterns = computation.vjp, computation.mechanism.inputs
+    assert own_vjp is not None  # Ours has one.
     ids = library.array(np.repeat(np.arange(b, dtype=np.int32), t)[None])
-    has_time = {name: pattern.time_axis for name, pattern in computation.mechanism.inputs.items()}
-    assert computation.vjp is not None  # Ours has one.
-    return Computation(
-        computation.name,
-        computation.mechanism,
-        partial(computation.forward, segment_ids=ids),
-        partial(computation.vjp, segment_ids=ids),
-    ), {
-        name: array.reshape(1, -1, *array.shape[2:]) if has_time[name] else array
-        for name, array in inputs.items()
-    }
+
+    def in_a_row(x: Arrays) -> Arrays:
+        timed = [name for name in x if patterns[name].time_axis is not None]
+        rows = {name: x[name].reshape(1, b * t, *x[name].shape[2:]) for name in timed}
+        return x | rows | {"segment_ids": ids}
+
+    def forward(**x: Array) -> Array:
+        out = computation.forward(**in_a_row(x))
+        return out.reshape(b, t, *out.shape[2:])
+
+    def vjp(**x: Array) -> tuple[Array, Callable[[Array], Arrays]]:
+        out, pullback = own_vjp(**in_a_row(x))
+
+        def gradients(cotangent: Array) -> Arrays:
+            of_rows = pullback(cotangent.reshape(out.shape))
+            return {name: array.reshape(x[name].shape) for name, array in of_rows.items()}
+
+        return out.reshape(b, t, *out.shape[2:]), gradients
+
+    return replace(computation, forward=forward, vjp=vjp)
 
 
 class CacheDecoder:
@@ -143,13 +149,15 @@ class CacheDecoder:
         return self._extended(self.token)
 
     def oracle_step(self) -> np.ndarray:
-        """The oracle's output for the same token and the same cache, in float64."""
-        store: Arrays = {
-            name: self.library.numpy(array) for name, array in self.cache.store.items()
-        }
-        token: Arrays = {name: self.library.numpy(array) for name, array in self.token.items()}
+        """The oracle's output for the same token and the same cache."""
+        token = {name: self.library.numpy(array) for name, array in self.token.items()}
+        store = {name: self.library.numpy(array) for name, array in self.cache.store.items()}
+        return self.continued(store, token)
+
+    def continued(self, store: Arrays, new: Arrays) -> np.ndarray:
+        """The oracle's output for new tokens after the context, whose cache holds `store`."""
         cache = Cache(self.length.copy(), store)
-        return np.asarray(self.mechanism.extend(cache, **token, backend="reference")[0])
+        return np.asarray(self.mechanism.extend(cache, **new, backend="reference")[0])
 
 
 def token_count(mechanism: pa.Mechanism, inputs: Arrays) -> int:
@@ -258,16 +266,3 @@ def finished(library: Library, results: Arrays) -> Arrays:
 
         cupy.cuda.get_current_stream().synchronize()
     return results
-
-
-def entry_for(table: Mapping[str, T], mechanism: pa.Mechanism) -> T | None:
-    """The entry of a table, by expression, that computes a mechanism, or another name of its
-    recurrence with the same scale. None without one."""
-    if str(mechanism) in table or mechanism.recurrence is None:
-        return table.get(str(mechanism))
-    wanted = (mechanism.recurrence, getattr(mechanism, "scale", None))
-    for text, entry in table.items():
-        other = pa.parse(text)
-        if (other.recurrence, getattr(other, "scale", None)) == wanted:
-            return entry
-    return None

@@ -22,7 +22,6 @@ import numpy as np
 
 import precondattn as pa
 from precondattn.arrays import Arrays
-from precondattn.cache import Cache
 from precondattn_conformance.bench.computation import (
     OUTPUT,
     CacheDecoder,
@@ -32,9 +31,10 @@ from precondattn_conformance.bench.computation import (
     token_count,
 )
 from precondattn_conformance.bench.paired import Run
-from precondattn_conformance.harmless_keys import with_harmless_keys
-from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
-from precondattn_conformance.libraries import Library, named
+from precondattn_conformance.inputs import CallLayout, slice_tokens
+from precondattn_conformance.libraries import Library
+from precondattn_conformance.oracle import inputs_of as rounded_inputs
+from precondattn_conformance.oracle import rounded
 from precondattn_conformance.tolerance import bound, error
 
 KIND = "clustered"
@@ -90,28 +90,20 @@ class BenchOracle(NamedTuple):
 
 
 @lru_cache(maxsize=4)
-def inputs_of(mechanism: str, layout: CallLayout, dtype: str, library: str) -> Arrays:
-    """The inputs, rounded to the dtype as the library does it, in float64."""
-    m = pa.parse(mechanism)
-    arrays = with_harmless_keys(m, make_inputs(m, layout, KIND))
-    return {name: _rounded(array, dtype, library) for name, array in arrays.items()}
-
-
-def _rounded(array: np.ndarray, dtype: str, library: str) -> np.ndarray:
-    if dtype != "bfloat16":
-        return array.astype(dtype).astype(np.float64)
-    return named(library).numpy(named(library).array(array, dtype))
+def inputs_of(mechanism: str, layout: CallLayout, dtype: str) -> Arrays:
+    """The inputs, rounded to the dtype, in float64. Only a few are kept, as they are large."""
+    return rounded_inputs.__wrapped__(mechanism, layout, KIND, dtype)
 
 
 @lru_cache(maxsize=4)
-def oracle(mechanism: str, layout: CallLayout, dtype: str, library: str) -> BenchOracle:
+def oracle(mechanism: str, layout: CallLayout, dtype: str) -> BenchOracle:
     """The oracle's results, for all tokens or, if they are too many, for the first ones.
 
     Raises `UncheckedError` if there are too many, and the first outputs are not those of a shorter
     call.
     """
     m = pa.parse(mechanism)
-    inputs = compared = inputs_of(mechanism, layout, dtype, library)
+    inputs = compared = inputs_of(mechanism, layout, dtype)
     is_linear = any(isinstance(leaf, pa.WholeSequence) for leaf in m.program.leaves)
     largest = LARGEST if m.offers.causal else LARGEST_NOT_CAUSAL
     is_small = is_linear or layout.b * layout.h * layout.t * layout.s <= largest
@@ -128,7 +120,7 @@ def oracle(mechanism: str, layout: CallLayout, dtype: str, library: str) -> Benc
         else:  # Fewer queries, of all keys.
             compared = {**inputs, "q": inputs["q"][:, :head]}
     out, pullback = m.vjp(**compared, backend="reference")
-    cotangent = _rounded(np.random.default_rng(1).normal(size=out.shape), dtype, library)
+    cotangent = rounded(np.random.default_rng(1).normal(size=out.shape), dtype)
     results: Arrays = {OUTPUT: out}
     for name, gradient in pullback(cotangent).items():
         later = np.subtract(inputs[name].shape, gradient.shape)
@@ -144,8 +136,7 @@ def check(
 
     Without gradients the output of the last tokens is compared too.
     """
-    limit = bound(dtype, KIND)
-    out = library.numpy(results[OUTPUT])
+    limit, out = bound(dtype, KIND), library.numpy(results[OUTPUT])
     if out.shape != expected.cotangent.shape:
         raise WrongResultError(f"{OUTPUT}, of shape {out.shape},", np.inf, limit)
     if not np.all(np.isfinite(out)):
@@ -198,8 +189,7 @@ def _last_tokens(
         return None
     if computation.name == "sdpa":
         return np.asarray(m(**inputs | {"q": inputs["q"][:, -TAIL:]}, backend="reference"))
-    before = slice_tokens(m, inputs, 0, tokens - TAIL + 1)
-    decoder = computation.decoder(library, dtype, before)
+    decoder = computation.decoder(library, dtype, slice_tokens(m, inputs, 0, tokens - TAIL + 1))
     if decoder.is_by_the_reference:
         return None
     decoder.fill()
@@ -210,8 +200,7 @@ def _last_tokens(
         padding = [(0, TAIL if letter == "c" else 0) for letter in letters]
         store[name] = np.pad(library.numpy(array), padding)
     new = slice_tokens(m, inputs, tokens - TAIL, tokens)
-    cache = Cache(decoder.length.copy(), store)
-    return np.asarray(m.extend(cache, **new, backend="reference")[0])
+    return decoder.continued(store, new)
 
 
 def check_decode(
@@ -219,20 +208,19 @@ def check_decode(
 ) -> Checked:
     """One token after a short context, and after the measured one. Raises `WrongResultError`."""
     m, library, dtype = computation.mechanism, decoder.library, decoder.dtype
-    limit, short = bound(dtype, KIND), min(layout.t, 256)
-    inputs = inputs_of(str(m), layout._replace(t=short, s=short), dtype, library.name)
+    limit, short, long = bound(dtype, KIND), min(layout.t, 256) - 1, layout.t - 1
+    inputs = inputs_of(str(m), layout._replace(t=short + 1, s=short + 1), dtype)
     assert computation.decoder is not None  # The caller has checked it.
     brief = computation.decoder(library, dtype, inputs)
     brief.fill()
-    brief.reset()
-    whole = np.asarray(m(**inputs, backend="reference"))
-    out = library.numpy(decode_run(library, brief).call()[OUTPUT])
-    worst = _compare(f"the token after {short - 1} others", out, whole[:, -1:], limit)
-    expected = decoder.oracle_step()
-    run.reset()
-    out = library.numpy(run.call()[OUTPUT])
-    worst = max(worst, _compare(f"the token after {layout.t - 1} others", out, expected, limit))
-    return Checked(worst, limit, f"one token after {short - 1} and {layout.t - 1}")
+    brief_run = decode_run(library, brief)
+    whole = np.asarray(m(**inputs, backend="reference"))[:, -1:]
+    worst = 0.0
+    for of, tokens, expected in ((brief_run, short, whole), (run, long, decoder.oracle_step())):
+        of.reset()
+        out = library.numpy(of.call()[OUTPUT])
+        worst = max(worst, _compare(f"the token after {tokens} others", out, expected, limit))
+    return Checked(worst, limit, f"one token after {short} and {long}")
 
 
 def _compare(what: str, result: np.ndarray, expected: np.ndarray, limit: float) -> float:

@@ -84,8 +84,6 @@ def missing() -> str:
 def counts(names: Iterable[str] = ()) -> dict[str, int]:
     """The instructions of one call of each row, in a process of its own."""
     rows = [case.name for case in cases(names)]
-    if reason := missing():
-        raise CannotCountError(reason)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "counts"
         # Counting is switched on in the process, when everything is imported and warm.
@@ -125,12 +123,12 @@ def kind() -> JsonObject:
 
 def load(path: Path) -> list[JsonObject]:
     """The entries of a file, one for each kind; none if it does not exist."""
-    if not path.exists():
-        return []
     try:
         entries: list[JsonObject] = json.loads(path.read_text(encoding="utf-8"))
         if any(set(entry) != {"kind", "date", "counts"} for entry in entries):
             raise TypeError
+    except FileNotFoundError:
+        return []
     except (TypeError, ValueError):
         raise ValueError(f"{path} has no counts of instructions") from None
     return entries
@@ -138,6 +136,14 @@ def load(path: Path) -> list[JsonObject]:
 
 def _of_kind(path: Path, this: JsonObject) -> dict[str, int]:
     return next((entry["counts"] for entry in load(path) if entry["kind"] == this), {})
+
+
+def verdict(name: str, share: float | None) -> str:
+    """A row's count as a share of the committed one, in a word."""
+    slack = 1 + (SLACK_OF_SMALL if name in SMALL else SLACK)
+    if share is None:
+        return "new"
+    return "worse" if share > slack else "better" if share * slack < 1 else "fine"
 
 
 def run(names: tuple[str, ...], save: Path | None, console: Console) -> int:
@@ -157,21 +163,17 @@ def run(names: tuple[str, ...], save: Path | None, console: Console) -> int:
         console.print("no committed counts for these versions: recorded only")
     counted = counts(names)
     table = Table("row", "instructions", "/ committed", "verdict", title="instructions")
-    verdicts = set()
-    for name, count in counted.items():
-        share = count / committed[name] if name in committed else None
-        slack = 1 + (SLACK_OF_SMALL if name in SMALL else SLACK)
-        verdict = "new" if share is None else "worse" if share > slack else "fine"
-        verdict = "better" if share and share * slack < 1 else verdict
-        verdicts.add(verdict)
-        text = "–" if share is None else f"{share:.3f}"
-        table.add_row(name, f"{count:,}", text, f"[{COLOURS[verdict]}]{verdict}[/]")
+    shares = {name: n / committed[name] for name, n in counted.items() if name in committed}
+    verdicts = {name: verdict(name, shares.get(name)) for name in counted}
+    for name, word in verdicts.items():
+        text = f"{shares[name]:.3f}" if name in shares else "–"
+        table.add_row(name, f"{counted[name]:,}", text, f"[{COLOURS[word]}]{word}[/]")
     console.print(table)
     console.print(
         f"worse is {SLACK:.1%} above the committed count, of small calls {SLACK_OF_SMALL:.0%}"
     )
     if save is None:
-        return 1 if "worse" in verdicts else 0
+        return 1 if "worse" in verdicts.values() else 0
     entries = [entry for entry in load(save) if entry["kind"] != this]
     entries.append({"kind": this, "date": machine.now(), "counts": {**saved, **counted}})
     save.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
@@ -184,7 +186,7 @@ def _warm_run(case: BenchCase) -> Run:
     import torch
 
     mechanism, library = case.parsed, case.arrays
-    inputs = inputs_of(case.mechanism, case.call_layout, case.dtype, case.library)
+    inputs = inputs_of(case.mechanism, case.call_layout, case.dtype)
     arrays = {name: library.array(array, case.dtype) for name, array in inputs.items()}
 
     def with_gradient() -> Arrays:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,13 +21,11 @@ from precondattn.backend import UnsupportedError
 from precondattn_conformance.bench import machine
 from precondattn_conformance.bench.cases import BenchCase, columns_of
 from precondattn_conformance.bench.computation import (
-    OUTPUT,
     Computation,
     allowed,
     backward_run,
     decode_run,
     forward_run,
-    gradient_of,
     ours,
     packed,
 )
@@ -73,16 +71,6 @@ class CheckedRun(NamedTuple):
     first_call_seconds: float
 
 
-class WithCheck(Protocol):
-    """What `correct_peers` keeps for a peer."""
-
-    @property
-    def checked(self) -> Checked: ...
-
-
-Kept = TypeVar("Kept", bound=WithCheck)
-
-
 def empty_row(case: BenchCase) -> Row:
     """A row with the description of a measurement, and no results."""
     letters = {x for pattern in case.parsed.inputs.values() for x in pattern.letters}
@@ -119,12 +107,7 @@ def plan(case: BenchCase, row: Row) -> None:
         )
 
 
-def measure(
-    case: BenchCase,
-    options: MeasureOptions,
-    benchmark: Benchmark,
-    before_round: Callable[[], None] = lambda: None,
-) -> Row:
+def measure(case: BenchCase, options: MeasureOptions, benchmark: Benchmark) -> Row:
     """A row of any status. `benchmark` is pytest-benchmark's fixture; it times correct results.
 
     A case of memory has peaks at multiples of the number of tokens, each call in its own process.
@@ -135,7 +118,7 @@ def measure(
             plan(case, row)
             _measure_peaks(case, case.multiples, row)
         else:
-            _measure(case, options, benchmark, before_round, row)
+            _measure(case, options, benchmark, row)
     return row
 
 
@@ -151,32 +134,29 @@ def outcome_in(row: Row) -> Iterator[None]:
         row.status, row.reason = WRONG, str(wrong)
         row.error, row.bound = wrong.error, wrong.bound
     except Exception as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # A library made an error of Ctrl-C.
+            raise KeyboardInterrupt from error
         row.status, row.reason = FAILED, f"{type(error).__name__}: {error}"
         traceback.print_exc()
 
 
-def _measure(
-    case: BenchCase,
-    options: MeasureOptions,
-    benchmark: Benchmark,
-    before_round: Callable[[], None],
-    row: Row,
-) -> None:
+def _measure(case: BenchCase, options: MeasureOptions, benchmark: Benchmark, row: Row) -> None:
     run, checked, row.first_call_seconds = our_run(case, row)
     row.error, row.bound, row.checked = checked
     calls = correct_peers(case, row, partial(peer_run, case=case))
-    peers = {name: each.run for name, each in calls.items()}
-    rounds = options.rounds or (QUICK_ROUNDS if options.quick else _affordable(run, peers))
-    turns = Turns(peers)
+    turns = Turns({name: each.run for name, each in calls.items()})
 
     def before_our_turn() -> None:
-        before_round()
         turns()
         run.reset()
 
+    rounds = options.rounds or (QUICK_ROUNDS if options.quick else 0)
+    if not rounds:  # As many as fit into the budget.
+        seconds = sum(map(timed, (before_our_turn, run.call)))
+        rounds = int(np.clip(BUDGET / max(seconds, 1e-6), LEAST_ROUNDS, MOST_ROUNDS))
     benchmark.pedantic(run.call, setup=before_our_turn, rounds=rounds, warmup_rounds=1)
     _write_times(case, turns, benchmark, row)
-    _add_rates(case, options, row)
+    _write_rates(case, options, row)
     if options.memory and case.work != "decode":
         try:
             _measure_peaks(case, (1,), row)
@@ -198,7 +178,7 @@ def _write_times(case: BenchCase, turns: Turns, benchmark: Benchmark, row: Row) 
         beside = copy(benchmark)
         describe(beside, case, peer)
         statistics = beside._make_stats(case.calls)
-        for seconds in turns.times[peer.name][1:]:  # The warm-up is left out.
+        for seconds in turns.times[peer.name][-len(times) :]:  # Without what warmed up.
             statistics.update(seconds)
         of_peer = statistics.stats.data
         row.ratios[peer.name] |= ratio(times, of_peer)._asdict()
@@ -219,7 +199,10 @@ def describe(benchmark: Benchmark, case: BenchCase, peer: TimedPeer | None = Non
 def our_run(case: BenchCase, row: Row) -> CheckedRun:
     """Our run of a case, whose backends are written to the row."""
     plan(case, row)
-    return checked_run(ours(case.parsed, case.backend), case, is_packed=case.packed)
+    computation = ours(case.parsed, case.backend)
+    if case.packed:
+        computation = packed(computation, case.arrays, case.layout.b, case.layout.t)
+    return checked_run(computation, case)
 
 
 def peer_run(peer: TimedPeer, case: BenchCase) -> CheckedRun:
@@ -228,17 +211,10 @@ def peer_run(peer: TimedPeer, case: BenchCase) -> CheckedRun:
     return checked_run(peer.make(case.parsed, case.backend), of_peer)
 
 
-def checked_run(
-    computation: Computation, case: BenchCase, *, is_packed: bool = False
-) -> CheckedRun:
+def checked_run(computation: Computation, case: BenchCase) -> CheckedRun:
     """The run of a computation, after its result was compared with the oracle."""
-    results: Arrays = {}
-
-    def first_call(run: Run) -> float:
-        return timed(lambda: results.update(run.call()))
-
     library, dtype = case.arrays, case.dtype
-    oracle_of = (str(computation.mechanism), case.call_layout, dtype, library.name)
+    oracle_of = (str(computation.mechanism), case.call_layout, dtype)
     if case.work == "decode":
         if computation.decoder is None:
             raise UnsupportedError(f"{computation.name} has no decoding")
@@ -246,29 +222,20 @@ def checked_run(
         decoder.fill()
         once = decode_run(library, decoder)
         once.reset()
-        seconds = first_call(once)
+        seconds = timed(once.call)
         checked = check_decode(computation, case.call_layout, decoder, once)
         return CheckedRun(decode_run(library, decoder, case.calls), checked, seconds)
     expected = oracle(*oracle_of)
     arrays = {name: library.array(a, dtype) for name, a in expected.inputs.items()}
-    timed_computation = computation
-    if is_packed:
-        timed_computation, arrays = packed(computation, library, arrays)
 
     def run_of(cotangent: np.ndarray, calls: int = 1) -> Run:
         if case.work == "forward":
-            return forward_run(timed_computation, library, arrays, calls)
-        array = library.array(cotangent, dtype)
-        if is_packed:
-            array = array.reshape(1, -1, *array.shape[2:])
-        return backward_run(timed_computation, library, arrays, array)
+            return forward_run(computation, library, arrays, calls)
+        return backward_run(computation, library, arrays, library.array(cotangent, dtype))
 
+    results: Arrays = {}
     run, cotangent = run_of(expected.cotangent), expected.cotangent
-    seconds = first_call(run)
-    if is_packed:
-        shapes = {gradient_of(name): array.shape for name, array in expected.inputs.items()}
-        shapes[OUTPUT] = expected.cotangent.shape
-        results = {name: array.reshape(shapes[name]) for name, array in results.items()}
+    seconds = timed(lambda: results.update(run.call()))
     checked = check(computation, expected, library, dtype, results)
     if not expected.is_whole:  # The timed run has a cotangent for all tokens.
         cotangent = np.random.default_rng(2).normal(size=expected.cotangent.shape)
@@ -277,14 +244,12 @@ def checked_run(
     return CheckedRun(run, checked, seconds)
 
 
-def correct_peers(
-    case: BenchCase, row: Row, run_of: Callable[[TimedPeer], Kept]
-) -> dict[str, Kept]:
-    """What `run_of` gives for the peers that are installed and correct.
+def correct_peers(case: BenchCase, row: Row, run_of: Callable[[TimedPeer], Any]) -> dict[str, Any]:
+    """What `run_of` gives, with a field `checked`, for the peers that are installed and correct.
 
     The row gets the reasons of the others.
     """
-    calls: dict[str, Kept] = {}
+    calls: dict[str, Any] = {}
     for peer in peers_of(case):
         reason = lacks(peer, case, row.device)
         if not reason:
@@ -300,16 +265,7 @@ def correct_peers(
     return calls
 
 
-def _affordable(run: Run, peers: dict[str, Run]) -> int:
-    """The number of rounds that fit into the budget."""
-    seconds = 0.0
-    for each in (run, *peers.values()):
-        each.reset()
-        seconds += timed(each.call)
-    return int(np.clip(BUDGET / max(seconds, 1e-6), LEAST_ROUNDS, MOST_ROUNDS))
-
-
-def _add_rates(case: BenchCase, options: MeasureOptions, row: Row) -> None:
+def _write_rates(case: BenchCase, options: MeasureOptions, row: Row) -> None:
     """Write FLOPs, bytes, and the shares of the machine's rates to the row."""
     rates = machine.rates(case.library, case.device, case.dtype, quick=options.quick)
     itemsize = {"float64": 8, "float32": 4}.get(case.dtype, 2)

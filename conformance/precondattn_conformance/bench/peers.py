@@ -19,7 +19,7 @@ from precondattn.arrays import Array, Arrays
 from precondattn.given import Given
 from precondattn_conformance import libraries
 from precondattn_conformance.bench.cases import BenchCase
-from precondattn_conformance.bench.computation import CacheDecoder, Computation, entry_for, ours
+from precondattn_conformance.bench.computation import CacheDecoder, Computation, ours
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.peers.everyone import peer_named
 from precondattn_conformance.peers.files import MissingError
@@ -202,16 +202,27 @@ class Adapted(NamedTuple):
     works: tuple[str, ...] = ("forward", "forward_backward")
 
     def fits(self, mechanism: pa.Mechanism) -> bool:
-        return entry_for(self.adapters, mechanism) is not None
+        return self._expression(mechanism) is not None
+
+    def _expression(self, mechanism: pa.Mechanism) -> str | None:
+        """The key of `adapters` for a mechanism: its own, or another name of its recurrence with
+        the same scale."""
+        if str(mechanism) in self.adapters:
+            return str(mechanism)
+
+        def computed(m: pa.Mechanism) -> tuple[object, object]:
+            return m.recurrence, getattr(m, "scale", None)
+
+        same = (e for e in self.adapters if computed(pa.parse(e)) == computed(mechanism))
+        return None if mechanism.recurrence is None else next(same, None)
 
     def adapter(self, mechanism: pa.Mechanism) -> Peer:
-        name = entry_for(self.adapters, mechanism)
-        assert name is not None  # The peer is one of those that fit.
-        return peer_named(name)
+        """The adapter of a mechanism that fits."""
+        return peer_named(self.adapters[str(self._expression(mechanism))])
 
     def lack(self, case: BenchCase, device: str) -> str:
         """Why it is not measured on this device; empty if it is."""
-        adapter = self.adapter(pa.parse(case.mechanism))
+        adapter = self.adapter(case.parsed)
         try:
             adapter.project.version  # noqa: B018 - It raises the error.
         except MissingError as error:
@@ -228,7 +239,13 @@ class Adapted(NamedTuple):
         """What the adapter of a mechanism computes, which may be a composition with it."""
         adapter = self.adapter(mechanism)
         computed = pa.parse(adapter.mechanism)
+        if isinstance(mechanism, pa.Nystrom):  # The adapter takes any number of landmarks.
+            computed = replace(mechanism, start="batch")
         return Computation(self.name, computed, adapter.function_of(computed))
+
+    @property
+    def timed(self) -> TimedPeer:
+        return TimedPeer(self.name, self.fits, self.computation, lacks=self.lack)
 
 
 # References of flash-linear-attention, chunked ones where there are any. Others loop over the
@@ -294,15 +311,6 @@ def _ours(
     )
 
 
-def _transformers(mechanism: pa.Mechanism, backend: str | None) -> Computation:
-    """The function of Transformers; Nyströmformer starts its inverse from the batch."""
-    if not isinstance(mechanism, pa.Nystrom):
-        return OF_TRANSFORMERS.computation(mechanism)
-    same = replace(mechanism, start="batch")
-    function = OF_TRANSFORMERS.adapter(mechanism).function_of(same)
-    return Computation("transformers", same, function)
-
-
 def _adds_to_gated_delta(m: pa.Mechanism) -> bool:
     """Whether it is a gated delta rule, with gates for each channel, another key or more steps."""
     r = m.recurrence
@@ -335,8 +343,7 @@ PEERS = (
         lambda m, backend: Computation("naive_lucid", m, naive_lucid),
         lacks=_no_decoding,
     ),
-    TimedPeer("transformers", OF_TRANSFORMERS.fits, _transformers, lacks=OF_TRANSFORMERS.lack),
-    *(TimedPeer(of.name, of.fits, of.computation, lacks=of.lack) for of in (KERNELS, NAIVE)),
+    *(adapted.timed for adapted in (OF_TRANSFORMERS, KERNELS, NAIVE)),
     _ours("gated_delta", _adds_to_gated_delta, lambda m: pa.GatedDelta()),
     _ours("kda", _adds_to_kda, lambda m: pa.KDA()),
     _ours("base", lambda m: m.role == "preconditioner", lambda m: m.base),  # type: ignore[attr-defined]

@@ -6,7 +6,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from precondattn.installed import is_installed
 from precondattn_conformance.bench.record import BenchRecord, Row
 
 if TYPE_CHECKING:
@@ -49,11 +48,6 @@ def draw(record: BenchRecord, folder: Path) -> list[Path]:
 
 def draw_curves(record: BenchRecord, path: Path) -> bool:
     """Write the figure, such that the same data give the same bytes; False without data."""
-    if not is_installed("matplotlib"):
-        raise ImportError(
-            "figures need matplotlib, which is not installed; install precondattn with its "
-            "extra 'bench'"
-        )
     import matplotlib
 
     figure = curves_beside_plain(record.rows)

@@ -8,7 +8,6 @@ import pytest
 from rich.markup import escape
 
 from precondattn_conformance.bench.cases import BenchCase
-from precondattn_conformance.bench.interruption import Interruption
 from precondattn_conformance.bench.measure import MeasureOptions, describe, measure
 from precondattn_conformance.bench.record import FAILED, WRONG, Row
 from precondattn_conformance.bench.table import duration
@@ -23,13 +22,11 @@ class Collector:
 
     def __init__(self, cases: list[BenchCase], options: MeasureOptions, progress: Progress) -> None:
         self.cases, self.options, self.progress = cases, options, progress
-        self.interruption = Interruption()
         self.rows: list[Row] = []
 
     def measure(self, case: BenchCase, benchmark: BenchmarkFixture) -> None:
         describe(benchmark, case)
-        row = measure(case, self.options, benchmark, self.interruption.check)
-        self.interruption.check()  # A case that was interrupted has no result.
+        row = measure(case, self.options, benchmark)
         self.rows.append(row)
         self.progress.advance(is_failed=row.status in (WRONG, FAILED))
         outcome = duration(row.seconds["median"]) if row.seconds else row.status

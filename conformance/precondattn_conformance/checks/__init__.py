@@ -1,4 +1,4 @@
-"""The checks, in the order in which they are reported. Each is a class in a module of its name."""
+"""The checks, in the order in which they are reported."""
 
 from __future__ import annotations
 
@@ -8,29 +8,21 @@ from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.autocast import Autocast
 from precondattn_conformance.checks.cache_operations import CacheOperations
-from precondattn_conformance.checks.caching import Alternation, Caching, Splits
+from precondattn_conformance.checks.caching import Alternation, Caching, Purity, Splits
 from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
 from precondattn_conformance.checks.conventions import Conventions
 from precondattn_conformance.checks.determinism import Determinism
-from precondattn_conformance.checks.dtypes import Dtypes
-from precondattn_conformance.checks.dynamic_shapes import DynamicShapes
 from precondattn_conformance.checks.future import Future
-from precondattn_conformance.checks.gradients import Gradients
-from precondattn_conformance.checks.leaks import Leaks
-from precondattn_conformance.checks.memory import Memory
+from precondattn_conformance.checks.memory import Leaks, Memory
 from precondattn_conformance.checks.order_of_calls import OrderOfCalls
-from precondattn_conformance.checks.outputs import Outputs
-from precondattn_conformance.checks.packing import Packing
-from precondattn_conformance.checks.padding import PaddedLengths
-from precondattn_conformance.checks.plain import explained
-from precondattn_conformance.checks.purity import Purity
+from precondattn_conformance.checks.packing import Packing, PaddedLengths
+from precondattn_conformance.checks.plain import Dtypes, Gradients, Outputs, Stability, explained
 from precondattn_conformance.checks.refusals import Refusals
 from precondattn_conformance.checks.sharding import Sharding
-from precondattn_conformance.checks.stability import Stability
 from precondattn_conformance.checks.states import States
 from precondattn_conformance.checks.strides import StridedInputs
 from precondattn_conformance.checks.threads import Threads
-from precondattn_conformance.checks.transforms import Transforms
+from precondattn_conformance.checks.transforms import DynamicShapes, Transforms
 from precondattn_conformance.conventions import require_promised, unpromised_by
 from precondattn_conformance.disagreement import DisagreementError
 

@@ -11,7 +11,7 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.checks.caching import Caching, extended
 from precondattn_conformance.checks.check import Check, Measured, Trial
 from precondattn_conformance.declared import mechanism_of
-from precondattn_conformance.disagreement import DisagreementError, require_same
+from precondattn_conformance.disagreement import require_same
 
 
 class Autocast(Check):
@@ -34,28 +34,31 @@ with torch.autocast({device}, torch.{dtype}):
 
     def run(self, trial: Trial) -> Measured:
         trial.require_outputs()
-        wide = _Wide(trial.case, trial.library, trial.backend)
-        inputs = _every_other_in_half(trial, wide.inputs)
-        cotangent = trial.library.array(trial.expected.cotangent, trial.case.dtype)
+        wide, time = _Wide(trial.case, trial.library, trial.backend), trial.case.layout.t
+        half = trial.arrays(trial.numpy_inputs)
+        # Every other input is in half precision, as when float32 keys meet half-precision values.
+        inputs = {n: half[n] if i % 2 else a for i, (n, a) in enumerate(wide.inputs.items())}
+        cotangent = trial.cotangent()
         with trial.library.autocast(trial.case.dtype):
             out = wide.call()
             automatic = trial.automatic(wide.call, wide.inputs, cotangent)
             _, explicit = wide.results(inputs)
-            tokens = _extended(wide)
-        _require_alike("the output", out, trial.case.dtype, trial)
+            ends, is_causal = [time - 1, time], Caching().applies(wide.case)
+            tokens = extended(wide, ends, [wide.backend]) if is_causal else None
+        trial.require_dtype("the output", out, trial.case.dtype)
         for name, gradient in explicit.items():
             dtype = trial.library.dtype_name(inputs[name])
-            _require_alike(f"the gradient of {name}", gradient, dtype, trial)
-        half = _rows_in_half(trial, wide.inputs)
-        _require_same(trial, "the output", out, trial.call(half))
-        for name, gradient in trial.automatic(trial.call, half, cotangent).items():
+            trial.require_dtype(f"the gradient of {name}", gradient, dtype)
+        # Autocast casts rows; gates, weights and the like stay in float32.
+        patterns = trial.mechanism.inputs
+        cast = {n: half[n] if patterns[n].is_rows else a for n, a in wide.inputs.items()}
+        _require_same(trial, "the output", out, trial.call(cast))
+        for name, gradient in trial.automatic(trial.call, cast, cotangent).items():
             _require_same(trial, f"the gradient of {name}", automatic[name], gradient)
-        pairs = {"the output": (trial.numpy(out), trial.expected.out)}
-        pairs |= trial.pairs_of_gradients(explicit)
-        pairs |= trial.pairs_of_gradients(automatic, "autograd")
+        pairs = trial.pairs_of(out, explicit) | trial.pairs_of_gradients(automatic, "autograd")
         if tokens is not None:
             pairs["the extended output"] = tokens
-        return trial.agree(pairs, trial.terms_of_gradients())
+        return trial.agree(pairs)
 
 
 class _Wide(Trial):
@@ -63,32 +66,6 @@ class _Wide(Trial):
 
     def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str | None = None) -> Arrays:
         return super().arrays(arrays, "float32")
-
-
-def _extended(wide: Trial) -> tuple[np.ndarray, np.ndarray] | None:
-    """The output of a prefill and one more token under autocast, and the expected output."""
-    time = wide.case.layout.t
-    if not Caching().applies(wide.case) or time < 2:
-        return None
-    return extended(wide, [time - 1, time], [wide.backend])
-
-
-def _rows_in_half(trial: Trial, inputs: Mapping[str, Array]) -> Arrays:
-    """The inputs as autocast casts them: gates, weights and the like stay in float32."""
-    half = trial.arrays(trial.numpy_inputs)
-    return {n: half[n] if trial.mechanism.inputs[n].is_rows else a for n, a in inputs.items()}
-
-
-def _every_other_in_half(trial: Trial, inputs: Mapping[str, Array]) -> Arrays:
-    """Every other input in half precision, as when float32 keys meet half-precision values."""
-    half = trial.arrays(trial.numpy_inputs)
-    return {n: half[n] if i % 2 else array for i, (n, array) in enumerate(inputs.items())}
-
-
-def _require_alike(what: str, result: object, dtype: str, trial: Trial) -> None:
-    found = trial.library.dtype_name(result)
-    if found != dtype:
-        raise DisagreementError(f"{what} is of {found}, not of {dtype}")
 
 
 def _require_same(trial: Trial, what: str, result: Array, expected: Array) -> None:

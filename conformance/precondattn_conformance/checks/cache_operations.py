@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 
 import precondattn as pa
-from precondattn.arrays import Arrays
+from precondattn.arrays import Array, Arrays
 from precondattn.cache.kept import without_way_back
 from precondattn.dispatch.explanation import Explanation
 from precondattn_conformance.checks.caching import Caching
 from precondattn_conformance.checks.check import Measured, Trial
-from precondattn_conformance.checks.ragged import RaggedCall, calls, new_tokens, rows_of
+from precondattn_conformance.checks.ragged import (
+    RaggedCall,
+    calls,
+    new_tokens,
+    rows_of,
+    with_columns,
+)
 from precondattn_conformance.disagreement import DisagreementError
 
 OTHERS = 2
@@ -39,9 +43,31 @@ cache = longer.restore(before)  # Or crop, select, concatenate, reorder, grow.""
         b, time = layout.b, layout.t
         first_count, capacity = max(time // 2, 1), time + 1
         first_call, last_call = calls(layout, [first_count, time])
-        extension = _Extension(trial)
+        m, explained = trial.mechanism, list[Explanation]()
+
+        def extension(
+            cache: pa.Cache,
+            inputs: Arrays,
+            sequences: list[int],
+            call: RaggedCall,
+            **options: Array,
+        ) -> tuple[np.ndarray, pa.Cache]:
+            """`extend` by some tokens of some sequences."""
+            call = call._replace(starts=call.starts[sequences], stops=call.stops[sequences])
+            chosen = {}
+            for name, array in inputs.items():
+                of_batch = m.inputs[name].letters[:1] == "b" and array.shape[0] > 1
+                rows = array[sequences] if of_batch else array
+                chosen[name] = with_columns(m.inputs[name], rows, cache.capacity)
+            masks = {n: mask[sequences] for n, mask in layout.masks().items()}
+            arguments = trial.arrays(new_tokens(m, chosen, call))
+            arguments |= call.masks(masks, trial.library.array) | {"backend": trial.backend}
+            explained.append(m.explain(**arguments, cache=cache))
+            out, cache = m.extend(cache, **arguments, **options)
+            return trial.numpy(out), cache
+
         same = list(range(b))
-        cache = trial.mechanism.init_cache(
+        cache = m.init_cache(
             **trial.inputs, capacity=first_count + OTHERS, key_mask=layout.has("key_mask")
         )
         first, cache = extension(cache, inputs, same, first_call)
@@ -60,7 +86,8 @@ cache = longer.restore(before)  # Or crop, select, concatenate, reorder, grow.""
         order = [*range(1, b), 0, b - 1]
         cache = operations((longer, before)).grow(capacity)
         last, cache = extension(cache, inputs, order, last_call)
-        extension.require_used()
+        if not any(map(trial.is_used, explained)):
+            trial.require_used(explained[-1])
         trial.require_purity()
         expected = trial.expected.out
         return trial.agree(
@@ -99,53 +126,3 @@ def _require_refusal(cache: pa.Cache) -> None:
         if "snapshot()" in str(error):
             return
     raise DisagreementError("crop of a state or of rewritten rows did not raise, naming snapshot()")
-
-
-class _Extension:
-    """`extend` by some tokens of some sequences, and whether the backend under test ran it."""
-
-    def __init__(self, trial: Trial) -> None:
-        self.trial = trial
-        self.explained: list[Explanation] = []
-
-    def __call__(
-        self,
-        cache: pa.Cache,
-        inputs: Mapping[str, np.ndarray],
-        sequences: Sequence[int],
-        call: RaggedCall,
-        donate: bool = False,
-        keep: int = 0,
-    ) -> tuple[np.ndarray, pa.Cache]:
-        trial = self.trial
-        m, array, backend = trial.mechanism, trial.library.array, trial.backend
-        call = call._replace(starts=call.starts[sequences], stops=call.stops[sequences])
-        chosen = {n: self._of(n, a, sequences, cache.capacity) for n, a in inputs.items()}
-        new = trial.arrays(new_tokens(m, chosen, call))
-        masks = {n: mask[sequences] for n, mask in trial.case.layout.masks().items()}
-        options: Arrays = {}
-        if call.is_ragged:
-            options["lengths"] = array(call.counts)
-        if "key_mask" in masks:
-            options["key_mask"] = array(np.take_along_axis(masks["key_mask"], call.tokens, 1))
-        self.explained.append(m.explain(**new, **options, cache=cache, backend=backend))
-        options |= {"donate": donate, "keep": keep}
-        out, cache = m.extend(cache, **new, **options, backend=backend)
-        return trial.numpy(out), cache
-
-    def _of(
-        self, name: str, array: np.ndarray, sequences: Sequence[int], capacity: int | None
-    ) -> np.ndarray:
-        """An input of these sequences; an input of pairs has a key column for each slot."""
-        pattern = self.trial.mechanism.inputs[name]
-        if pattern.letters[:1] == "b" and array.shape[0] > 1:
-            array = array[list(sequences)]
-        if not pattern.is_pairwise or capacity is None:
-            return array
-        array = array[..., :capacity]
-        padding = capacity - array.shape[-1]
-        return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, padding)], constant_values=7.0)
-
-    def require_used(self) -> None:
-        if not any(map(self.trial.is_used, self.explained)):
-            self.trial.require_used(self.explained[-1])

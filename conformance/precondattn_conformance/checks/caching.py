@@ -13,13 +13,19 @@ from precondattn.arrays import Array, Arrays
 from precondattn.dispatch.explanation import Explanation
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
-from precondattn_conformance.checks.ragged import RaggedCall, calls, new_tokens, rows_of
+from precondattn_conformance.checks.ragged import (
+    RaggedCall,
+    calls,
+    new_tokens,
+    rows_of,
+    with_columns,
+)
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import require_unchanged
-from precondattn_conformance.expecting import REFERENCE
 from precondattn_conformance.extremes import EXTREMES, makes_sense
-from precondattn_conformance.inputs import CallLayout
+from precondattn_conformance.inputs import CallLayout, slice_tokens
 from precondattn_conformance.masks import OF_PAIRS
+from precondattn_conformance.oracle import REFERENCE
 
 EXTENDING = """cache, steps = cache_of(case{where})  # Empty, and what each call adds to it.
 outs = []
@@ -100,6 +106,41 @@ class Alternation(Caching):
                 trial, ends, cycle([first, second]), donates=False
             )
         return trial.agree(pairs)
+
+
+class Purity(Caching):
+    """A cache that was not donated is unchanged by a call, so that it can be extended again.
+
+    Every check verifies that inputs were not written to. This one extends one cache twice with
+    different tokens, as a search over continuations does.
+    """
+
+    name = "purity"
+    snippet = """cache, steps = cache_of(case{where})
+for new in (steps[0], steps[0]):  # The same cache again: the first call may not change it.
+    out, _ = mechanism.extend(cache, **new, backend={backend})"""
+
+    def applies(self, case: Case) -> bool:
+        return case.layout.mask is None and case.layout.t > 2 and super().applies(case)
+
+    def run(self, trial: Trial) -> Measured:
+        m, time = trial.mechanism, trial.case.layout.t
+        arrays = trial.numpy_inputs
+        first = trial.arrays(slice_tokens(m, arrays, 0, time - 1))
+        last = trial.arrays(slice_tokens(m, arrays, time - 1, time))
+        # Other tokens at the same position.
+        others = trial.arrays(slice_tokens(m, trial.reversed_inputs, time - 1, time))
+        cache = m.init_cache(**trial.inputs, capacity=time)
+        trial.require_used(m.explain(**last, cache=cache, backend=trial.backend))
+        _, cache = m.extend(cache, **first, backend=trial.backend)
+        before = {name: trial.numpy(a).copy() for name, a in cache.store.items()}
+        m.extend(cache, **others, backend=trial.backend)
+        for name, array in cache.store.items():
+            what = f"the buffer {name!r} of a cache that was not donated"
+            require_unchanged(what, trial.numpy(array), before[name])
+        out, _ = m.extend(cache, **last, backend=trial.backend)
+        expected = trial.expected.out[:, time - 1 :]
+        return trial.agree({"the output from a cache used before": (trial.numpy(out), expected)})
 
 
 def extended(
@@ -188,20 +229,16 @@ def steps(trial: Trial, ends: Sequence[int]) -> Iterator[ExtendCall]:
     """The calls of `extend` that end at these tokens of the longest sequence."""
     m, layout, array = trial.mechanism, trial.case.layout, trial.library.array
     masks, capacity = layout.masks(), _capacity(layout)
-    inputs = {n: _with_capacity(m, n, a, capacity) for n, a in trial.numpy_inputs.items()}
+    inputs = {n: with_columns(m.inputs[n], a, capacity) for n, a in trial.numpy_inputs.items()}
     if "prefix" in masks:
         ends = sorted({max(end, int(masks["prefix"].max())) for end in ends})
     for number, call in enumerate(calls(layout, list(ends))):
-        options: Arrays = {}
+        options = call.masks(masks, array)
         if "prefix" in masks and number % 2 == 0:  # It is only required in the first call.
             options["prefix"] = array(masks["prefix"])
         if "attn_mask" in masks:
             columns = capacity if number % 2 or call.is_ragged else int(call.stops.max())
             options["attn_mask"] = array(_rows_of_pairs(masks["attn_mask"], call, columns))
-        if call.is_ragged:
-            options["lengths"] = array(call.counts)
-        if "key_mask" in masks:
-            options["key_mask"] = array(np.take_along_axis(masks["key_mask"], call.tokens, 1))
         tokens = new_tokens(m, inputs, call)
         yield ExtendCall(call, tokens, trial.laid_out(tokens), options)
 
@@ -228,11 +265,3 @@ def ends_of(layout: CallLayout) -> list[int]:
     if time > 16:
         return [time - 2, time - 1, time]
     return sorted({1, max(time // 2, 1), min(time // 2 + 1, time), min(time // 2 + 2, time), time})
-
-
-def _with_capacity(m: pa.Mechanism, name: str, array: np.ndarray, capacity: int) -> np.ndarray:
-    """An input of pairs of query and key, padded to as many key columns as the cache has slots."""
-    if not m.inputs[name].is_pairwise:
-        return array
-    padding = capacity - array.shape[-1]
-    return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, padding)], constant_values=7.0)

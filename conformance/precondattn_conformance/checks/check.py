@@ -18,21 +18,25 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.conventions import EMPTY_ROWS, FLOAT64, meaning, without_empty_rows
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError, agree, require_unchanged
-from precondattn_conformance.expecting import expected_by
 from precondattn_conformance.extremes import EXTREMES
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.memory_order import cotangent_axes, in_order, laid_out
 from precondattn_conformance.oracle import Oracle, inputs_of, oracle
 from precondattn_conformance.rounding.model import errors_of_model
-from precondattn_conformance.tolerance import bound, error, smallest_measured
+from precondattn_conformance.tolerance import SMALLEST, bound, error
 
 FLOAT16_MAX = 65504.0
 Backend = str | tuple[str, ...] | None
-Pairs = Mapping[str, tuple[np.ndarray, np.ndarray]]
+Pairs = dict[str, tuple[np.ndarray, np.ndarray]]
 
 VJP = """out, pullback = mechanism.vjp(**inputs, backend={backend})
 gradients = pullback(expected_of(case{where}).cotangent)"""
 """Snippet code that makes a call and computes its gradient."""
+
+
+def names_of(backend: Backend) -> tuple[str, ...]:
+    """The names of the backends, the one under test first."""
+    return (backend,) if isinstance(backend, str) else tuple(backend or ())
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,6 @@ class Measured:
 
     error: float
     bound: float
-    expected_by: str = ""
-    """The source of the expected result, if it is not the reference (`expecting.py`)."""
     outputs_only: str = ""
     """The reason why only outputs were compared, in a check that also compares gradients."""
 
@@ -64,8 +66,7 @@ class Trial:
     @cached_property
     def expected(self) -> Oracle:
         case = self.case
-        by = expected_by(case, self.backend)
-        expected = oracle(case.mechanism, case.layout, case.kind, self.precision, by)
+        expected = oracle(case.mechanism, case.layout, case.kind, self.precision)
         return without_empty_rows(case, expected) if EMPTY_ROWS in self.unpromised else expected
 
     @property
@@ -218,6 +219,11 @@ class Trial:
         after, before = self.numpy(cotangent), self.expected.cotangent
         require_unchanged("the cotangent", after, before, self.axes("the output"))
 
+    def require_dtype(self, what: str, result: Array, dtype: str) -> None:
+        """Raise a DisagreementError if a result is of another dtype."""
+        if (actual := self.library.dtype_name(result)) != dtype:
+            raise DisagreementError(f"{what} is of {actual}, not of {dtype}")
+
     def require_purity(self) -> None:
         """Raise a DisagreementError if an input was written to."""
         for name, array in self.inputs.items():
@@ -232,13 +238,17 @@ class Trial:
     ) -> Measured:
         """The worst error among pairs (result, expected), given by name.
 
-        `model` returns the errors that rounding causes, by the same names, for results of other
-        calls than the plain call and its gradient. It is called if a bound is exceeded.
+        `terms` are the sizes of the terms of gradients that cancel, by input; those of the oracle
+        by default. `model` returns the errors that rounding causes, by the names of the pairs, for
+        results of other calls than the plain call and its gradient. It is called if a bound is
+        exceeded.
         """
         worst = Measured(0.0, self.bound)
-        smallest = smallest_measured(self.precision)
+        smallest = SMALLEST[self.precision]
         for what, (result, exact) in pairs.items():
-            size = (terms or {}).get(what, 0.0)
+            size: Sizes = 0.0
+            if (name := what.rpartition(" of ")[2]) in self.mechanism.inputs:
+                size = (self.expected.terms if terms is None else terms).get(name, 0.0)
             result, expected = self._without_left_out(what, result, exact)
             result = _without_overflow(result, expected, self.case.dtype)
             limit = self.bound_of(what)
@@ -304,13 +314,17 @@ class Trial:
 
     def pairs_of_gradients(self, gradients: Mapping[str, Array], by: str = "vjp") -> Pairs:
         """Pairs of gradients and the oracle's gradients, by names such as "vjp of q"."""
-        expected = self.expected.gradients
-        return {f"{by} of {n}": (self.numpy(g), expected[n]) for n, g in gradients.items()}
+        return {
+            f"{by} of {name}": (self.numpy(gradient), self.expected.gradients[name])
+            for name, gradient in gradients.items()
+        }
 
-    def terms_of_gradients(self) -> dict[str, Sizes]:
-        """The sizes of the terms of gradients whose terms cancel, by names such as "vjp of q"."""
-        terms = self.expected.terms
-        return {f"{by} of {name}": terms[name] for by in ("vjp", "autograd") for name in terms}
+    def pairs_of(
+        self, out: Array, gradients: Mapping[str, Array] | None = None, by: str = "vjp"
+    ) -> Pairs:
+        """The pair of an output and the oracle's, and those of gradients."""
+        pairs = {"the output": (self.numpy(out), self.expected.out)}
+        return pairs | self.pairs_of_gradients(gradients or {}, by)
 
     def axes(self, what: str) -> str:
         """The letters of the axes of a result, given by its name such as "vjp of q"."""
@@ -354,7 +368,3 @@ class Check:
         Raises DisagreementError, the backend's UnsupportedError, or NotRunError.
         """
         raise NotImplementedError
-
-    def written_out(self, case: Case, error: DisagreementError | None) -> str:
-        """Code of the call whose result was wrong, for a check that makes several calls."""
-        return self.snippet

@@ -58,7 +58,7 @@ def _error(trial: Trial, convention: str) -> Measured:
     if convention == HIDDEN_NAN:
         with np.errstate(all="ignore"):
             return Measured(before_a_key(trial, np.nan), trial.bound)
-    return trial.agree({"the output": (trial.numpy(trial.call()), trial.expected.out)})
+    return trial.agree(trial.pairs_of(trial.call()))
 
 
 def _without(trial: Trial, convention: str) -> Trial:

@@ -7,8 +7,7 @@ import numpy as np
 from precondattn.arrays import Arrays
 from precondattn_conformance.checks.check import Check, Measured, Trial
 from precondattn_conformance.disagreement import require_same
-
-MUTABLE = ("numpy", "torch", "cupy")
+from precondattn_conformance.libraries import SHARING
 
 REPEATS = 3
 """The number of repeated calls before any other call."""
@@ -43,7 +42,7 @@ again, _ = mechanism.vjp(**inputs, backend={backend})  # It has the same bits.""
             once, twice = _called_twice(trial)
             _require_same(trial, before, once, "differs after a call with other inputs")
             _require_same(trial, once, twice, "differs when the same pullback is called again")
-        if trial.case.library in MUTABLE:
+        if trial.case.library in SHARING:
             arrays = trial.arrays(trial.numpy_inputs)
             trial.results(arrays)
             for name, array in trial.arrays(trial.reversed_inputs).items():

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 import precondattn as pa
-from precondattn.algebra.declaration import Pattern
+from precondattn.algebra.declaration import HEADS, Pattern
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.arrays import Array, Arrays
 from precondattn_conformance.case import Case
@@ -17,8 +17,6 @@ from precondattn_conformance.conventions import HIDDEN_NAN
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.inputs import CallLayout
-
-HEADS = "hnu"
 
 
 class EntryPlaces(NamedTuple):
@@ -98,7 +96,7 @@ def _earlier(trial: Trial) -> float:
         if trial.mechanism.inputs[name].time_axis is not None:
             result = trial.numpy(gradient)
             pairs[f"vjp of {name}"] = _only(trial, name, result, _before(j), expected[name])
-    return trial.agree(pairs, trial.terms_of_gradients()).error
+    return trial.agree(pairs).error
 
 
 def before_a_key(trial: Trial, bad: float) -> float:
@@ -185,7 +183,7 @@ def _compare(trial: Trial, inputs: Arrays, chosen: Chosen, *, gradients: bool) -
         pattern = trial.mechanism.inputs[name]
         if pattern.time_axis is not None and not pattern.is_pairwise:
             pairs[f"vjp of {name}"] = _only(trial, name, trial.numpy(gradient), chosen)
-    return trial.agree(pairs, trial.terms_of_gradients()).error
+    return trial.agree(pairs).error
 
 
 def _with_bad_keys(trial: Trial, bad: float) -> Arrays:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
-
 import numpy as np
 
 import precondattn as pa
-from precondattn_conformance.cancellation import Sizes
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Check, Measured, Pairs, Trial
 from precondattn_conformance.declared import mechanism_of
@@ -18,15 +14,6 @@ from precondattn_conformance.oracle import Oracle, oracle
 
 BLOCK = 16
 """The block size: an option of the mechanism may be a window that is wider than a block."""
-
-CODE_OF_KEPT = """_, others = call_of(case{where}, turned=True)  # Other values of the same shapes.
-out = mechanism(**inputs, backend={backend})
-mechanism(**others, backend={backend})"""
-
-OF_OPTION = "the output of {option}, called after {plain} with the same shapes,"
-KEPT = "the output of a call before another one of the same shapes"
-AFTER_OPTIONS = "the output after other options"
-"""The names of results, from which the code for a failure finds the call."""
 
 
 class OrderOfCalls(Check):
@@ -47,26 +34,14 @@ gradients = pullback(out)"""
     def applies(self, case: Case) -> bool:
         return case.layout.mask is None and not case.layout.order
 
-    def written_out(self, case: Case, error: DisagreementError | None) -> str:
-        what = error.what if error is not None else ""
-        option = re.fullmatch(
-            OF_OPTION.format(option="(.+)", plain=re.escape(case.mechanism)), what
-        )
-        worst = f"[{', '.join(map(str, error.index))}]" if error and error.index else ""
-        if what == KEPT:
-            return CODE_OF_KEPT
-        if option is not None:
-            return _code_of_option(replace(case, mechanism=option[1]), worst)
-        return _code_after_options(case, worst) if what == AFTER_OPTIONS else self.snippet
-
     def run(self, trial: Trial) -> Measured:
         trial.require_outputs()
         worst = [trial.agree(_kept(trial)).error]
         if not trial.no_gradient:
-            worst.append(trial.agree(_held(trial), _terms(trial)).error)
+            worst.append(trial.agree(_held(trial)).error)
         for expression in _with_the_same_inputs(trial.case.mechanism):
             worst.append(_in_turn(trial, expression))
-        found = {AFTER_OPTIONS: _output(trial, trial.mechanism, trial.expected)}
+        found = {"the output after other options": _output(trial, trial.mechanism, trial.expected)}
         return Measured(max(*worst, trial.agree(found).error), trial.bound)
 
 
@@ -75,7 +50,8 @@ def _kept(trial: Trial) -> Pairs:
     second = trial.arrays(_turned(trial, trial.numpy_inputs))
     first = trial.call()
     trial.call(second)
-    return {KEPT: (trial.numpy(first), trial.expected.out)}
+    what = "the output of a call before another one of the same shapes"
+    return {what: (trial.numpy(first), trial.expected.out)}
 
 
 def _held(trial: Trial) -> Pairs:
@@ -99,14 +75,6 @@ def _held(trial: Trial) -> Pairs:
         for by, results in (("vjp", all_gradients), ("autograd", automatic or ()))
         for number, gradients, right in zip(("first", "second"), results, expected, strict=False)
         for name, gradient in gradients.items()
-    }
-
-
-def _terms(trial: Trial) -> dict[str, Sizes]:
-    return {
-        f"the {number} {what}": size
-        for number in ("first", "second")
-        for what, size in trial.terms_of_gradients().items()
     }
 
 
@@ -135,7 +103,7 @@ def _in_turn(trial: Trial, expression: str) -> float:
         found = _output(trial, mechanism, expected)
     except pa.UnsupportedError:
         return 0.0  # A backend may lack this option.
-    what = OF_OPTION.format(option=expression, plain=case.mechanism)
+    what = f"the output of {expression}, called after {case.mechanism} with the same shapes,"
     try:
         return trial.agree({what: found}).error
     except DisagreementError as error:
@@ -149,25 +117,3 @@ def _output(
 ) -> tuple[np.ndarray, np.ndarray]:
     arrays = trial.arrays(expected.inputs)
     return trial.numpy(mechanism(**arrays, backend=trial.backend)), expected.out
-
-
-def _code_of_option(case: Case, worst: str) -> str:
-    """Snippet: a call of the mechanism, then the wrong call with another option."""
-    return f"""mechanism(**inputs, backend={{backend}})
-option = {case.id!r}
-other, given = call_of(option{{where}})  # The same shapes.
-out = other(**given, backend={{backend}})
-print(out{worst}, expected_of(option{{where}}).out{worst})  # The worst element."""
-
-
-def _code_after_options(case: Case, worst: str) -> str:
-    """Snippet: the call with each other option, then the wrong call without them."""
-    options = _with_the_same_inputs(case.mechanism)
-    ids = "".join(f"    {replace(case, mechanism=text).id!r},\n" for text in options)
-    return f"""for option in (
-{ids}):
-    other, given = call_of(option{{where}})  # The same shapes.
-    with contextlib.suppress(precondattn.UnsupportedError):
-        other(**given, backend={{backend}})
-out = mechanism(**inputs, backend={{backend}})
-print(out{worst}, expected_of(case{{where}}).out{worst})  # The worst element."""

@@ -9,12 +9,14 @@ than others goes on decoding, as in a batch of requests.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 import precondattn as pa
-from precondattn.arrays import Arrays
+from precondattn.algebra.declaration import Pattern
+from precondattn.arrays import Array, Arrays
 from precondattn_conformance.inputs import CallLayout, slice_tokens
 
 
@@ -39,10 +41,12 @@ class RaggedCall(NamedTuple):
         last = np.maximum(self.stops - 1, 0)[:, None]
         return np.asarray(np.minimum(self.starts[:, None] + np.arange(self.width), last))
 
-    @property
-    def is_token(self) -> np.ndarray:
-        """A mask (b, width) of the rows that are tokens, as opposed to padding."""
-        return np.asarray(np.arange(self.width) < self.counts[:, None])
+    def masks(self, masks: Arrays, array: Callable[[np.ndarray], Array]) -> Arrays:
+        """The arguments `lengths` and `key_mask` of the call, from those of the whole call."""
+        options: Arrays = {"lengths": array(self.counts)} if self.is_ragged else {}
+        if "key_mask" in masks:
+            options["key_mask"] = array(np.take_along_axis(masks["key_mask"], self.tokens, 1))
+        return options
 
 
 def calls(layout: CallLayout, ends: list[int]) -> list[RaggedCall]:
@@ -80,10 +84,18 @@ def _gathered(array: np.ndarray, axis: int | None, tokens: np.ndarray) -> np.nda
     )
 
 
+def with_columns(pattern: Pattern, array: np.ndarray, capacity: int | None) -> np.ndarray:
+    """An input of pairs of query and key with as many key columns as a cache has slots."""
+    if not pattern.is_pairwise or capacity is None:
+        return array
+    array = array[..., :capacity]
+    padding = [(0, 0)] * (array.ndim - 1) + [(0, capacity - array.shape[-1])]
+    return np.pad(array, padding, constant_values=7.0)
+
+
 def rows_of(array: np.ndarray, call: RaggedCall) -> np.ndarray:
     """The part of an array (b, tokens, …) of the full call that is one call's; 0 in padding."""
-    rows = np.take_along_axis(
-        array, call.tokens.reshape(*call.tokens.shape, *(1,) * (array.ndim - 2)), 1
-    )
-    is_token = call.is_token.reshape(*call.is_token.shape, *(1,) * (array.ndim - 2))
-    return np.where(is_token, rows, 0.0)
+    shape = (*call.tokens.shape, *(1,) * (array.ndim - 2))
+    rows = np.take_along_axis(array, call.tokens.reshape(shape), 1)
+    is_token = np.arange(call.width) < call.counts[:, None]
+    return np.where(is_token.reshape(shape), rows, 0.0)

@@ -10,7 +10,6 @@ from functools import cache
 import precondattn as pa
 from precondattn.algebra.mechanism import leaf_of
 from precondattn.arrays import Array, Arrays, Residuals
-from precondattn.backend import Support
 from precondattn.frame import Frame
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Check, Measured, Pairs, Trial
@@ -47,8 +46,14 @@ print(derived.explain(**inputs, backend=({listed}, "reference")))  # Who compute
         explanation = trial.mechanism.explain(**trial.inputs, **trial.masks, backend=trial.backend)
         trial.require_used(explanation)
         for considered in explanation.plan.considered:
-            if considered.backend == trial.under_test:
-                _require_reason(trial.under_test, considered.support)
+            support = considered.support
+            if considered.backend == trial.under_test and not (
+                support.ok or support.reason.strip()
+            ):
+                raise DisagreementError(
+                    f"{trial.under_test} declines without a reason; `prepare` must return one that "
+                    "tells the user what to change"
+                )
         derived = derived_from(trial.mechanism)
         try:
             out, pullback = derived.vjp(**trial.inputs, **trial.masks, backend=trial.backend)
@@ -61,22 +66,20 @@ print(derived.explain(**inputs, backend=({listed}, "reference")))  # Who compute
                 f"{type(error).__name__}: {error}. {ADVICE}",
                 traceback.format_exc(limit=-4),
             ) from error
-        pairs = {"the output": (trial.numpy(out), trial.expected.out)}
-        pairs |= trial.pairs_of_gradients(gradients)
-        return _agree(trial, derived, pairs)
+        return _agree(trial, derived, trial.pairs_of(out, gradients))
 
 
 def _agree(trial: Trial, derived: pa.Mechanism, pairs: Pairs) -> Measured:
     """The error of results that should be twice the oracle's, and not equal to them."""
     twice = {what: (result, 2 * expected) for what, (result, expected) in pairs.items()}
-    terms = {what: 2 * size for what, size in trial.terms_of_gradients().items()}
+    terms = {name: 2 * size for name, size in trial.expected.terms.items()}
     try:
         return trial.agree(twice, terms)
     except DisagreementError as error:
         what = error.what
         parent = type(derived).__mro__[1].__name__
         try:
-            trial.agree({what: pairs[what]}, trial.terms_of_gradients())
+            trial.agree({what: pairs[what]})
         except DisagreementError:
             message = f"{trial.under_test} is wrong on {_described(derived)}: {error}. {ADVICE}"
         else:
@@ -90,14 +93,6 @@ def _agree(trial: Trial, derived: pa.Mechanism, pairs: Pairs) -> Measured:
 def _described(derived: pa.Mechanism) -> str:
     parent = type(derived).__mro__[1].__name__
     return f"a derived leaf (a class derived from {parent} that overrides its methods)"
-
-
-def _require_reason(name: str, support: Support) -> None:
-    if not support.ok and not support.reason.strip():
-        raise DisagreementError(
-            f"{name} declines without a reason; `prepare` must return one that tells the user what "
-            "to change"
-        )
 
 
 @cache

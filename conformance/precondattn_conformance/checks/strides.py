@@ -10,8 +10,6 @@ from precondattn_conformance.checks.caching import Caching, extended
 from precondattn_conformance.checks.check import VJP, Check, Measured, Trial
 from precondattn_conformance.memory_order import VIEWS
 
-CHECK_OF_STEPS = Caching()
-
 
 class StridedInputs(Check):
     """Inputs and cotangents may be views: transposed, every other element, or a window.
@@ -32,23 +30,13 @@ class StridedInputs(Check):
         for order in VIEWS:
             views = {n: trial.library.view(array, order) for n, array in trial.inputs.items()}
             out, gradients = trial.results(views, order=order)
-            pairs = {f"from {order}, the output": (trial.numpy(out), trial.expected.out)}
-            by_name = trial.pairs_of_gradients(gradients)
-            pairs |= {f"from {order}, {what}": pair for what, pair in by_name.items()}
-            terms = {
-                f"from {order}, {what}": size for what, size in trial.terms_of_gradients().items()
-            }
-            worst = max(worst, trial.agree(pairs, terms).error)
+            pairs = trial.pairs_of(out, gradients).items()
+            named = {f"from {order}, {what}": pair for what, pair in pairs}
+            worst = max(worst, trial.agree(named).error)
         trial.require_purity()
-        if CHECK_OF_STEPS.applies(trial.case):
+        if Caching().applies(trial.case):
+            time, what = trial.case.layout.t, f"from {VIEWS[0]}, the extended output"
             with suppress(UnsupportedError):  # A backend may support full calls only.
-                worst = max(worst, _extended(trial))
+                pair = extended(trial, [time - 2, time], [trial.backend], order=VIEWS[0])
+                worst = max(worst, trial.agree({what: pair}).error)
         return Measured(worst, trial.bound)
-
-
-def _extended(trial: Trial) -> float:
-    """The error of an extension whose new tokens are views."""
-    time = trial.case.layout.t
-    pair = extended(trial, [time - 2, time], [trial.backend], order=VIEWS[0])
-    what = f"from {VIEWS[0]}, the extended output"
-    return trial.agree({what: pair}).error

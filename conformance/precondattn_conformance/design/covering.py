@@ -23,7 +23,6 @@ Level = tuple[str, str]
 """A factor and one of its levels."""
 
 Row = dict[str, str]
-GoesTogether = Callable[[Level, Level], bool]
 
 
 class CoveringArray:
@@ -32,7 +31,7 @@ class CoveringArray:
     def __init__(
         self,
         levels: Mapping[str, Sequence[str]],
-        goes_together: GoesTogether,
+        goes_together: Callable[[Level, Level], bool],
         triples: Sequence[str] = (),
         first: Sequence[Row] = (),
     ) -> None:
@@ -63,11 +62,6 @@ class CoveringArray:
     def pair_rows(self) -> list[Row]:
         """The rows that cover every pair, starting with the first rows."""
         return [*self.first, *map(self._named, self._rows_of_pairs())]
-
-    @cached_property
-    def pairs(self) -> frozenset[tuple[Level, Level]]:
-        """Every compatible pair of levels, except those that no row can contain."""
-        return frozenset(pair for row in self.pair_rows for pair in pairs_of(row))
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -157,8 +151,3 @@ def _bits(number: int) -> list[int]:
 
 def _number(bits: Iterable[int]) -> int:
     return sum(1 << i for i in bits)
-
-
-def pairs_of(row: Row) -> Iterator[tuple[Level, Level]]:
-    """The pairs of levels in a row."""
-    return combinations(row.items(), 2)

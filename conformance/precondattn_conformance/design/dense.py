@@ -19,18 +19,14 @@ from precondattn_conformance.design.options import WIDE, together
 SMALLEST, MIDDLE, LARGEST = 0, -2, -1
 """Indices into the block sizes, for the size that a row uses. With one size, all give that one."""
 
-
-DenseRow = tuple[Any, ...]
-"""An index into the block sizes, and levels of other factors."""
-
 COLUMNS = (
     *("block", "time", "mask", "verb", "dtype", "heads", "batch", "d", "e"),
     *("queries", "order", "bias", "values"),
 )
-"""The factors of `DENSE` in order of importance: of two incompatible levels, the first is kept.
-Empty levels, and those at the end of a row, are left open."""
+"""The factors of `DENSE` in order of importance: of two incompatible levels, the first is kept. A
+block is an index. Empty levels, and those at the end of a row, are left open."""
 
-DENSE: tuple[DenseRow, ...] = (
+DENSE: tuple[tuple[Any, ...], ...] = (
     # Two masks that change at blocks' edges; wide values; several query heads per key head.
     (
         *(SMALLEST, "three", "key_blocks+segments_edge", "vjp", "float32"),
@@ -114,8 +110,7 @@ def _option_pairs(expression: str, options: Sequence[str]) -> Iterator[tuple[str
     """A window wider than a block with every other option, and each other with the next."""
     wide = [option for option in options if f"window={WIDE}" in option]
     others = [option for option in options if option not in wide]
-    pairs = product(wide, options)
-    yield from ((one, other) for one, other in pairs if together(expression, one, other))
+    yield from (pair for pair in product(wide, options) if together(expression, *pair))
     paired = set()
     for one, other in pairwise(others):
         if one not in paired and together(expression, one, other) is not None:

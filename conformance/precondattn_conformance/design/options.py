@@ -33,14 +33,11 @@ def options_of(expression: str) -> tuple[str, ...]:
     plain = mechanism_of(expression)
     changed = [*map(pa.parse, type(plain).variants), *_with_variants_of_base(plain)]
     changed = [m for m in changed if type(m) is type(plain) and _changes(m, plain) == 1]
-    unvaried = [
-        {name: value}
-        for name, value in USUAL.items()
-        if name in _options(plain)
-        and all(getattr(m, name) == getattr(plain, name) for m in changed)
-    ]
-    if "base" not in _options(plain):  # A leaf has options that no variant changes.
-        changed += [m for option in unvaried if (m := _replaced(plain, **option)) is not None]
+    options = _options(plain)
+    varied = {n for m in changed for n, value in _options(m).items() if value != options[n]}
+    if "base" not in options:  # A leaf has options that no variant changes.
+        usual = [name for name in USUAL if name in options and name not in varied]
+        changed += filter(None, (_replaced(plain, **{name: USUAL[name]}) for name in usual))
     wide = [m for m in map(_with_wide_window, changed) if m is not None]
     return tuple(dict.fromkeys(map(str, (*changed, *wide))))
 
@@ -48,9 +45,7 @@ def options_of(expression: str) -> tuple[str, ...]:
 @cache
 def inner_eps_of(expression: str) -> tuple[str, ...]:
     """Expressions that differ from a composition in the eps of its inner piece."""
-    plain = mechanism_of(expression)
-    base: pa.Mechanism | None = getattr(plain, "base", None)
-    return tuple(map(str, _with_variants_of_base(plain, f"{base.name}[eps="))) if base else ()
+    return tuple(map(str, _with_variants_of_base(mechanism_of(expression), "[eps=")))
 
 
 @cache

@@ -46,12 +46,9 @@ class Design:
 
     expression: str
     library: str
-    levels: Levels
-    """The levels of each factor that the mechanism has."""
     array: CoveringArray
     is_whole: bool
     """Whether the mechanism is a class as it is declared, whose options are combined in pairs."""
-    has_bias: bool
 
     def case(self, row: Row) -> Case:
         """The case of a row."""
@@ -86,9 +83,9 @@ def design(expression: str, library: str, blocks: tuple[int, ...] = ()) -> Desig
         options = inner_eps_of(expression)
     levels = _levels(m, options, libraries.named(library), blocks or BLOCKS)
     levels["second"] = levels["option"] if is_whole else ()
-    levels = {factor: of_factor for factor, of_factor in levels.items() if of_factor}
-    array = _array(tuple(levels.items()), tuple(_apart(m, options)), expression if is_whole else "")
-    return Design(expression, library, levels, array, is_whole, _has_bias(m))
+    items = tuple((factor, of_factor) for factor, of_factor in levels.items() if of_factor)
+    array = _array(items, tuple(_apart(m, options)), expression if is_whole else "")
+    return Design(expression, library, array, is_whole)
 
 
 @cache
@@ -109,12 +106,11 @@ def _array(
     }
 
     def goes(one: Level, other: Level) -> bool:
-        if {one[0], other[0]} != {"option", "second"}:
+        if one[0] != "option" or other[0] != "second":
             return (one, other) not in pairs and (other, one) not in pairs
-        (_, option), (_, second) = sorted((one, other))
-        if NONE in (option, second):
-            return second == NONE
-        return together(paired_options, option, second) is not None
+        if NONE in (one[1], other[1]):
+            return other[1] == NONE
+        return together(paired_options, one[1], other[1]) is not None
 
     of_factor = dict(levels)
     triples = TRIPLES if paired_options else ()
@@ -164,14 +160,12 @@ def _apart(m: pa.Mechanism, options: tuple[str, ...]) -> list[Apart]:
     if any(map(declared.is_constant_in_one_token, (m, *changed.values()))):
         lines.append(Apart("time", ("one",), "verb", ("vjp",)))  # The gradient is 0.
     for option, other in changed.items():
-        apart: list[tuple[str, tuple[str, ...]]] = []
-        if m.offers.causal and not other.offers.causal:
-            apart += [("verb", CACHES), ("queries", FEWER)]
-        if not declared.is_bounded(other):
-            apart.append(("data", ("duplicate",)))
-        lines += [
-            Apart(factor, (option,), *line) for line in apart for factor in ("option", "second")
-        ]
+        for factor in ("option", "second"):
+            if m.offers.causal and not other.offers.causal:
+                lines.append(Apart(factor, (option,), "verb", CACHES))
+                lines.append(Apart(factor, (option,), "queries", FEWER))
+            if not declared.is_bounded(other):
+                lines.append(Apart(factor, (option,), "data", ("duplicate",)))
     if not _has_bias(m):
         without = tuple(o for o in (NONE, *options) if "bias=true" not in o)
         axes = ("over b", "over h", "over b and h")

@@ -17,9 +17,8 @@ from itertools import count, product
 import precondattn as pa
 from precondattn_conformance.case import Case
 from precondattn_conformance.cases import case_of as any_case_of
-from precondattn_conformance.cases import has_result
+from precondattn_conformance.cases import has_result, require_possible
 from precondattn_conformance.declared import derived, expressions
-from precondattn_conformance.design.levels import require_possible
 from precondattn_conformance.division.parts import ORDERS
 from precondattn_conformance.division.processes import WORKERS
 from precondattn_conformance.inputs import CallLayout
@@ -64,25 +63,22 @@ def sizes_of(words: str, order: str, devices: int, library: str = "torch") -> Ca
     kind, _, mask = words.partition(".")
     pair = 2 if order == "zigzag" else 1
     is_even = library != "torch"
-    t = s = (6 if order == "zigzag" else 5) * devices - pair
+    s = (6 if order == "zigzag" else 5) * devices - pair
     if is_even:
-        t = s = (5 if order in ("heads", "contiguous") else 6) * devices
-    b, h, n, block, values = 2, 2 * devices, devices, BLOCK, 2
-    if kind == "one_key_head":
-        n = 1
-    elif kind == "one_token_each":
-        t = s = pair * devices
-        block = 1
-    elif kind == "one_sequence":
-        b = 1
-    elif kind == "fewer_queries":
-        t = 2 * devices
-    elif kind == "long":
-        each = LONG_TOKENS // LONG_BLOCK * LONG_BLOCK if is_even else LONG_TOKENS
-        b, t = 1, each * devices // pair * pair
-        s, h, n, block, values = t, devices, devices, LONG_BLOCK, 1
-    made = CallLayout("", b=b, t=t, s=s, h=h, n=n, values_per_head=values, block=block)
-    return named(made._replace(mask=mask or None))
+        s = (5 if order in ("heads", "contiguous") else 6) * devices
+    each = LONG_TOKENS // LONG_BLOCK * LONG_BLOCK if is_even else LONG_TOKENS
+    long = each * devices // pair * pair
+    changes: dict[str, dict[str, int]] = {
+        "one_key_head": {"n": 1},
+        "one_token_each": {"t": pair * devices, "s": pair * devices, "block": 1},
+        "one_sequence": {"b": 1},
+        "fewer_queries": {"t": 2 * devices},
+        "long": {"b": 1, "t": long, "s": long, "h": devices, "block": LONG_BLOCK},
+    }
+    values = 1 if kind == "long" else 2
+    layout = CallLayout("", t=s, s=s, h=2 * devices, n=devices, block=BLOCK, mask=mask or None)
+    layout = layout._replace(values_per_head=values)
+    return named(layout._replace(**changes.get(kind, {})))  # type: ignore[arg-type]  # Sizes.
 
 
 def divided_cases(

@@ -27,7 +27,6 @@ from precondattn_conformance.division.replies import (
     Reply,
     answer,
     fault_of,
-    refusal_of,
 )
 from precondattn_conformance.libraries import JaxLibrary
 from precondattn_conformance.status import FAILED, PASSED, UNSUPPORTED
@@ -56,9 +55,6 @@ def replies_to(parts: list[PartOfCall], mesh: Mesh, backend: Backend) -> list[Re
     """The output and gradients of each device's tokens."""
     first, library = parts[0], JaxLibrary()
     mechanism = pa.parse(first.mechanism)
-    refused = refusal_of(mechanism)
-    if refused is not None:
-        return [Reply(UNSUPPORTED, refused)] * len(parts)
     patterns, of_out = mechanism.inputs, mechanism.program.output
     whole = first._replace(
         inputs={n: joined([part.inputs[n] for part in parts], patterns[n]) for n in first.inputs},

@@ -6,7 +6,6 @@ import faulthandler
 import signal
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from typing import IO, NamedTuple
 
@@ -16,7 +15,6 @@ import precondattn as pa
 from precondattn.arrays import Arrays
 from precondattn.dispatch.discovery import discover
 from precondattn_conformance.checks.check import Backend
-from precondattn_conformance.inside import context_manager
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.status import FAILED, UNSUPPORTED
 
@@ -35,8 +33,6 @@ class ProcessStart(NamedTuple):
     timeout: float
     traces: str
     """The file for its traceback, if it hangs or crashes"""
-    inside: str | None
-    """A context manager for all calls, as "module:function\""""
 
 
 class PartOfCall(NamedTuple):
@@ -69,17 +65,16 @@ def answer(
     """The main loop of a process: receive its parts of a call, send their replies."""
     discover()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when to stop.
-    with context_manager(start.inside)() if start.inside else nullcontext():
-        connection.send("started")
-        while True:
-            try:
-                parts = connection.recv()
-            except EOFError:
-                return
-            faulthandler.dump_traceback_later(max(start.timeout - BEFORE_KILLING, 0.1), file=traces)
-            replies = _tried(reply_to, parts)
-            faulthandler.cancel_dump_traceback_later()
-            connection.send(replies)
+    connection.send("started")
+    while True:
+        try:
+            parts = connection.recv()
+        except EOFError:
+            return
+        faulthandler.dump_traceback_later(max(start.timeout - BEFORE_KILLING, 0.1), file=traces)
+        replies = _tried(reply_to, parts)
+        faulthandler.cancel_dump_traceback_later()
+        connection.send(replies)
 
 
 def _tried(
@@ -94,13 +89,6 @@ def _tried(
         reason = f"raised {type(error).__name__}: {error}"
         reply = Reply(FAILED, reason, traceback.format_exc(limit=-6))
     return [reply] * len(parts)
-
-
-def refusal_of(mechanism: pa.Mechanism) -> str | None:
-    """The reason why no layout can divide a mechanism; None if a layout may."""
-    if mechanism.mixes_sequences:
-        return f"{mechanism}: the output of a sequence depends on all others"
-    return None
 
 
 def fault_of(library: Library, part: PartOfCall, inputs: Arrays, results: Arrays) -> str | None:

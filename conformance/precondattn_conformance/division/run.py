@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
-from precondattn_conformance.checks.check import Backend, Measured, Trial
-from precondattn_conformance.checks.padding import with_nan
+from precondattn_conformance.checks.check import Backend, Measured, Trial, names_of
+from precondattn_conformance.checks.packing import with_nan
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.division.parts import ProcessParts, masks_of, name_of
 from precondattn_conformance.division.processes import WORKERS, LibraryProcesses, LostError
@@ -28,13 +28,10 @@ def run_divided(
     backend: Backend = None,
     *,
     timeout: float | None = None,
-    inside: str | None = None,
     started: Callable[[Case], object] = lambda case: None,
 ) -> Iterator[Outcome]:
     """Yield the outcomes as soon as each is known."""
-    of_library = {
-        name: LibraryProcesses(devices, name, backend, timeout, inside) for name in WORKERS
-    }
+    of_library = {name: LibraryProcesses(devices, name, backend, timeout) for name in WORKERS}
     try:
         for case in cases:
             started(case)
@@ -57,6 +54,9 @@ def outcome_of(case: Case, processes: LibraryProcesses) -> Outcome:
         seconds = time.perf_counter() - start
         return Outcome(case, status, measured, reason, details, code, seconds)
 
+    if trial.mechanism.mixes_sequences:
+        reason = f"{case.mechanism}: the output of a sequence depends on all others"
+        return outcome(UNSUPPORTED, None, reason)
     try:
         replies = processes.run(calls_of(trial, parts))
     except LostError as lost:
@@ -118,7 +118,7 @@ def compared(trial: Trial, parts: ProcessParts, replies: list[Reply]) -> Measure
         pattern = mechanism.inputs[name]
         found = parts.joined([d[name] for _, d in done], pattern, right.shape)
         pairs[f"vjp of {name}"] = (found, right)
-    return trial.agree(pairs, trial.terms_of_gradients())
+    return trial.agree(pairs)
 
 
 def _where(trial: Trial, parts: ProcessParts, error: DisagreementError) -> str:
@@ -133,7 +133,5 @@ def _where(trial: Trial, parts: ProcessParts, error: DisagreementError) -> str:
 
 def _command(case: Case, processes: LibraryProcesses) -> str:
     """The command that runs the case again."""
-    named = processes.backend
-    backends = (named,) if isinstance(named, str) else named or ()
-    options = "".join(f" --backend {name}" for name in backends)
+    options = "".join(f" --backend {name}" for name in names_of(processes.backend))
     return f"precondattn conformance --devices {processes.devices}{options} --case '{case.id}'\n"

@@ -15,7 +15,6 @@ from precondattn_conformance.division.replies import (
     Reply,
     answer,
     fault_of,
-    refusal_of,
 )
 from precondattn_conformance.libraries import TorchLibrary
 from precondattn_conformance.status import FAILED, PASSED, UNSUPPORTED
@@ -52,9 +51,6 @@ def reply_to(part: PartOfCall, mesh: DeviceMesh, backend: Backend) -> Reply:
     library, mechanism = TorchLibrary(), pa.parse(part.mechanism)
     inputs = {n: library.array(a, part.dtype).requires_grad_() for n, a in part.inputs.items()}
     masks = {n: library.array(a) for n, a in part.masks.items()}
-    refused = refusal_of(mechanism)
-    if refused is not None:
-        return Reply(UNSUPPORTED, refused)
     attn = context_parallel(mechanism, mesh, layout=part.layout)
     refused = attn.refusal(**inputs, **masks)
     if refused is not None:

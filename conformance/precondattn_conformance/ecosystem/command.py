@@ -15,7 +15,6 @@ from precondattn_conformance.ecosystem.judgement import require_true
 from precondattn_conformance.ecosystem.judgements import JUDGEMENTS
 from precondattn_conformance.ecosystem.page import page as page_of
 from precondattn_conformance.ecosystem.run import SECONDS, run_all
-from precondattn_conformance.ecosystem.snippets import run_snippets
 from precondattn_conformance.ecosystem.table import Table, TableRow, row_of
 from precondattn_conformance.writable import require_writable
 
@@ -51,9 +50,6 @@ def ecosystem(
     order = {contender.name: i for i, contender in enumerate(rows)}
     table.rows.sort(key=lambda row: order[row.name])
     table.seconds = time.monotonic() - began
-    if record is not None:
-        table.save(record)  # They are kept if a judgement's code fails.
-    run_snippets(table, JUDGEMENTS, jobs=jobs)
     if record is not None:
         table.save(record)
     if page is not None:

@@ -20,7 +20,7 @@ KINDS = (DEFECT, LIMIT, CONVENTIONAL)
 
 
 class StaleError(ValueError):
-    """Raised for judgements that do not belong to red cells, or whose code did not run."""
+    """Raised for judgements that do not belong to red cells."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,12 @@ class Judgement:
     kind: str
     sentence: str
     """The finding as a sentence with a capital letter: what happens on which input."""
-    code: str = ""
-    """A minimal example that a reader can paste. The page shows what it prints: the error against
-    the float64 definition."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind is one of {', '.join(KINDS)}; found {self.kind!r}")
         if not self.checks or isinstance(self.checks, str):
             raise ValueError(f"checks is a tuple of names of checks; found {self.checks!r}")
-        if self.kind == DEFECT and not self.code:
-            raise ValueError(f"a defect has code that shows it; {self.peers} has none")
 
     @property
     def patterns(self) -> list[str]:
@@ -58,7 +53,7 @@ class Judgement:
 
 
 def require_true(table: Table, judgements: Sequence[Judgement]) -> None:
-    """Raise a StaleError unless each judgement applies to red cells and its code has run."""
+    """Raise a StaleError unless each judgement applies to red cells."""
     faults = [fault for judgement in judgements for fault in _faults(table, judgement)]
     if faults:
         raise StaleError("\n".join(["judgements do not fit the table:", *faults]))
@@ -76,5 +71,3 @@ def _faults(table: Table, judgement: Judgement) -> Iterator[str]:
             word = "not there" if cell is None else cell.word
             if word not in (*RED, CONVENTION, NOT_COMPARED):
                 yield f"{row.name}, {check}: the cell is {word}, and is judged a {judgement.kind}"
-    if compared and judgement.code and judgement.code not in table.printed:
-        yield f"{judgement.peers}: its code has not run with this version"

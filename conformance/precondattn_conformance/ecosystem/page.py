@@ -43,7 +43,7 @@ HEAD = """\
 # The ecosystem under test
 
 This page shows what the [conformance suite](conformance.md) finds in public implementations of the
-mechanisms, and in our own backends. `docs/make_ecosystem.py` writes it from a saved run, which
+mechanisms, and in our own backends. `docs/make_pages.py` writes it from a saved run, which
 these commands repeat:
 
 ```console
@@ -73,8 +73,8 @@ HOW_TO_READ = """\
 A cell in bold was examined and judged to be a *limit* (L, which the project documents), a
 *convention* (C, one of two in use), or a *defect* (D, a contradiction to the project's own
 description). Cells that are not yet examined say so: the fault may be the function's, the adapter's
-or ours. The code of all judgements is in `precondattn_conformance/ecosystem/judgements`, and what
-it prints in `docs/measurements/ecosystem/smoke.json`.
+or ours. `precondattn conformance --peer NAME` repeats a row, and prints code that reproduces each
+failure.
 
 """
 

@@ -10,16 +10,17 @@ import faulthandler
 import os
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from precondattn_conformance.case import Case
+from precondattn_conformance.conventions import needed
 from precondattn_conformance.ecosystem.contenders import Contender
-from precondattn_conformance.ecosystem.conventions import explained
+from precondattn_conformance.functions.backend import FunctionBackend
 from precondattn_conformance.functions.diagnosis import diagnosis
-from precondattn_conformance.isolation import picklable
-from precondattn_conformance.runner import Outcome
+from precondattn_conformance.promises import BROKEN
+from precondattn_conformance.runner import Outcome, run_case
 from precondattn_conformance.session import Session
 from precondattn_conformance.status import FAILED
 
@@ -79,10 +80,32 @@ def serve(
     for outcome in session.run(
         todo, session.expectations(todo), lambda case: connection.send(Started(case))
     ):
-        connection.send(picklable(outcome))
+        connection.send(outcome)
         outcomes.append(outcome)
     if backend is None or not any(each.status == FAILED for each in outcomes):
         connection.send(FinishedRow())
         return
     findings = tuple(map(str, diagnosis(backend)))
     connection.send(FinishedRow(explained(session, backend, outcomes), findings))
+
+
+def explained(
+    session: Session, backend: FunctionBackend, outcomes: Sequence[Outcome]
+) -> dict[str, tuple[str, ...]]:
+    """The broken conventions without which a case does not fail, by the id of the case.
+
+    A row first runs as if it kept every convention. If a small call shows that it does not keep one
+    (`promises.py`), the failed cases that need it run again without the promise.
+    """
+    broken = {each.convention for each in session.promises(outcomes) if each.verdict == BROKEN}
+    found = {}
+    promised = backend.promises
+    backend.promises = promised - broken
+    try:
+        for failure in (each for each in outcomes if each.status == FAILED):
+            why = sorted(broken & needed(failure.case))
+            if why and run_case(failure.case, backend.name).status != FAILED:
+                found[failure.case.id] = tuple(why)
+    finally:
+        backend.promises = promised
+    return found

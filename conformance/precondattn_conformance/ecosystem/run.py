@@ -18,13 +18,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from precondattn_conformance.case import Case
-from precondattn_conformance.cores import shared_by
 from precondattn_conformance.ecosystem.contenders import Contender
 from precondattn_conformance.ecosystem.process import FinishedRow, Message, Missing, Started, serve
 from precondattn_conformance.isolation import cause
+from precondattn_conformance.process_settings import compiling_quickly, shared_by
 from precondattn_conformance.runner import Outcome
 from precondattn_conformance.status import FAILED
-from precondattn_conformance.xla import compiling_quickly
 
 SECONDS = 300.0
 """The time limit in seconds for a row at the level smoke."""

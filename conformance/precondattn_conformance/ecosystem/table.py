@@ -69,8 +69,6 @@ class Table:
     environment: JsonObject = field(default_factory=environment.describe)
     seconds: float = 0.0
     rows: list[TableRow] = field(default_factory=list)
-    printed: dict[str, str] = field(default_factory=dict)
-    """The printed output of each judgement's code."""
 
     def save(self, path: Path) -> None:
         """Write a JSON file with a line for each row."""
@@ -82,7 +80,6 @@ class Table:
             "patterns": list(self.patterns),
             "seconds": round(self.seconds),
             "environment": self.environment,
-            "printed": [{"code": code, "text": text} for code, text in self.printed.items()],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         head = json.dumps(content, indent=1, ensure_ascii=False).removesuffix("\n}")
@@ -112,7 +109,6 @@ def load(path: Path) -> Table:
         content["environment"],
         content["seconds"],
         [TableRow.from_dict(row) for row in content["rows"]],
-        {each["code"]: each["text"] for each in content["printed"]},
     )
 
 

@@ -5,7 +5,6 @@ planted here: a tool for mutation testing makes them by changing one token of th
 
 fault.py            a fault: a change of the arguments, code, or result of a backend's method
 carriers.py         the backends that carry faults; everything else in them is right
-small_blocks.py     blocks of a few tokens, for the blocked carrier
 …                   the operators, one family per file: faults that apply to many mechanisms
 written_by_hand/    faults of one mechanism, or of one algorithm, by idea
 catalogue.py        all faults, and the smallest number for each mechanism

@@ -1,4 +1,4 @@
-"""Faults that apply to any mechanism: wrong results, and wrong use of memory.
+"""Faults that apply to any mechanism: wrong or missing results, and wrong use of memory.
 
 Computing in a wider dtype than the call's is not a fault, because the core casts the result.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, namespace
-from precondattn_conformance.faults.applicable import Named
+from precondattn_conformance.faults.applicable import Named, looks_at_other_tokens
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
@@ -24,10 +24,10 @@ from precondattn_conformance.faults.fault import (
     MethodCall,
     MethodResult,
     Truth,
+    to_bfloat16,
     with_call,
     with_result,
 )
-from precondattn_conformance.faults.rounding import to_bfloat16
 from precondattn_conformance.faults.states import slots_of
 
 
@@ -85,6 +85,49 @@ def _changed(change: Callable[[Array], Array], correct: MethodResult) -> MethodR
     name = next(iter(correct.gradients))
     gradients = {**correct.gradients, name: change(correct.gradients[name])}
     return replace(correct, gradients=gradients)
+
+
+def gradient(m: Piece, stage: str) -> Named:
+    """For each input, a fault that sets its gradient to 0; none is 0 otherwise."""
+    if stage in (BACKWARD, STEP_BACKWARD):
+        for name in m.inputs:
+            yield f"of {name} left out", with_result(partial(_without, name))
+
+
+def _without(name: str, result: MethodResult) -> MethodResult:
+    return replace(result, gradients={**result.gradients, name: 0 * result.gradients[name]})
+
+
+def zero_times(m: Piece, stage: str) -> Named:
+    """0 times terms that should be left out, which changes nothing on finite inputs.
+
+    The terms are those of the other sequences in the batch and, in softmax, of later keys.
+    """
+    if stage not in (FORWARD, BACKWARD) or "v" not in m.inputs or not looks_at_other_tokens(m):
+        return
+    is_masked = all(getattr(leaf, "hides_later_keys", False) for leaf in m.program.leaves)
+    if stage == FORWARD and m.offers.causal and is_masked:
+        yield "the keys of all tokens", partial(_plus_zero, "k", _of_a_sequence)
+    yield "the values of all sequences", partial(_plus_zero, "v", _of_all)
+
+
+def _plus_zero(
+    name: str, total: Callable[[Array, Array], Array], truth: Truth, call: MethodCall
+) -> MethodResult:
+    result = truth(call)
+    if call.stage == FORWARD:
+        return replace(result, out=result.out + 0 * total(call.inputs[name], result.out))
+    gradients = {n: g + 0 * total(call.inputs[name], g) for n, g in result.gradients.items()}
+    return replace(result, gradients=gradients)
+
+
+def _of_a_sequence(x: Array, like: Array) -> Array:
+    total = namespace(x).sum(x, axis=tuple(range(1, x.ndim)))
+    return namespace(x).reshape(total, (-1,) + (1,) * (like.ndim - 1))
+
+
+def _of_all(x: Array, like: Array) -> Array:
+    return namespace(x).sum(x)
 
 
 def memory(m: Piece, stage: str) -> Named:

@@ -24,6 +24,7 @@ from precondattn.cache import Update
 from precondattn.frame import Frame
 from precondattn.method_backend import MethodRunner
 from precondattn.runner import LeafRunner
+from precondattn_conformance.faults.blocks import small_blocks
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
@@ -33,7 +34,6 @@ from precondattn_conformance.faults.fault import (
     MethodCall,
     MethodResult,
 )
-from precondattn_conformance.faults.small_blocks import small_blocks
 from precondattn_conformance.faults.whole import whole
 from precondattn_portable import Portable
 

@@ -16,67 +16,61 @@ from precondattn.algebra import registry
 from precondattn.algebra.group import Group
 from precondattn.algebra.piece import Piece
 from precondattn_conformance.faults import (
-    gradients,
+    anywhere,
+    blocks,
     heads,
     masks,
     options,
     saved,
     states,
-    tails,
-    tokens,
     wiring,
     written_by_hand,
-    zeros,
 )
-from precondattn_conformance.faults.anywhere import memory, result
 from precondattn_conformance.faults.applicable import Named, stages_of
 from precondattn_conformance.faults.fault import STEP_BACKWARD, Fault
 
 Operators = dict[str, Callable[[Piece, str], Named]]
 
 OF_LEAVES: Operators = {
-    **masks.OPERATORS,
-    **options.OPERATORS,
-    **heads.OPERATORS,
-    **tokens.OPERATORS,
-    **gradients.OPERATORS,
-    **states.OPERATORS,
-    **zeros.OPERATORS,
-    "saved output": saved.saved_output,
-    "result": result,
-    "memory": memory,
-}
-OF_BLOCKS: Operators = {"residual": saved.residual, **tails.OPERATORS}
-OF_THE_WHOLE: Operators = {
-    **wiring.OPERATORS,
-    "value between": saved.value_between,
-    **gradients.OPERATORS,
+    "segments": masks.segments,
+    "validity": masks.validity,
+    "option ignored": options.ignored,
+    "head map": heads.head_map,
+    "placement": masks.placement,
+    "gradient": anywhere.gradient,
+    "gradient of a state": states.gradient_of_state,
     "update": states.update,
-    "result": result,
-    "memory": memory,
+    "meaning": states.meaning,
+    "past": states.past,
+    "first state": states.first_state,
+    "zero times": anywhere.zero_times,
+    "saved output": saved.saved_output,
+    "result": anywhere.result,
+    "memory": anywhere.memory,
+}
+OF_BLOCKS: Operators = {"residual": blocks.residual, "block tail": blocks.block_tail}
+OF_THE_WHOLE: Operators = {
+    "wiring": wiring.wiring,
+    "shared input": wiring.shared,
+    "value between": saved.value_between,
+    "gradient": anywhere.gradient,
+    "gradient of a state": states.gradient_of_state,
+    "update": states.update,
+    "result": anywhere.result,
+    "memory": anywhere.memory,
 }
 
 IN_TURN: dict[str, dict[str, int]] = {
-    "leaves": {
-        "segments": 1,
-        "validity": 1,
-        "head map": 1,
-        "placement": 1,
-        "update": 1,
-        "gradient of a state": 1,
-        "saved output": 1,
-        "result": 1,
-        "memory": 1,
-    },
+    "leaves": dict.fromkeys(
+        (
+            *("segments", "validity", "head map", "placement", "update", "gradient of a state"),
+            *("saved output", "result", "memory"),
+        ),
+        1,
+    ),
     "blocks": {"block tail": 1},
-    "whole": {
-        "wiring": 2,
-        "gradient": 2,
-        "gradient of a state": 1,
-        "update": 1,
-        "result": 2,
-        "memory": 1,
-    },
+    "whole": dict.fromkeys(("gradient of a state", "update", "memory"), 1)
+    | dict.fromkeys(("wiring", "gradient", "result"), 2),
 }
 """The number of faults per method of a mechanism, for operators that act the same on all
 mechanisms. Each method gets other faults in turn. Operators that are not listed give every method
@@ -103,7 +97,7 @@ OF_EACH_STAGE = 2
 @cache
 def faults() -> tuple[Fault, ...]:
     """All faults, with unique names."""
-    every = (*_systematic(), *written_by_hand.faults())
+    every = (*_systematic(), *written_by_hand.FAULTS)
     names = Counter(fault.name for fault in every)
     assert max(names.values()) == 1, names.most_common(3)
     return every

@@ -20,6 +20,7 @@ from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Arrays
 from precondattn.cache import Slot, Update
 from precondattn.frame import Frame
+from precondattn_conformance.oracle import rounded
 
 FORWARD, BACKWARD, STEP, STEP_BACKWARD = "forward", "backward", "step", "step_backward"
 STAGES = (FORWARD, BACKWARD, STEP, STEP_BACKWARD)
@@ -57,6 +58,15 @@ class MethodCall:
     def with_inputs(self, **inputs: Array) -> MethodCall:
         """The call with other inputs."""
         return replace(self, inputs={**self.inputs, **inputs})
+
+    def with_frame(self, **entries: Array) -> MethodCall:
+        """The call with other entries of its frame."""
+        return replace(self, frame=self.frame.replaced(**entries))
+
+    def with_segments(self, ids: Array) -> MethodCall:
+        """The call with these segments of its keys, of which the last are those of its queries."""
+        t = self.frame.q_position.shape[1]
+        return self.with_frame(k_segment=ids, q_segment=ids[:, ids.shape[1] - t :])
 
     @property
     def declared(self) -> Inputs:
@@ -128,6 +138,29 @@ def with_call(change: Callable[[MethodCall], MethodCall]) -> Change:
 def with_result(change: Callable[[MethodResult], MethodResult]) -> Change:
     """A change of the correct method's result."""
     return lambda truth, call: change(truth(call))
+
+
+def to_bfloat16(x: Array) -> Array:
+    """x rounded to bfloat16, in the dtype of x."""
+    return rounded(x, "bfloat16").astype(x.dtype)
+
+
+def written(
+    mechanism: str,
+    stages: tuple[str, ...] | str,
+    detail: str,
+    change: Change,
+    *,
+    carrier: str = "leaves",
+    subject: str = "",
+    operator: str = "",
+    library: str = "numpy",
+) -> Fault:
+    """A fault that no operator makes. By default its subject is the mechanism itself."""
+    parsed = parse(mechanism)
+    stages = (stages,) if isinstance(stages, str) else stages
+    named = subject or parsed.name, str(parsed)
+    return Fault(*named, stages, carrier, operator, detail, change, library)
 
 
 REPLACING = RLock()

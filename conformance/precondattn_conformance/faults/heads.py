@@ -132,6 +132,3 @@ def _one_of(many: str, few: str, truth: Truth, call: MethodCall) -> MethodResult
         if few in pattern.letters and name in ("k", "v", "q") and many not in pattern.letters
     }
     return replace(true, gradients={**true.gradients, **shared})
-
-
-OPERATORS = {"head map": head_map}

@@ -59,6 +59,3 @@ def _can_be(leaf: Leaf, name: str, default: object) -> bool:
 
 def _arrays(leaf: Leaf) -> object:
     return leaf.inputs, leaf.slots(), leaf.output
-
-
-OPERATORS = {"option ignored": ignored}

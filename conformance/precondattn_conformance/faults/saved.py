@@ -10,18 +10,17 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import precondattn as pa
 from precondattn.algebra.piece import Piece
-from precondattn_conformance.faults.applicable import Named, leaves, reads_its_output
+from precondattn_conformance.faults.applicable import Named, reads_its_output
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     MethodCall,
     MethodResult,
     Truth,
+    to_bfloat16,
     with_call,
 )
-from precondattn_conformance.faults.rounding import to_bfloat16
-from precondattn_conformance.faults.tokens import rolled
+from precondattn_conformance.faults.masks import rolled
 
 
 def saved_output(m: Piece, stage: str) -> Named:
@@ -35,14 +34,8 @@ def saved_output(m: Piece, stage: str) -> Named:
     )
 
 
-def residual(m: Piece, stage: str) -> Named:
-    """Overwrite the logarithms of row sums that blocked attention keeps as residuals."""
-    if stage != BACKWARD or not leaves(m, pa.Softmax, pa.Path):
-        return
-    yield "overwritten by the first gradient", _overwritten
-
-
-def _overwritten(truth: Truth, call: MethodCall) -> MethodResult:
+def overwritten(truth: Truth, call: MethodCall) -> MethodResult:
+    """The gradient, after which its residuals are 0."""
     result = truth(call)
     for x in call.residuals:
         x[...] = 0
@@ -58,7 +51,7 @@ def value_between(m: Piece, stage: str) -> Named:
     for i, name in enumerate(kept):
         yield f"{name} kept in bfloat16", with_call(partial(_changed, i))
     if kept:
-        yield "overwritten by the first gradient", _overwritten
+        yield "overwritten by the first gradient", overwritten
 
 
 def _changed(number: int, call: MethodCall) -> MethodCall:

@@ -24,7 +24,6 @@ from rich.markup import escape
 
 from precondattn_conformance.case import Case
 from precondattn_conformance.cases import cases
-from precondattn_conformance.cores import shared_by
 from precondattn_conformance.faults.carriers import CARRIERS, Carrier, helped, registered
 from precondattn_conformance.faults.catalogue import (
     OF_EACH_STAGE,
@@ -32,6 +31,7 @@ from precondattn_conformance.faults.catalogue import (
     subjects,
 )
 from precondattn_conformance.faults.fault import BACKWARD, FORWARD, STEP, STEP_BACKWARD, Fault
+from precondattn_conformance.process_settings import shared_by
 from precondattn_conformance.progress import Progress
 from precondattn_conformance.runner import run_case
 from precondattn_conformance.status import FAILED, PASSED
@@ -85,7 +85,6 @@ class Plain:
 class SelfTest:
     """The results of all faults and carriers."""
 
-    level: str
     verdicts: list[FaultVerdict] = field(default_factory=list)
     plain: list[Plain] = field(default_factory=list)
     seconds: float = 0.0
@@ -134,17 +133,13 @@ def missing_faults() -> list[str]:
 def run_self_test(
     progress: Progressed = lambda done: None,
     *,
-    level: str = FULL,
     workers: int | None = None,
     only: Iterable[Fault] | None = None,
 ) -> SelfTest:
-    """Run the suite on every fault (or `only` some), in `workers` processes.
-
-    At the level "smoke", a fault that smoke does not catch counts as a survivor.
-    """
+    """Run the suite on every fault (or `only` some), in `workers` processes."""
     start = time.perf_counter()
-    results = SelfTest(level)
-    for done in _results(list(faults() if only is None else only), level, workers):
+    results = SelfTest()
+    for done in _results(list(faults() if only is None else only), workers):
         if isinstance(done, FaultVerdict):
             results.verdicts.append(done)
         else:
@@ -166,18 +161,16 @@ AT_ONCE = 25
 """The number of faults in a task, all of one mechanism, so that they share the oracle's results."""
 
 
-def _results(
-    chosen: list[Fault], level: str, workers: int | None
-) -> Iterator[FaultVerdict | Plain]:
+def _results(chosen: list[Fault], workers: int | None) -> Iterator[FaultVerdict | Plain]:
     tasks = _tasks(chosen)
     workers = min(workers or os.cpu_count() or 1, len(tasks))
     if workers <= 1:
         for task in tasks:
-            yield from run_task(task, level)
+            yield from run_task(task)
         return
     context = multiprocessing.get_context("spawn")
     with shared_by(workers), ProcessPoolExecutor(workers, mp_context=context) as pool:
-        for future in as_completed([pool.submit(run_task, task, level) for task in tasks]):
+        for future in as_completed([pool.submit(run_task, task) for task in tasks]):
             yield from future.result()
 
 
@@ -194,7 +187,7 @@ def _tasks(chosen: Iterable[Fault]) -> list[FaultTask]:
     return tasks
 
 
-def run_task(task: FaultTask, level: str = FULL) -> list[FaultVerdict | Plain]:
+def run_task(task: FaultTask) -> list[FaultVerdict | Plain]:
     """The results of a task, computed in this process."""
     by_name = {fault.name: fault for fault in faults()}
     results: list[FaultVerdict | Plain] = []
@@ -202,7 +195,7 @@ def run_task(task: FaultTask, level: str = FULL) -> list[FaultVerdict | Plain]:
         for name, mechanism, library in task.plain:
             results.append(run_plain(carriers[name], name, mechanism, library))
         for fault in (by_name[name] for name in task.names):
-            results.append(run_fault(carriers[fault.carrier], fault, level))
+            results.append(run_fault(carriers[fault.carrier], fault))
     return results
 
 
@@ -272,7 +265,7 @@ def _in_order(chosen: list[Case], fault: Fault, level: str) -> list[Case]:
     return sorted(chosen, key=late)
 
 
-def self_test(console: Console, level: str = FULL) -> int:
+def self_test(console: Console) -> int:
     """Run `precondattn conformance --self-test`; returns 0 if every fault is caught, else 1."""
     with Progress(console, len(faults())) as progress:
 
@@ -280,7 +273,7 @@ def self_test(console: Console, level: str = FULL) -> int:
             if isinstance(done, FaultVerdict):
                 progress.advance(is_failed=not done.is_caught)
 
-        results = run_self_test(advance, level=level)
+        results = run_self_test(advance)
     return show(results, console)
 
 

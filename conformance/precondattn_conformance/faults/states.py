@@ -20,10 +20,11 @@ from precondattn_conformance.faults.fault import (
     MethodCall,
     MethodResult,
     Truth,
+    to_bfloat16,
     with_call,
+    with_result,
 )
-from precondattn_conformance.faults.rounding import to_bfloat16
-from precondattn_conformance.faults.tokens import rolled
+from precondattn_conformance.faults.masks import rolled
 
 
 def slots_of(m: Piece) -> dict[str, Slot]:
@@ -124,4 +125,19 @@ def first_state(m: Piece, stage: str) -> Named:
         yield f"{name} replaced by zeros", with_call(partial(_zeroed, name))
 
 
-OPERATORS = {"update": update, "meaning": meaning, "past": past, "first state": first_state}
+def gradient_of_state(m: Piece, stage: str) -> Named:
+    """Faults of the gradients of the state before the call and of the state after it."""
+    if stage != STEP_BACKWARD:
+        return
+    for name in slots_of(m):
+        yield f"of the first {name} left out", with_result(partial(_of_state, name))
+        yield f"of the last {name} ignored", partial(_without_later, name)
+
+
+def _of_state(name: str, result: MethodResult) -> MethodResult:
+    return replace(result, d_past={**result.d_past, name: 0 * result.d_past[name]})
+
+
+def _without_later(name: str, truth: Truth, call: MethodCall) -> MethodResult:
+    d_buffers = {**call.d_buffers, name: 0 * call.d_buffers[name]}
+    return truth(replace(call, d_buffers=d_buffers))

@@ -81,6 +81,3 @@ def _last_only(accumulate: Function) -> Function:
         cotangents[name] = gradient
 
     return changed
-
-
-OPERATORS = {"wiring": wiring, "shared input": shared}

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import keyword
+import re
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from precondattn_conformance.new_backend.names import checked
+from precondattn.dispatch.discovery import discover
+from precondattn_conformance import libraries
 
 TEMPLATES = Path(__file__).with_name("templates")
+FORM = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
+"""One name for pip, for `import` (with underscores) and for `--backend`."""
 
 
 class TemplateLibrary(NamedTuple):
@@ -91,7 +98,7 @@ def new_backend(
         raise ValueError(f"library must be one of {', '.join(LIBRARIES)}; found {library!r}")
     if mechanism not in MECHANISMS:
         raise ValueError(f"mechanism must be one of {', '.join(MECHANISMS)}; found {mechanism!r}")
-    checked(name)
+    spellings(name)
     root = Path(name) if directory is None else directory
     if root.exists() and not root.is_dir():
         raise ValueError(f"{root} exists and is no directory")
@@ -105,9 +112,35 @@ def new_backend(
     return list(files)
 
 
+def spellings(name: str) -> dict[str, str]:
+    """A name as the backend and the distribution have it, as a module, and as a class.
+
+    Raises
+    ------
+    ValueError
+        if the name is not valid for a distribution and a module, or is already used.
+    """
+    if not FORM.fullmatch(name):
+        raise ValueError(
+            f"{name!r} is not a valid name for a backend: use lower-case letters and digits, "
+            f"with single hyphens or underscores between them, beginning with a letter"
+        )
+    module = name.replace("-", "_")
+    if keyword.iskeyword(module):
+        raise ValueError(f"{name!r} is a Python keyword, and can not be imported")
+    installed = discover()
+    if name in [*(b.name for b in installed.backends), *(broken for broken, _ in installed.broken)]:
+        raise ValueError(f"the backend name {name!r} is taken by an installed backend")
+    taken, spec = sys.stdlib_module_names | {cls.module for cls in libraries.ALL}, find_spec(module)
+    if module in taken or (spec is not None and spec.origin is not None):  # A folder has no origin.
+        raise ValueError(f"{name!r} would hide the module {module!r}, or be hidden by it")
+    class_name = "".join(part.capitalize() for part in re.split("[-_]", name))
+    return {"name": name, "module": module, "class_name": class_name}
+
+
 def _rendered(name: str, library: str, mechanism: str) -> Iterator[tuple[str, str]]:
     """The path in the package and the text of each file."""
-    names, chosen = checked(name), LIBRARIES[library]
+    names, chosen = spellings(name), LIBRARIES[library]
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ImportError:
@@ -124,14 +157,14 @@ def _rendered(name: str, library: str, mechanism: str) -> Iterator[tuple[str, st
         autoescape=False,  # The templates are of Python, TOML and YAML.
     )
     words = {
-        **names._asdict(),
+        **names,
         **chosen._asdict(),
         **MECHANISMS[mechanism]._asdict(),
         "library": library,
         "mechanism": mechanism,
     }
     computation = chosen.solve if mechanism == "lucid_solve" else f"{mechanism}.py.j2"
-    source = f"src/{names.module}"
+    source = f"src/{names['module']}"
     for path, template in {
         "pyproject.toml": "pyproject.toml.j2",
         "README.md": "README.md.j2",

@@ -4,5 +4,5 @@
     peer_named("fla/kda_chunk").backend()
 
 No code of a project is copied. A project is an installed package, or a checkout of its repository
-(`checkout.py`). If it is missing, its peers are *not compared*.
+(`files.py`). If it is missing, its peers are *not compared*.
 """

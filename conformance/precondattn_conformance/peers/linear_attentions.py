@@ -1,15 +1,19 @@
-"""Linear attention and retention of several projects, in PyTorch and JAX."""
+"""Linear attention and retention of several projects, and Mamba-2's state space model."""
 
 from __future__ import annotations
 
 import math
-from functools import cache
-from types import ModuleType, SimpleNamespace
+from functools import cache, partial
+from types import SimpleNamespace
 
-from precondattn.arrays import Array
-from precondattn_conformance.peers import given
-from precondattn_conformance.peers.arrays import HALF32, Foreign
-from precondattn_conformance.peers.project import on_github
+from precondattn.arrays import Array, upcast
+from precondattn_conformance.peers.arrays import (
+    HALF32,
+    Foreign,
+    in_one_dtype,
+)
+from precondattn_conformance.peers.files import names_of
+from precondattn_conformance.peers.project import Project, on_github
 
 FAST_TRANSFORMERS = on_github(
     "idiap/fast-transformers@2ad36b97e64cb93862937bd21fcc9568d989561f",
@@ -30,8 +34,6 @@ TORCHSCALE = on_github(
 AXLEARN = on_github(
     "apple/axlearn@34aed43c1b6e581c4753d06d7cbeedd5010ef26b", "2026-07-08", "axlearn"
 )
-ALL = (FAST_TRANSFORMERS, LOLCATS, LIGHTNING, TORCHSCALE, AXLEARN)
-
 NO_EVENTS = SimpleNamespace(get=lambda _: SimpleNamespace(dispatch=lambda _: None))
 
 
@@ -41,7 +43,7 @@ def _layer(path: str, name: str) -> Foreign:
     import torch
 
     maps = FAST_TRANSFORMERS.imported("fast_transformers/feature_maps/base.py")
-    given_ = given.of_pytorch() | {
+    names = names_of("torch") | {
         "Module": torch.nn.Module,
         "Dropout": torch.nn.Dropout,
         "sqrt": math.sqrt,
@@ -50,9 +52,8 @@ def _layer(path: str, name: str) -> Foreign:
         "elu_feature_map": maps.elu_feature_map,
         "check_state": lambda state, _: state,
     }
-    return getattr(
-        FAST_TRANSFORMERS.excerpt(f"fast_transformers/{path}", name, imported=given_), name
-    )
+    module = FAST_TRANSFORMERS.excerpt(f"fast_transformers/{path}", name, imported=names)
+    return getattr(module, name)
 
 
 @FAST_TRANSFORMERS.peer("softmax", library="torch", heads="equal")
@@ -83,12 +84,13 @@ def recurrent_linear_attention(q: Array, k: Array, v: Array) -> Array:
     return torch.stack(outs, 1)
 
 
-@cache
-def _of_lolcats(function: str) -> Foreign:
-    """A function of LoLCATs without its breakpoint at NaN weights, which would stop the run."""
-    path = "src/model/linear_attention/linear_attention.py"
-    names = given.of_pytorch() | {"fast_causal_dot_product": None, "breakpoint": lambda: None}
-    return getattr(LOLCATS.excerpt(path, function, imported=names), function)
+# A breakpoint at NaN weights would stop the run.
+_of_lolcats = partial(
+    LOLCATS.defined,
+    "src/model/linear_attention/linear_attention.py",
+    fast_causal_dot_product=None,
+    breakpoint=lambda: None,
+)
 
 
 @LOLCATS.peer("softmax", library="torch", layout="bhtd", heads="equal")
@@ -114,18 +116,13 @@ def _slopes(heads: int) -> Array:
     return -torch.log1p(-(2.0 ** (-5 - torch.arange(heads, dtype=torch.float64))))
 
 
-@cache
-def _lightning() -> ModuleType:
-    path, functions = "lightning_attn/ops/torch/linear_attention.py", ("get_mask", "get_full_mask")
-    return LIGHTNING.excerpt(path, "linear_attn", *functions, imported=given.of_pytorch())
-
-
 @LIGHTNING.peer(
     "retention[scale=1.0]", library="torch", layout="bhtd", heads="equal", dtypes=HALF32
 )
 def linear_attn(q: Array, k: Array, v: Array) -> Array:
     """Takes the decays in float32."""
-    return _lightning().linear_attn(q, k, v, _slopes(q.shape[1]))
+    path, masks = "lightning_attn/ops/torch/linear_attention.py", ("get_mask", "get_full_mask")
+    return LIGHTNING.defined(path, "linear_attn", *masks)(q, k, v, _slopes(q.shape[1]))
 
 
 @TORCHSCALE.peer(
@@ -145,21 +142,14 @@ def parallel_forward(q: Array, k: Array, v: Array) -> Array:
     import torch
 
     path = "torchscale/component/multiscale_retention.py"
-    layer = TORCHSCALE.excerpt(path, "MultiScaleRetention", imported=given.of_pytorch())
+    layer = TORCHSCALE.defined(path, "MultiScaleRetention")
     b, h, t, e = v.shape
     past = torch.arange(t)[:, None] - torch.arange(t)
     decays = torch.exp(-_slopes(h)[:, None, None] * past.clamp(min=0)).tril().to(q.dtype)
     sizes = SimpleNamespace(num_heads=h, head_dim=e)
     rows = v.transpose(1, 2).reshape(b, t, h * e)
-    out = layer.MultiScaleRetention.parallel_forward(sizes, q * 2.0**-20, k, rows, decays)
+    out = layer.parallel_forward(sizes, q * 2.0**-20, k, rows, decays)
     return (out * 2.0**20).transpose(1, 2)
-
-
-@cache
-def _inner_linear_scan() -> Foreign:
-    path = "axlearn/common/rattention/kernels/linear_attention_kernels.py"
-    names = given.of_jax() | given.of_einops()
-    return AXLEARN.excerpt(path, "_inner_linear_scan", imported=names)._inner_linear_scan
 
 
 @AXLEARN.peer("linear[scale=1.0]", library="jax", layout="bhtd")
@@ -169,4 +159,97 @@ def linear_scan(q: Array, k: Array, v: Array, initial_state: Array | None = None
 
     if initial_state is None:
         initial_state = jnp.zeros((*q.shape[:2], q.shape[3], v.shape[3]), jnp.float32)
-    return _inner_linear_scan()(q, k, v, initial_state)
+    path = "axlearn/common/rattention/kernels/linear_attention_kernels.py"
+    run = AXLEARN.defined(path, "_inner_linear_scan", given="jax einops")
+    return run(q, k, v, initial_state)
+
+
+# Mamba-2's state space model: the references of Mamba's kernels, and mamba2-minimal.
+
+MAMBA = on_github(
+    "state-spaces/mamba@e9594ce1c732d97440f0332fdc43170a2294dbfa", "2026-07-23", "Mamba"
+)
+MINIMAL = on_github(
+    "tommyip/mamba2-minimal@4f4413731f24303b4e046962bce6ca5b6a3b13d6",
+    "2024-06-17",
+    "mamba2-minimal",
+)
+CHUNK = 64
+
+
+def _reference(path: str, *names: str) -> Foreign:
+    return MAMBA.defined(f"mamba_ssm/ops/{path}.py", *names, given="torch einops")
+
+
+def _ssd(
+    where: tuple[Project, str, str],
+    *arrays: Array,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+) -> tuple[Array, Array]:
+    q, k, v, g = arrays
+    before = None if initial_state is None else initial_state.mT[:, None]
+    x, g, k, q = in_one_dtype(v, g, k, q)
+    project, path, name = where
+    run = project.defined(path, name, "segsum", given="torch einops")
+    out, after = run(x, g, k, q, CHUNK, before)
+    return out.to(v.dtype), after.mT
+
+
+for _project, _path, _name in (
+    (MAMBA, "mamba_ssm/modules/ssd_minimal.py", "ssd_minimal_discrete"),
+    (MINIMAL, "mamba2.py", "ssd"),
+):
+    _load: Foreign = partial(partial, _ssd, (_project, _path, _name))
+    _takes = "q k v g initial_state=? output_final_state=?"
+    _arrangement: Foreign = {"library": "torch", "heads": "equal", "multiple": CHUNK}
+    _project.direct(_name, "ssd", _load, _takes, **_arrangement)
+
+
+@MAMBA.peer("ssd", library="torch", multiple=CHUNK)
+def ssd_chunk_refs(q: Array, k: Array, v: Array, g: Array) -> Array:
+    """The references of Mamba's kernels, called as `ssd_chunk_scan_combined_ref` calls them.
+
+    That function has one A for each head, g = dt A, and multiplies values by dt; here dt is 1.
+    """
+    import torch
+
+    sums = upcast(g).unflatten(1, (-1, CHUNK)).permute(0, 3, 1, 2).cumsum(-1)
+    one = torch.ones_like(sums)
+    states = _reference("triton/ssd_chunk_state", "chunk_state_ref")(k, v, one, sums)
+    passed = _reference("triton/ssd_state_passing", "state_passing_ref")
+    before = passed(states.flatten(-2), sums[..., -1])[0].unflatten(-1, states.shape[-2:])
+    return _reference("triton/ssd_chunk_scan", "chunk_scan_ref")(k, q, v, one, sums, before)
+
+
+def _of_steps(v: Array, g: Array) -> tuple[Array, Array]:
+    """x and dt with x dt = v and A dt = g for A = −1; for a decay of 1, dt is almost 0."""
+    dt = (-g).clamp(min=1e-26)[..., None]
+    return v / dt, dt.expand_as(v)
+
+
+@MAMBA.peer("ssd", library="torch", dtypes=HALF32[:1], gradient=False)
+def selective_scan_ref(q: Array, k: Array, v: Array, g: Array) -> Array:
+    """Mamba-1's reference, with the same step and decay for all channels of a head."""
+    import torch
+
+    scan = _reference("selective_scan_interface", "selective_scan_ref")
+    x, dt = (a.flatten(2).mT for a in _of_steps(v, g))
+    decay = -torch.ones(x.shape[1], q.shape[-1])
+    out = scan(x, dt, decay, k.permute(0, 2, 3, 1), q.permute(0, 2, 3, 1))
+    return out.mT.unflatten(2, v.shape[2:])
+
+
+@MAMBA.peer("ssd", library="torch", dtypes=HALF32[:1], gradient=False)
+def selective_state_update_ref(
+    q: Array, k: Array, v: Array, g: Array, initial_state: Array | None = None
+) -> tuple[Array, Array]:
+    """Computes one token after the other, changing the state in place."""
+    import torch
+
+    update = _reference("triton/selective_state_update", "selective_state_update_ref")
+    shape = (*v[:, 0].shape, q.shape[-1])
+    state = torch.zeros(shape) if initial_state is None else initial_state.mT.clone()
+    decay, (x, dt) = -torch.ones(shape[1:]), _of_steps(v, g)
+    tokens = [update(state, x[:, t], dt[:, t], decay, k[:, t], q[:, t]) for t in range(q.shape[1])]
+    return torch.stack(tokens, 1), state.mT

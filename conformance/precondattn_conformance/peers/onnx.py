@@ -9,7 +9,6 @@ from precondattn_conformance.peers.arrays import Foreign, mask_with_bias, scale_
 from precondattn_conformance.peers.project import Project
 
 ONNX = Project("onnx", "ONNX", "https://github.com/onnx/onnx", package="onnx")
-ALL = (ONNX,)
 
 
 @cache

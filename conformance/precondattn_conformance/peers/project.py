@@ -4,7 +4,7 @@
     MAMBA = on_github("state-spaces/mamba@…", "2026-07-23", "Mamba")
 
 A package is imported as installed, with or without its dependencies. A project that is not on a
-package index is imported from a checkout (`checkout.py`).
+package index is imported from a checkout (`files.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution, version
 from inspect import Parameter, Signature
@@ -28,9 +29,36 @@ from precondattn_conformance.functions.backend import (
 )
 from precondattn_conformance.functions.parameters import State
 from precondattn_conformance.peers.arrays import Foreign
-from precondattn_conformance.peers.checkout import Checkout
-from precondattn_conformance.peers.files import MissingError, excerpt_of, module_of
-from precondattn_conformance.peers.released import RELEASED
+from precondattn_conformance.peers.files import (
+    Checkout,
+    MissingError,
+    excerpt_of,
+    module_of,
+    names_of,
+)
+
+RELEASED = {
+    ("dm-haiku", "0.0.17"): "2026-07-27",
+    ("equinox", "0.13.8"): "2026-05-05",
+    ("fla-core", "0.6.0"): "2026-10-23",
+    ("flax", "0.12.8"): "2026-07-20",
+    ("jax", "0.10.2"): "2026-06-17",
+    ("keras", "3.15.1"): "2026-07-29",
+    ("linear-attention-transformer", "0.19.1"): "2021-09-07",
+    ("local-attention", "1.11.2"): "2025-07-16",
+    ("mlstm_kernels", "2.0.6"): "2026-09-14",
+    ("native-sparse-attention-pytorch", "0.2.3"): "2025-08-15",
+    ("nystrom-attention", "0.0.14"): "2025-03-24",
+    ("onnx", "1.23.2"): "2026-10-06",
+    ("performer-pytorch", "1.1.4"): "2022-02-02",
+    ("timm", "1.0.31"): "2026-11-03",
+    ("tokamax", "0.0.12"): "2026-03-19",
+    ("torch", "2.13.0"): "2026-07-08",
+    ("transformers", "5.23.0"): "2026-11-13",
+    ("x-transformers", "2.31.10"): "2026-10-23",
+    ("xformers", "0.0.35"): "2026-02-20",
+}
+"""Release dates by package and version, from the package index; those of others are unknown."""
 
 Function = Callable[..., object]
 
@@ -97,7 +125,7 @@ class Peer:
         return backend_from_function(self.function, self.mechanism, **arrangement)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Project:
     """A public project, and the peers made of its functions."""
 
@@ -110,7 +138,7 @@ class Project:
     checkout: Checkout | None = None
     """The checkout of a project that is not on an index."""
     date: str | None = None
-    """The date (year, month, day) of the revision, or of a version not in `released.py`."""
+    """The date (year, month, day) of the revision, or of a version not in `RELEASED`."""
     peers: dict[str, Peer] = field(default_factory=dict)
 
     def peer(self, mechanism: str, **arrangement: Foreign) -> Callable[[Function], Function]:
@@ -240,6 +268,17 @@ class Project:
     def excerpt(self, path: str, *names: str, imported: Mapping[str, object]) -> ModuleType:
         """Functions and classes of a file whose imports are not installed (`excerpt_of`)."""
         return excerpt_of(self.folder / path, *names, imported=imported)
+
+    @cache  # noqa: B019 - There is one object for each project.
+    def defined(
+        self, path: str, name: str, *more: str, given: str = "torch", **others: Foreign
+    ) -> Foreign:
+        """A function or class of such a file, which calls `more` of its definitions.
+
+        `given` has the libraries whose usual names it uses (`names_of`); `others` are more names.
+        """
+        imported = names_of(given) | others
+        return getattr(self.excerpt(path, name, *more, imported=imported), name)
 
 
 def on_github(source: str, date: str, title: str, name: str = "") -> Project:

@@ -27,7 +27,6 @@ TRANSFORMERS = Project(
     "https://github.com/huggingface/transformers",
     package="transformers",
 )
-ALL = (TRANSFORMERS,)
 STATE = ("initial_state", "output_final_state")
 
 
@@ -200,19 +199,6 @@ def mamba2_step(
     return torch.stack(outs, 1), state.transpose(2, 3)
 
 
-class _LinearCache:
-    """A cache with one state, with the interface that MiniMax's attention uses."""
-
-    def __init__(self, state: Array | None) -> None:
-        self.state = state
-
-    def get_linear_cache(self, layer: int) -> Array | None:
-        return self.state
-
-    def set_linear_cache(self, layer: int, state: Array) -> None:
-        self.state = state
-
-
 @TRANSFORMERS.peer("retention[scale=1]", heads="equal", widths="equal")
 def minimax_lightning(q: Array, k: Array, v: Array, initial_state: Array | None = None) -> object:
     """MiniMax's attention with RetNet's decays instead of its own, without its gate and norm.
@@ -232,27 +218,34 @@ def minimax_lightning(q: Array, k: Array, v: Array, initial_state: Array | None 
     module.qkv_proj = lambda _: torch.cat([q, k, v], 3).flatten(2)
     module.act_fn = module.norm = module.out_proj = lambda x: x
     module.output_gate = lambda x: x.new_full((), torch.inf)
-    cache = _LinearCache(None if initial_state is None else initial_state.to(v.dtype))
+    states = [None if initial_state is None else initial_state.to(v.dtype)]
+    cache = SimpleNamespace(
+        get_linear_cache=lambda layer: states[-1],
+        set_linear_cache=lambda layer, state: states.append(state),
+    )
     out, _ = attention.forward(module, q.flatten(2), None, None, cache)
-    return out.unflatten(2, (h, width)), cache.state
+    return out.unflatten(2, (h, width)), states[-1]
 
 
 # mLSTM. The running maximum begins at 0 here, and at −∞ in the definition. That changes the scale
 # of ε, which is visible in float64.
 
 
-@TRANSFORMERS.peer("mlstm", layout="bhtd", heads="equal", multiple=64, dtypes=HALF32)
-def xlstm_chunk(q: Array, k: Array, v: Array, g: Array, i: Array, eps: float) -> object:
-    """Takes gates in the dtype of the queries, contiguous in memory."""
-    function = _of_model("xlstm", "mlstm_chunkwise_native_autograd")
-    i, f = (x.to(q.dtype).contiguous() for x in (i, forget_gate(g)))
-    return function(q, k, v, i, f, eps=eps)
+def _mlstm(function: str, q: Array, k: Array, v: Array, g: Array, i: Array, eps: float) -> object:
+    """Takes gates in the dtype of the queries, contiguous in memory, if it is in chunks."""
+    f = forget_gate(g)
+    if "chunk" in function:
+        i, f = (x.to(q.dtype).contiguous() for x in (i, f))
+    return _of_model("xlstm", function)(q, k, v, i, f, eps=eps)
 
 
-@TRANSFORMERS.peer("mlstm", layout="bhtd", heads="equal", dtypes=HALF32)
-def xlstm_recurrent(q: Array, k: Array, v: Array, g: Array, i: Array, eps: float) -> object:
-    function = _of_model("xlstm", "mlstm_recurrent_sequence_native")
-    return function(q, k, v, i, forget_gate(g), eps=eps)
+for _name, _function, _multiple in (
+    ("xlstm_chunk", "mlstm_chunkwise_native_autograd", 64),
+    ("xlstm_recurrent", "mlstm_recurrent_sequence_native", 1),
+):
+    _load, _takes = partial(partial, _mlstm, _function), "q k v g i eps"
+    _arrangement = {"layout": "bhtd", "heads": "equal", "multiple": _multiple, "dtypes": HALF32}
+    TRANSFORMERS.direct(_name, "mlstm", _load, _takes, **_arrangement)
 
 
 @TRANSFORMERS.peer("nystrom[landmarks=8,start=batch]", heads="equal")

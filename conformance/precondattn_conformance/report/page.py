@@ -126,7 +126,6 @@ def environment_of(record: RunRecord) -> list[tuple[str, str]]:
     pairs = [
         ("Backends", ", ".join(map(_backend, record.backends)) or "those chosen by default"),
         ("Suite", f"precondattn {record.suite}, level {record.level}"),
-        ("Oracle", _oracles(record)),
         ("Outputs only", _outputs_only(record)),
         ("Only", "; ".join(f"{name} {', '.join(f)}" for name, f in record.filters.items())),
         ("Revision", _revision(revision) if revision else ""),
@@ -147,13 +146,6 @@ def _outputs_only(record: RunRecord) -> str:
     """A text on how many cases were compared without gradients, and why."""
     reasons = Counter(in_few_words(r.outputs_only) for r in record.outcomes if r.outputs_only)
     return "; ".join(f"{_many(n, 'case')}: {why}" for why, n in reasons.most_common())
-
-
-def _oracles(record: RunRecord) -> str:
-    """A text on the sources of expected results, if it was not the reference alone."""
-    count = Counter(result.expected_by for result in record.outcomes)
-    others = [f"{name} for {_many(n, 'long case')}" for name, n in count.items() if name]
-    return ", ".join(["reference", *others]) if others else ""
 
 
 def _pairs(named: dict[str, str], form: str) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,14 +21,14 @@ from typing import IO, TYPE_CHECKING
 
 import precondattn
 from precondattn_conformance.report import environment
-from precondattn_conformance.report.coverage import Coverage, coverage
 from precondattn_conformance.report.printable import all_printable, printable
+from precondattn_conformance.report.refusal import in_few_words
 from precondattn_conformance.report.result import Result
+from precondattn_conformance.status import SKIPPED, UNSUPPORTED
 
 if TYPE_CHECKING:
     from precondattn.json_types import Json, JsonObject
     from precondattn_conformance.case import Case
-    from precondattn_conformance.design.coverage import Pairs
     from precondattn_conformance.enough import CheckShare
     from precondattn_conformance.promises import Promise
     from precondattn_conformance.runner import Outcome
@@ -41,6 +42,29 @@ PATIENCE = 20
 
 RESERVED = 512
 """The number of bytes reserved for the id of the running case."""
+
+
+@dataclass
+class Coverage:
+    """The number of compared cases of a mechanism and check, and why others were not compared."""
+
+    mechanism: str
+    check: str
+    compared: int = 0
+    unsupported: Counter[str] = field(default_factory=Counter)
+    """The number of declined cases by the backend's reason."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    """The number of skipped cases by reason."""
+
+    @property
+    def total(self) -> int:
+        return self.compared + self.unsupported.total() + self.skipped.total()
+
+    def to_json(self) -> JsonObject:
+        """The entry in a record, without empty fields."""
+        reasons = {"unsupported": dict(self.unsupported), "skipped": dict(self.skipped)}
+        entry = {"mechanism": self.mechanism, "check": self.check, "compared": self.compared}
+        return {**entry, **{name: counts for name, counts in reasons.items() if counts}}
 
 
 @dataclass
@@ -61,9 +85,6 @@ class RunRecord:
     outcomes: list[Result] = field(default_factory=list)
     layouts: dict[str, JsonObject] = field(default_factory=dict)
     """The sizes and masks of calls, by the name of the layout."""
-    pairs: list[JsonObject] = field(default_factory=list)
-    """For each mechanism, the number of compared pairs of levels of the design, and of compatible
-    pairs. Written when the run ends."""
     promises: list[JsonObject] = field(default_factory=list)
     """For each convention, whether it is promised and whether it holds. Written when the run ends;
     empty if no backend is named."""
@@ -81,7 +102,17 @@ class RunRecord:
 
     @property
     def coverage(self) -> list[Coverage]:
-        return coverage(self.outcomes, self.names)
+        """The coverage of the outcomes, in the order of their mechanisms and checks."""
+        rows: dict[tuple[str, str], Coverage] = {}
+        for result in self.outcomes:
+            key = result.mechanism, result.check
+            row = rows.setdefault(key, Coverage(*key))
+            row.compared += result.is_compared
+            if result.status == UNSUPPORTED:
+                row.unsupported[in_few_words(result.reason, self.names)] += 1
+            if result.status == SKIPPED:
+                row.skipped[result.headline or "no reason given"] += 1
+        return list(rows.values())
 
     def count(self, status: str) -> int:
         return sum(result.status == status for result in self.outcomes)
@@ -89,7 +120,7 @@ class RunRecord:
     def head(self) -> JsonObject:
         """The fields that precede coverage and outcomes."""
         names = ("date", "seconds", "suite", "backends", "level", "device", "filters")
-        more = ("environment", "layouts", "pairs", "promises", "checks")
+        more = ("environment", "layouts", "promises", "checks")
         return {name: getattr(self, name) for name in (*names, *more)} | {
             "seconds": round(self.seconds, 3)
         }
@@ -127,7 +158,6 @@ def load(path: Path | str) -> RunRecord:
             **{name: content[name] for name in ("device", "filters", "environment", "seconds")},
             running=content.get("running"),
             layouts=content.get("layouts", {}),
-            pairs=list(content.get("pairs", [])),
             promises=list(content.get("promises", [])),
             checks=list(content.get("checks", [])),
             outcomes=[Result.from_json(entry) for entry in content["outcomes"]],
@@ -233,11 +263,8 @@ class RecordWriter:
         self.record.outcomes = [results[i] for i in order]
         self._lines = [self._lines[i] for i in order]
 
-    def summarize(
-        self, pairs: Iterable[Pairs], promises: Iterable[Promise], shares: Iterable[CheckShare]
-    ) -> None:
-        """Set what was compared: pairs of levels, conventions, and shares of the checks."""
-        self.record.pairs = [row.to_json() for row in pairs]
+    def summarize(self, promises: Iterable[Promise], shares: Iterable[CheckShare]) -> None:
+        """Set what was compared: conventions, and shares of the checks."""
         self.record.promises = [promise.to_json() for promise in promises]
         self.record.checks = [all_printable(share.to_json()) for share in shares]
 

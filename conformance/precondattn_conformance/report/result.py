@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf}
 """Texts for errors that JSON can not represent as numbers."""
-TEXTS = ("reason", "details", "snippet", "alone", "expected_by", "outputs_only")
+TEXTS = ("reason", "details", "snippet", "alone", "outputs_only")
 """Fields that are left out of an entry if they are empty."""
 
 
@@ -34,8 +34,6 @@ class Result:
     status: str
     error: float | None = None
     bound: float | None = None
-    expected_by: str = ""
-    """The source of the expected result; empty for the reference, or if nothing was measured."""
     outputs_only: str = ""
     """The reason why no gradients were compared, in a check that also compares gradients."""
     seconds: float = 0.0
@@ -59,7 +57,6 @@ class Result:
         values: JsonObject = {name: printable(text) for name, text in texts.items()}
         if measured is not None:
             values |= {"error": float(measured.error), "bound": float(measured.bound)}
-            values["expected_by"] = measured.expected_by
             values["outputs_only"] = printable(measured.outputs_only)
         values |= {"status": outcome.status, "alone": outcome.alone}
         after = tuple(map(printable, outcome.after))

@@ -90,7 +90,7 @@ class RoundedDeltaRule(AllTokens):
 
     def _written(self, x: DeltaChunk) -> DeltaWrites:
         keys = self._product(x.k, _t(x.k))
-        decay = np.exp(np.where(_lower(x.k) > 0, x.until - _t(x.until), -np.inf))
+        decay = np.exp(np.where(np.tri(x.k.shape[-2]) > 0, x.until - _t(x.until), -np.inf))
         one = np.broadcast_to(np.eye(x.k.shape[2]), keys.shape)
         inverse = solve_lower(one + x.beta * np.tril(decay * keys, -1), one)
         values = self.round(self._product(inverse, x.beta * x.v))
@@ -203,7 +203,3 @@ def _t(x: Array) -> Array:
 
 def _sum(x: Array) -> Array:
     return np.asarray(np.sum(x, axis=-1, keepdims=True))
-
-
-def _lower(x: Array) -> Array:
-    return np.tri(x.shape[-2])

@@ -27,16 +27,10 @@ from precondattn.spec.array_functions import (
     transpose,
 )
 from precondattn.spec.lucid import TriangularSystem
-from precondattn.spec.metric import DOT
 from precondattn.spec.rms_norm import rms_norm_vjp
 from precondattn_conformance.rounding.attention import Rounding
 
 BLOCK = 64
-
-
-def has_model(leaf: pa.LucidSolve) -> bool:
-    """Whether the solve is bounded, and its scores are inner products of keys."""
-    return leaf.has_unit_diagonal and leaf.metric is DOT
 
 
 class Roundings(NamedTuple):

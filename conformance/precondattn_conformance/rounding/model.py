@@ -24,6 +24,7 @@ from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.backend import Request
 from precondattn.frame import Frame
 from precondattn.method_backend import MethodRunner
+from precondattn.spec.metric import DOT
 from precondattn.spec.read import MEAN_AND_LOG_SUM
 from precondattn_conformance.cancellation import Sizes
 from precondattn_conformance.declared import mechanism_of
@@ -32,7 +33,7 @@ from precondattn_conformance.oracle import Oracle, oracle, rounded
 from precondattn_conformance.rounding import lucid
 from precondattn_conformance.rounding.attention import rounded_attention
 from precondattn_conformance.rounding.delta_rule import without_scale
-from precondattn_conformance.tolerance import error, smallest_measured
+from precondattn_conformance.tolerance import SMALLEST, error
 
 NAME = "rounding_model"
 DELTA_RULES = Recurrences(("delta",), gate=(None, "head"), strength=("scalar",))
@@ -63,7 +64,8 @@ class RoundingModel(pa.Backend):
             return "rounds leaves only"
         is_attention = type(piece) in (pa.Softmax, pa.Path)
         is_attention = is_attention and getattr(piece, "read", None) != MEAN_AND_LOG_SUM
-        is_lucid = type(piece) is pa.LucidSolve and lucid.has_model(piece)
+        # Bounded solves whose scores are inner products of keys.
+        is_lucid = type(piece) is pa.LucidSolve and piece.has_unit_diagonal and piece.metric is DOT
         if is_attention or is_lucid or _is_delta(piece):
             return MethodRunner(self, piece)
         return "rounds softmax attention, LUCID and the delta rule only"
@@ -125,7 +127,7 @@ def errors_of_model(mechanism: str, layout: CallLayout, kind: str, dtype: str) -
     runs = list(model(mechanism, expected, dtype))
 
     def measured(result: np.ndarray, right: np.ndarray, terms: Sizes = 0.0) -> float:
-        return error(rounded(result, dtype), right, terms, smallest_measured(dtype))
+        return error(rounded(result, dtype), right, terms, SMALLEST[dtype])
 
     return ModelErrors(
         max(measured(out, expected.out) for out, _ in runs),

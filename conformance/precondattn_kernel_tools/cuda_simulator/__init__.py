@@ -19,19 +19,17 @@ device/    the headers of kernels: CUDA's builtins, and CUDA's own headers
 runtime/   threads, warps and memory, and their errors
 """
 
-from precondattn_kernel_tools.cuda_simulator.errors import (
-    CompilationError,
+from precondattn_kernel_tools.cuda_simulator.module import (
     KernelError,
     OutOfBoundsError,
     RaceError,
-    SynchronizationError,
-    UninitializedError,
-)
-from precondattn_kernel_tools.cuda_simulator.module import (
     SimulatedFunction,
     SimulatedModule,
+    SynchronizationError,
+    UninitializedError,
     checked,
 )
+from precondattn_kernel_tools.cuda_simulator.shared_declarations import CompilationError
 from precondattn_kernel_tools.cuda_toolkit import MissingToolError
 
 __all__ = [

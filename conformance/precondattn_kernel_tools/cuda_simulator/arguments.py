@@ -34,15 +34,9 @@ class KernelParameter(NamedTuple):
     size: int
 
     def __str__(self) -> str:
+        kinds = {"v": "void", "x": f"a structure of {self.size} bytes", "t": "bool"}
         words = {"f": "floating-point", "b": "bfloat16", "i": "signed", "u": "unsigned"}
-        if self.letter == "v":
-            kind = "void"
-        elif self.letter == "x":
-            kind = f"a structure of {self.size} bytes"
-        elif self.letter == "t":
-            kind = "bool"
-        else:
-            kind = f"{words[self.letter]} of {8 * self.size} bits"
+        kind = kinds.get(self.letter) or f"{words[self.letter]} of {8 * self.size} bits"
         return f"a pointer to {kind}" if self.is_pointer else kind
 
     def accepts(self, dtype: np.dtype) -> bool:

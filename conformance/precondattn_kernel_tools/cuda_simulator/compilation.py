@@ -15,9 +15,10 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from precondattn_kernel_tools.cuda_simulator.errors import CompilationError
 from precondattn_kernel_tools.cuda_simulator.shared_declarations import (
+    CompilationError,
     plain_kernels,
     translate,
 )
@@ -51,11 +52,11 @@ ENTRY = (
 )
 
 
-class Built:
+class Built(NamedTuple):
     """A library, and the names of its kernels by index."""
 
-    def __init__(self, path: Path, names: Sequence[str]) -> None:
-        self.path, self.names = path, tuple(names)
+    path: Path
+    names: list[str]
 
 
 def build(
@@ -95,12 +96,6 @@ def build(
         _run(["-shared", "-Wl,--no-undefined", "-o", str(path), str(unit), str(runtime)])
 
     return Built(_cached(f"module-{key}.so", make), names)
-
-
-def cache_folder() -> Path:
-    """The user's cache folder. It may be removed at any time."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "precondattn" / "cuda_simulator"
 
 
 def _supported(options: Sequence[str]) -> list[str]:
@@ -164,8 +159,9 @@ def _key(*texts: str) -> str:
 
 
 def _cached(name: str, make: Callable[[Path], None]) -> Path:
-    """The cached file with this name. Concurrent processes each get a complete one."""
-    folder = cache_folder()
+    """The file with this name in the user's cache. Concurrent processes each get a complete one."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = home / "precondattn" / "cuda_simulator"
     path = folder / name
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

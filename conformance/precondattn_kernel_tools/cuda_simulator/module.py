@@ -15,7 +15,6 @@ from typing import Literal
 
 from precondattn_kernel_tools.cuda_simulator.arguments import LaunchArguments, parameters
 from precondattn_kernel_tools.cuda_simulator.compilation import DEVICE, Built, build
-from precondattn_kernel_tools.cuda_simulator.errors import KINDS
 from precondattn_kernel_tools.cuda_toolkit import include_folder
 
 Order = int | Literal["reverse"] | None
@@ -29,6 +28,30 @@ STATIC_LIMIT, SHARED_LIMIT = 48 << 10, 227 << 10
 """The default and the largest size of shared memory in bytes."""
 MOST_THREADS = 1024
 GRID_LIMITS, BLOCK_LIMITS = (2**31 - 1, 65535, 65535), (1024, 1024, 64)
+
+
+class KernelError(RuntimeError):
+    """A fault of a kernel, with the line, the thread and the block. Arrays are left unchanged."""
+
+
+class OutOfBoundsError(KernelError, IndexError):
+    """A misaligned access, or one outside of an array, a shared variable or a local variable."""
+
+
+class RaceError(KernelError):
+    """Two threads access the same element in no defined order, and one of them writes."""
+
+
+class UninitializedError(KernelError):
+    """A thread reads shared memory that no thread of the block has written."""
+
+
+class SynchronizationError(KernelError):
+    """A barrier, a shuffle or a vote that some of its threads do not reach, or a deadlock."""
+
+
+KINDS = (KernelError, OutOfBoundsError, RaceError, UninitializedError, SynchronizationError)
+"""The error classes, indexed by the runtime's error number."""
 
 
 @contextmanager
@@ -132,7 +155,7 @@ class SimulatedFunction:
         Raises
         ------
         KernelError
-            for an error of a thread; see `errors.py` for its kinds.
+            for an error of a thread, of one of the kinds above.
         TypeError, ValueError
             for arguments with which the kernel can not be launched.
         """

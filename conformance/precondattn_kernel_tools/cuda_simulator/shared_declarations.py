@@ -12,14 +12,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precondattn_kernel_tools.cuda_simulator.errors import CompilationError
-
 SHARED = re.compile(r"\b(extern\s+|static\s+|volatile\s+)*__shared__\b([^;]*);")
 ALIGNMENT = re.compile(r"(?:__attribute__\s*\(\(\s*aligned|alignas)\s*\(([^()]*)\)(?:\s*\)\))?")
 DECLARATOR = re.compile(r"^(.*?)(\w+)\s*((?:\[[^\]]*\]\s*)*)$", re.DOTALL)
 GLOBAL = re.compile(r"\b__global__\b")
 MARKER = re.compile(r'^# (\d+) "([^"]*)"((?: \d)*)$')
 ASSEMBLY = re.compile(r"\b(?:asm|__asm__)\b\s*(?:volatile|__volatile__)?\s*\(")
+
+
+class CompilationError(RuntimeError):
+    """Raised if the source does not compile for the simulator; contains the compiler's message."""
 
 
 def translate(text: str, source: str) -> str:

@@ -56,6 +56,10 @@ def on_shards(verb: str, runner: JaxRunner, *arrays: Tree) -> Tree:
     return with_derivative(call.mappable(), partial(jax.jvp, function))(*leaves)
 
 
+compiled = partial(jax.jit, static_argnums=(0, 1))(on_shards)
+"""`on_shards` as one function that is compiled once for its shapes."""
+
+
 @dataclass(eq=False)
 class ShardedCall:
     """A function of arrays, and the independent axes of its arguments and results."""

@@ -1,21 +1,31 @@
-"""PyTorch's autograd: a planned call as custom operators with a gradient.
+"""PyTorch's autograd: a planned call as custom operators with a gradient, or without operators.
 
 `operators.py` has the operators, `derivatives.py` their gradients, and `vmap.py` their rule for
 vmap. Calls under transforms for which operators have no rule (torch.func.grad, forward-mode
 differentiation) run on the reference.
+
+An operator takes as much time as a short call itself. A call that nothing else observes is recorded
+without. If something observes or differentiates its gradient, the gradient is the operator's.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
-from precondattn.arrays import Array, Arrays, Residuals, Tree, wants_gradient
+from precondattn.arrays import Array, Arrays, Residuals, Tree, cast, wants_gradient
 from precondattn.cache import Replace, Updates
 from precondattn.dispatch.plan import PlannedCall
+from precondattn.execution.array_checks import values_of
+from precondattn.execution.cotangents import gradients_at
+from precondattn.execution.packed import MovedRows, taken
 from precondattn.frame import Frame
 from precondattn.frameworks.torch import operators, vmap  # noqa: F401
+from precondattn.frameworks.torch.autocast import off
 from precondattn.frameworks.torch.derivatives import register_flops
-from precondattn.frameworks.torch.frames import text_of
+from precondattn.frameworks.torch.modes import check_cotangents, only_computes
+from precondattn.frameworks.torch.operators import output_dtype, text_of, unaliased
 
 
 def apply(planned: PlannedCall, inputs: Arrays, frame: Frame) -> Tensor:
@@ -76,3 +86,66 @@ def _called(
     lists = [list(each.values()) for each in arrays]
     masks, layout = list(frame.sources), text_of(frame.layout)
     return operator(planned.piece._name, planned.backend.name, *lists, masks, *others, layout)
+
+
+def apply_recorded(planned: PlannedCall, inputs: dict[str, Tensor], frame: Frame) -> Tensor:
+    """As `apply`, without operators."""
+    for tensor in inputs.values():
+        if tensor.requires_grad:
+            return _Recorded.apply(planned, (*inputs,), frame, *inputs.values())
+    return planned.runner.forward(inputs, frame)[0]
+
+
+class _Recorded(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        planned: PlannedCall,
+        names: tuple[str, ...],
+        frame: Frame,
+        *tensors: Tensor,
+    ) -> Tensor:
+        inputs = dict(zip(names, tensors, strict=True))
+        out, residuals = planned.runner.forward_with_residuals(inputs, frame)
+        dtype = output_dtype(inputs, is_wide=planned.backend.wide_values, has_gradient=True)
+        outputs = unaliased([cast(out, dtype), *residuals], tensors)
+        ctx.planned, ctx.names, ctx.frame = planned, names, frame
+        ctx.save_for_backward(*tensors, *outputs)
+        return outputs[0]
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, cotangent: Tensor) -> Tree:
+        planned, saved, count = ctx.planned, ctx.saved_tensors, len(ctx.names)
+        tensors, outputs = saved[:count], saved[count:]
+        out, *residuals = outputs
+        inputs = dict(zip(ctx.names, tensors, strict=True))
+        check_cotangents([cotangent])
+        if torch.is_grad_enabled() or not only_computes():
+            found = gradients(planned, inputs, ctx.frame, out, residuals, cotangent)
+            return None, None, None, *found.values()
+        if not planned.backend.wide_values:
+            out = cast(out, values_of(inputs).dtype)
+        arguments = inputs, ctx.frame, out, tuple(residuals)
+        with off(cotangent):
+            found = gradients_at(cotangent, planned.runner, *arguments)
+        narrow = [found[name].to(tensor.dtype) for name, tensor in inputs.items()]
+        return None, None, None, *unaliased(narrow, [*tensors, *outputs, cotangent])
+
+
+class Moved(torch.autograd.Function):  # type: ignore[misc]
+    """Moved rows, whose gradient is moved back; that of `index_select` adds rows one by one."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor, *rows: Tensor | None) -> Tensor:
+        return taken(tensor, MovedRows(*rows))
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: Tree, output: Tree) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        back = MovedRows(*ctx.saved_tensors).back
+        return Moved.apply(cotangent, *back), None, None, None, None

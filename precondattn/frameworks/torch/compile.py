@@ -24,7 +24,7 @@ from precondattn.arrays import Arrays
 from precondattn.cache import Cache
 from precondattn.cache.kinds import Kinds
 from precondattn.execution import run
-from precondattn.execution.build import build
+from precondattn.execution.shorthand import build
 from precondattn.given import Arguments, Given
 
 Tensors = tuple[Tensor, ...]

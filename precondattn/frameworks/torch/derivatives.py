@@ -15,9 +15,15 @@ from torch.autograd.function import FunctionCtx
 
 from precondattn.arrays import Arrays, Tree, cast
 from precondattn.execution import definition
-from precondattn.frameworks.torch.frames import frame_of
-from precondattn.frameworks.torch.modes import counts_flops, has_tangent
-from precondattn.frameworks.torch.operators import backward, forward, named, step, step_backward
+from precondattn.frameworks.torch.modes import check_cotangents, counts_flops
+from precondattn.frameworks.torch.operators import (
+    backward,
+    forward,
+    frame_of,
+    named,
+    step,
+    step_backward,
+)
 
 Tensors = Sequence[Tensor]
 
@@ -28,14 +34,6 @@ def register_flops() -> None:
         from precondattn.frameworks.torch import flops
 
         flops.register()
-
-
-def check_tangents(cotangents: Tree) -> None:
-    if has_tangent(*cotangents):
-        raise NotImplementedError(
-            "forward-mode differentiation of a gradient needs tangents of the call's inputs too, "
-            'or a call with backend="reference"'
-        )
 
 
 def _save(ctx: FunctionCtx, inputs: Tree, *lists: Sequence[Tensor | None]) -> None:
@@ -70,7 +68,7 @@ def _remember(ctx: FunctionCtx, inputs: Tree, output: Tree) -> None:
 
 
 def _differentiate(ctx: FunctionCtx, cotangents: Tree) -> Tree:
-    check_tangents(cotangents)
+    check_cotangents(cotangents)
     register_flops()
     tensors, frame, outputs = _saved(ctx)
     gradients = backward(*ctx.named, tensors, frame, outputs, cotangents[0], ctx.layout)
@@ -78,7 +76,7 @@ def _differentiate(ctx: FunctionCtx, cotangents: Tree) -> Tree:
 
 
 def _differentiate_step(ctx: FunctionCtx, cotangents: Tree) -> Tree:
-    check_tangents(cotangents)
+    check_cotangents(cotangents)
     register_flops()
     past, tensors, frame = _saved(ctx)
     gradients = step_backward(*ctx.named, past, tensors, frame, list(cotangents), ctx.layout)

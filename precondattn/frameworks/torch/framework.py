@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -15,16 +16,15 @@ from torch import Tensor
 from precondattn.cache.kinds import holding
 from precondattn.frameworks.framework import INF, Framework, repeats_entries
 from precondattn.frameworks.ordinary import is_chosen
-from precondattn.frameworks.torch import autocast
-from precondattn.frameworks.torch.context_parallel import check_context_parallel
+from precondattn.frameworks.torch import autocast, scan, solve
 from precondattn.frameworks.torch.modes import (
+    check_context_parallel,
     counts_flops,
     has_tangent,
     is_proxied,
     is_transformed,
     only_computes,
 )
-from precondattn.frameworks.torch.vjp import vjp
 from precondattn.frameworks.types import Array, Step, Token, Tree
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ class PyTorch(Framework):
     check_division = staticmethod(check_context_parallel)
     cast_inputs = staticmethod(autocast.cast_inputs)
     without_autocast = staticmethod(autocast.off)
-    vjp = staticmethod(vjp)
 
     def device_of(self, array: Tensor) -> str:
         return str(array.device.type)
@@ -183,48 +182,49 @@ class PyTorch(Framework):
         return torch.cat([array, array.new_full(shape, -math.inf)], dim=axis)
 
     def cholesky(self, matrix: Tensor) -> Tensor:
-        if not self.is_ordinary(matrix):
-            return super().cholesky(matrix)
-        from precondattn.frameworks.torch.solve import cholesky
-
-        return cholesky(matrix)
+        is_ordinary = self.is_ordinary(matrix)
+        return solve.cholesky(matrix) if is_ordinary else super().cholesky(matrix)
 
     def solve_triangular(self, matrix: Tensor, right: Tensor, *, lower: bool) -> Tensor:
         if self.is_ordinary(matrix):
-            from precondattn.frameworks.torch.solve import solve_triangular
-
-            return solve_triangular(matrix, right, lower=lower)
+            return solve.solve_triangular(matrix, right, lower=lower)
         # The general solver may never return with several threads (PyTorch 2.13, oneMKL).
         return torch.linalg.solve_triangular(matrix, right, upper=not lower)
 
     def running_maximum(self, array: Tensor, axis: int) -> Tensor:
-        if not self.is_ordinary(array):
-            return array.cummax(axis).values
-        from precondattn.frameworks.torch.scan import running_maximum
-
-        return running_maximum(array, axis)
+        is_ordinary = self.is_ordinary(array)
+        return scan.running_maximum(array, axis) if is_ordinary else array.cummax(axis).values
 
     def scan(
         self, step: Step, state: Tensor, inputs: Token, *, reverse: bool = False
     ) -> tuple[Tensor, Tensor]:
         if not self.is_ordinary(state):
             return super().scan(step, state, inputs, reverse=reverse)
-        from precondattn.frameworks.torch.scan import scan
-
-        return scan(step, state, inputs, reverse=reverse)
+        return scan.scan(step, state, inputs, reverse=reverse)
 
     def linear_scan(self, factor: Tensor, value: Tensor, *, times: Step, plus: Step) -> Tensor:
         if not self.is_ordinary(value):
             return super().linear_scan(factor, value, times=times, plus=plus)
-        from precondattn.frameworks.torch.scan import linear_scan
-
-        return linear_scan(factor, value, times, plus)
+        return scan.linear_scan(factor, value, times, plus)
 
     def depending_on(self, zeros: Tensor, arrays: Iterable[Tensor]) -> Tensor:
         if self.wants_gradient(*arrays):
             for array in arrays:
                 zeros = zeros + array.reshape(-1)[:0].sum().to(zeros.dtype)
         return zeros
+
+    def vjp(
+        self, function: Step, arrays: Sequence[Tensor], cotangents: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """As in `Framework`: by autograd, or by `torch.func` if a transform is active."""
+        all_tensors = (*arrays, *cotangents)
+        if self.transforms_of(*all_tensors):
+            results, pullback = torch.func.vjp(function, *arrays)
+        else:
+            results, pullback = _recorded(function, arrays, self.wants_gradient(*all_tensors))
+        each = zip(cotangents, results, strict=True)
+        gradients: tuple[Tensor, ...] = pullback(tuple(d.to(r.dtype) for d, r in each))
+        return gradients
 
     def are_finite(self, array: Tensor, low: float | None) -> bool:
         if self.is_traced(array):
@@ -246,13 +246,13 @@ class PyTorch(Framework):
         return torch.linalg.vector_norm(values, INF, axes, keepdim=True) < INF
 
     def bridge(self, planned: PlannedCall, call: BoundCall) -> Callable[..., Tensor] | None:
-        from precondattn.frameworks.torch import autograd, recorded
+        from precondattn.frameworks.torch import autograd
 
         runner, tensors = planned.runner, tuple(call.inputs.values())
         if self.is_ordinary(tensors[0]):
             return None
         if call.prepared.is_recorded:
-            return None if runner.differentiable else recorded.apply
+            return None if runner.differentiable else autograd.apply_recorded
         # PyTorch counts the FLOPs of operators, which need a gradient other than autograd's.
         is_counted = counts_flops() and "backward" not in runner.by_autograd
         is_operator = not runner.differentiable or (is_counted and not self.transforms_of(*tensors))
@@ -285,16 +285,16 @@ class PyTorch(Framework):
     def moved_rows(self, array: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
         if not self.wants_gradient(array):
             return None
-        from precondattn.frameworks.torch.moved_rows import Moved
+        from precondattn.frameworks.torch.autograd import Moved
 
         return Moved.apply(array, *rows)
 
-    def recordable_cache(self, cache: Cache) -> Cache:
+    def adopted_cache(self, cache: Cache, like: Tensor) -> Cache:
         """As in `Framework`. Dynamo can not ask whether a tensor is of inference mode."""
         if torch.compiler.is_dynamo_compiling() or torch.is_inference_mode_enabled():
             return cache
         for array in (cache.length, *cache.store.values()):
-            if array.is_inference():
+            if isinstance(array, Tensor) and array.is_inference():
                 store = {name: buffer.clone() for name, buffer in cache.store.items()}
                 return holding(cache, cache.length.clone(), store)
         return cache
@@ -316,3 +316,31 @@ def framework_of(tensor: Tensor) -> Framework:
     module = sys.modules.get("torch.distributed.tensor")
     is_distributed = module is not None and isinstance(tensor, module.DTensor)
     return _DISTRIBUTED if is_distributed else FRAMEWORK
+
+
+def _recorded(
+    function: Step, arrays: Sequence[Tensor], is_differentiated: bool
+) -> tuple[tuple[Tensor, ...], Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]]:
+    """The results and their pullback by PyTorch's autograd, which covers more than `torch.func`."""
+    with torch.enable_grad():
+        leaves = [
+            array.view_as(array)
+            if is_differentiated and array.requires_grad
+            else array.detach().requires_grad_()
+            for array in arrays
+        ]
+        results = function(*leaves)
+    is_recorded = [result.requires_grad for result in results]
+    if not any(is_recorded):
+        raise RuntimeError(
+            "no gradient: as PyTorch's autograd has recorded it, the result does not depend on "
+            "its arguments"
+        )
+
+    def pullback(cotangents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        outs, d_outs = (list(compress(each, is_recorded)) for each in (results, cotangents))
+        options = {"create_graph": is_differentiated, "materialize_grads": True}
+        gradients: tuple[Tensor, ...] = torch.autograd.grad(outs, leaves, d_outs, **options)
+        return gradients
+
+    return results, pullback

@@ -7,7 +7,9 @@ if sizes are symbolic. A step whose sizes are numbers, such as one token, is tra
 compiler can fuse it.
 
 A piece is passed by its name (`algebra/names.py`), a backend by its name, and a frame as the text
-of its layout and its arrays. So compiled and exported graphs contain only strings and tensors.
+of its layout and its arrays. So compiled and exported graphs contain only strings and tensors. If
+the text is empty, only the arrays are known. Lengths of caches and symbolic sizes, which a compiler
+does not know, are read when the operator runs.
 
 A compiler does not trace into an operator. So an algorithm's loops over blocks of tokens are
 neither unrolled nor compiled again for every length. The plan is made while tracing; if a backend
@@ -27,15 +29,15 @@ from torch import Tensor
 
 from precondattn.algebra.group import piece_named
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import Arrays, Tree, cast, device_of
+from precondattn.arrays import Arrays, Tree, cast, device_of, host_integers
 from precondattn.backend import ArraySpec, Backend, Request, Runner, UnsupportedError
 from precondattn.cache import updated
 from precondattn.dispatch.discovery import REFERENCE, Discovered, discover
 from precondattn.execution.array_checks import call_dtype, values_of
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.input_names import shapes_of
+from precondattn.frame import EXTENSION, OF_TOKENS, UNKNOWN, Frame, Layout, held_by_all, rebuilt
 from precondattn.frameworks.torch.autocast import off
-from precondattn.frameworks.torch.frames import frame_of
 from precondattn.limits import KEPT
 
 Tensors = list[Tensor]
@@ -80,6 +82,49 @@ def named(piece: str, backend: str) -> Named:
 def _named(piece: str, backend: str, discovered: Discovered) -> Named:
     runs = discovered.named(backend)
     return Named(piece_named(piece), runs, runs.wide_values, runs is REFERENCE, {})
+
+
+@functools.lru_cache(maxsize=KEPT)
+def text_of(layout: Layout) -> str:
+    """A layout as a text like `"full:6:6:::lengths"`: kind, t, s, held, longest, masks."""
+    if layout == UNKNOWN:
+        return ""
+    numbers = (layout.t, layout.s, layout.held, layout.longest)
+    texts = ("" if number is None else str(number) for number in numbers)
+    return ":".join((layout.kind, *texts, ",".join(sorted(layout.masks))))
+
+
+@functools.lru_cache(maxsize=KEPT)
+def layout_of(text: str) -> Layout:
+    """The layout from a text of `text_of`."""
+    if not text:
+        return UNKNOWN
+    kind, *numbers, masks = text.split(":")
+    t, s, held, longest = (int(number) if number else None for number in numbers)
+    return Layout(kind, t, s, frozenset(filter(None, masks.split(","))), held, longest)
+
+
+def frame_of(text: str, tensors: Sequence[Tensor | None], like: Tensor) -> Frame:
+    """The frame from the text of its layout and its `sources`, on the device of `like`."""
+    layout = layout_of(text)
+    if layout.kind and len(tensors) >= OF_TOKENS:
+        layout = _found(layout, *tensors[:2])
+    return rebuilt(layout, tensors, like)
+
+
+def _found(layout: Layout, q_position: Tensor, k_position: Tensor) -> Layout:
+    """The layout completed by the sizes that a compiler did not know."""
+    t, s = q_position.shape[1], k_position.shape[1]
+    if layout.kind == EXTENSION:
+        s = s - t
+    layout = layout._replace(t=t, s=s).without_symbols
+    if layout.kind != EXTENSION or layout.longest is not None:
+        return layout
+    lengths = host_integers(q_position[:, 0])
+    if lengths is None:
+        return layout
+    held = None if layout.masks else held_by_all(lengths, t, s)
+    return layout._replace(held=held, longest=max(lengths, default=0))
 
 
 def _operator(function: Callable[..., Tree]) -> Tree:

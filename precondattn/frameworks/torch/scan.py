@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.scan import scan_op
 
 from precondattn.frameworks.types import Step
 
@@ -65,6 +64,8 @@ def steps(
         new, output = step(state, token[:-1] if or_none else token)
         new = torch.where(token[-1], new, state) if or_none else new
         return [_laid_out(new), _laid_out(output)]
+
+    from torch._higher_order_ops.scan import scan_op  # Slow to import.
 
     state, outputs = scan_op(flat, [_laid_out(state)], [*inputs], ())
     return state, outputs[:-1] if or_none else outputs

@@ -1,9 +1,8 @@
 """Mechanisms in models of Hugging Face Transformers 5.
 
-For existing models, `replace.py` and `options.py`
-replace the softmax by a mechanism, `attention.py` and `masks.py` have the functions that
-Transformers calls, and `cache_layers.py` puts our layers (`dynamic_cache.py`, `static_cache.py`)
-into its caches. `model/` is a new model class.
+For existing models, `replace.py` replaces the softmax by a mechanism, `attention.py` and `masks.py`
+have the functions that Transformers calls, and `cache_layers.py` puts our layers
+(`dynamic_cache.py`, `static_cache.py`) into its caches. `model/` is a new model class.
 """
 
 try:

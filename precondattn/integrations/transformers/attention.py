@@ -1,23 +1,29 @@
-"""The attention function of this integration, and the hook that passes it the cache's layer.
+"""The attention function of this integration, its options, and the hook for the cache's layer.
 
 Transformers updates the cache before it calls the attention function, and does not pass the cache
 to it. So a hook before an attention module puts our layer into the cache, and passes this layer to
 the attention function as a keyword argument.
+
+Scale, window, soft cap, sink and causality of a model's attention become options of plain softmax,
+which is the base of every mechanism that can replace it.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from precondattn.algebra.mechanism import Mechanism
+from precondattn.algebra.options import OptionValue
 from precondattn.given import Given
 from precondattn.integrations.transformers.cache_layers import layer_for
 from precondattn.integrations.transformers.learned import Input, values
 from precondattn.integrations.transformers.masks import masks_of
-from precondattn.integrations.transformers.options import AttentionOptions
+from precondattn.spec.softmax import Softmax
 
 NAME = "precondattn"
 """The implementation's name in Transformers, and the attribute of a module with its mechanism."""
@@ -27,6 +33,65 @@ CACHES = ("past_key_values", "layer_past")
 """The names that attention modules have for the cache."""
 LAYER = "precondattn_cache_layer"
 """The keyword argument with the layer of the cache."""
+
+
+class AttentionOptions(NamedTuple):
+    """The options of a model's attention."""
+
+    scale: float | None
+    window: int | None
+    softcap: float | None
+    sink: bool
+    causal: bool = True
+
+
+def options_of(module: nn.Module, config: Given, index: int) -> AttentionOptions:
+    """The options of one attention module."""
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if types is not None and types[index] == "full_attention":
+        window = None
+    return AttentionOptions(
+        getattr(module, "scaling", None),
+        window,
+        getattr(module, "attn_logit_softcapping", None),
+        getattr(module, "sinks", None) is not None,
+        bool(getattr(module, "is_causal", True) and getattr(config, "is_causal", True)),
+    )
+
+
+def with_options(mechanism: Mechanism, options: AttentionOptions) -> Mechanism:
+    """The mechanism with these options in its base."""
+    base = getattr(mechanism, "base", None)
+    if base is not None:
+        return replace(mechanism, base=with_options(base, options))
+    if type(mechanism) is not Softmax:
+        raise TypeError(
+            f"{mechanism} is not softmax; what can take the place of a model's softmax are softmax "
+            f"and its preconditioners, such as 'lucid' or 'lucid(laser)'"
+        )
+    if options.causal and not mechanism.causal:
+        raise ValueError(f"{mechanism}: the model is causal, and the mechanism is not")
+    if not options.causal and options.window is not None:
+        raise ValueError(
+            f"sliding_window: the model is an encoder with a window of {options.window}, whose "
+            f"sides no mechanism here counts as it does"
+        )
+    return replace(
+        mechanism,
+        causal=options.causal,
+        scale=_one("scale", mechanism.scale, options.scale),
+        window=_one("window", mechanism.window, options.window),
+        softcap=_one("softcap", mechanism.softcap, options.softcap),
+        sink=mechanism.sink or options.sink,
+    )
+
+
+def _one(name: str, of_mechanism: OptionValue, of_model: OptionValue) -> OptionValue:
+    """The option of the mechanism or of the model, whichever has it."""
+    if of_mechanism is None or of_model is None or math.isclose(of_mechanism, of_model):
+        return of_model if of_mechanism is None else of_mechanism
+    raise ValueError(f"{name}: the mechanism has {of_mechanism}, and the model {of_model}")
 
 
 class Replacement(NamedTuple):

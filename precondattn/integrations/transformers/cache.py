@@ -9,18 +9,17 @@ padding.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from precondattn.algebra.mechanism import Mechanism
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.kinds import TOKENS
 from precondattn.cache.windows import FIRST
 from precondattn.given import Given
-from precondattn.integrations.transformers.masks import ModelMasks
 
 ANY = 2**30
 """A capacity above every window, so that a mechanism with a window has the cache of a window."""
@@ -34,7 +33,7 @@ PREFIX_TUNING = "PEFT's prefix tuning can not be used here; its prompt tuning an
 
 
 class CacheLayer(CacheLayerMixin):
-    """The base class of the dynamic and the static layer."""
+    """The base class of the layers here."""
 
     supports_early_init = False
     is_sliding = False
@@ -53,18 +52,6 @@ class CacheLayer(CacheLayerMixin):
                 "past_key_values: the layers have different numbers of tokens, because an earlier "
                 "call failed between them; begin with a new cache"
             )
-
-    @abstractmethod
-    def extend(self, mechanism: Mechanism, arrays: dict[str, Tensor], masks: ModelMasks) -> Tensor:
-        """The output for new tokens, which are added to the cache.
-
-        Parameters
-        ----------
-        arrays
-            The mechanism's inputs by name: q, k, v (b, t, heads, width), and parameters.
-        masks
-            `key_mask` (b, t) or (b, s), of the new tokens or of all slots, and `attn_mask`.
-        """
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise TypeError("this layer of a cache is initialised by `extend`")
@@ -104,6 +91,68 @@ class CacheLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         raise TypeError(NOT_OFFLOADED)
+
+
+Extend = Callable[[Cache, int], Cache]
+"""A function that extends a cache by the given number of a call's first tokens."""
+
+
+class RecordedCall(NamedTuple):
+    """A recorded call of a layer."""
+
+    before: Cache
+    seen: int
+    """The number of columns before the call."""
+    extend: Extend
+
+
+class DraftRecording(list[RecordedCall]):
+    """The calls since the last `crop` of a layer whose cache, a state or a window, can not go back.
+
+    To remove wrong drafts, the layer goes back to the last cache before them, and computes
+    attention for the tokens in between again, without the MLP.
+    """
+
+    def before(self, left: int) -> Cache | None:
+        """The cache of the first `left` columns; None if they were not recorded."""
+        call = next((call for call in reversed(self) if call.seen <= left), None)
+        if call is None:
+            return None
+        count = left - call.seen
+        return call.extend(call.before, count) if count else call.before
+
+
+class GrowingLayer(CacheLayer):
+    """The base class of layers that grow with their tokens, and may record calls."""
+
+    def __init__(self, record_past: bool = False) -> None:
+        super().__init__()
+        self.tokens = 0
+        """The number of slots in use, those of padding too."""
+        self.recording = DraftRecording() if record_past else None
+        """The calls since the last `crop`; None if they are not recorded."""
+
+    def activate_past_recording(self) -> None:
+        self.recording = self.recording or DraftRecording()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.recording = self.recording and DraftRecording()
+
+    def reset(self) -> None:
+        self.recording = self.recording and DraftRecording()
+        self.cache, self.tokens = None, 0
+        self.is_initialized = False
+
+    def get_seq_length(self) -> int:
+        return self.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The number of slots including the new tokens, and the index of the first slot."""
+        return self.tokens + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
 
 
 def new_columns(key_mask: Tensor, cached: Tensor | int, new: int) -> Tensor:

@@ -12,12 +12,14 @@ from transformers.cache_utils import (
 )
 
 from precondattn.given import Given
-from precondattn.integrations.transformers.cache import NOT_OFFLOADED, PREFIX_TUNING, CacheLayer
+from precondattn.integrations.transformers.cache import NOT_OFFLOADED, PREFIX_TUNING
 from precondattn.integrations.transformers.dynamic_cache import DynamicCacheLayer
 from precondattn.integrations.transformers.static_cache import StaticCacheLayer
 
+OURS = (DynamicCacheLayer, StaticCacheLayer)
 
-def layer_for(cache: Given, index: int) -> CacheLayer:
+
+def layer_for(cache: Given, index: int) -> DynamicCacheLayer | StaticCacheLayer:
     """The layer of a cache at an index; an empty layer of Transformers is replaced by ours."""
     if not isinstance(cache, HFCache) or not hasattr(cache, "layers"):
         raise TypeError(
@@ -29,14 +31,14 @@ def layer_for(cache: Given, index: int) -> CacheLayer:
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]
-    if not isinstance(layer, CacheLayer):
-        first_layer = next((each for each in cache.layers if isinstance(each, CacheLayer)), None)
+    if not isinstance(layer, OURS):
+        first_layer = next((each for each in cache.layers if isinstance(each, OURS)), None)
         layer = cache.layers[index] = _ours(layer, cache)
         layer.first_layer = first_layer
     return layer
 
 
-def _ours(layer: Given, cache: Given) -> CacheLayer:
+def _ours(layer: Given, cache: Given) -> DynamicCacheLayer | StaticCacheLayer:
     """An empty layer of ours for the same use as a layer of Transformers."""
     if layer.is_initialized and layer.get_seq_length() > 0:
         raise ValueError(

@@ -11,12 +11,12 @@ from precondattn.algebra.mechanism import Mechanism
 from precondattn.cache import Cache
 from precondattn.integrations.transformers.cache import (
     ANY,
-    CacheLayer,
+    GrowingLayer,
+    RecordedCall,
     check_cached_mask,
     new_columns,
     with_key_mask,
 )
-from precondattn.integrations.transformers.drafts import DraftRecording, RecordedCall
 from precondattn.integrations.transformers.masks import ModelMasks
 from precondattn.integrations.transformers.rollback import undone_if_failed
 
@@ -24,17 +24,14 @@ FEWEST = 64
 """The smallest capacity."""
 
 
-class DynamicCacheLayer(CacheLayer):
+class DynamicCacheLayer(GrowingLayer):
     """The layer of a dynamic cache; when it is full, its capacity grows by half."""
 
-    def __init__(self, record_past: bool = False) -> None:
-        super().__init__()
-        self.tokens = 0
-        """The number of slots in use."""
-        self.recording = DraftRecording() if record_past else None
-        """The calls since the last `crop`; None if they are not recorded."""
-
     def extend(self, mechanism: Mechanism, arrays: dict[str, Tensor], masks: ModelMasks) -> Tensor:
+        """The output for new tokens, which are added to the cache; inputs are by name.
+
+        The `key_mask` is (b, t) or (b, s), of the new tokens or of all slots.
+        """
         key_mask = masks.key_mask
         new = arrays["q"].shape[1]
         cache = self._with_room(mechanism, arrays, new)
@@ -87,28 +84,6 @@ class DynamicCacheLayer(CacheLayer):
                 self.tokens = left
             if recorded is not None:
                 recorded.clear()
-
-    def activate_past_recording(self) -> None:
-        self.recording = self.recording or DraftRecording()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self.recording = self.recording and DraftRecording()
-
-    def reset(self) -> None:
-        self.recording = self.recording and DraftRecording()
-        self.cache, self.tokens = None, 0
-        self.is_initialized = False
-
-    def get_seq_length(self) -> int:
-        return self.tokens
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The number of slots including the new tokens, and the index of the first slot."""
-        return self.tokens + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 def _extended(

@@ -19,10 +19,11 @@ from precondattn.integrations.transformers.attention import (
     OF_ENCODER,
     Replacement,
     attention,
+    options_of,
     pass_cache_layer,
+    with_options,
 )
 from precondattn.integrations.transformers.masks import check_masks, mask_of_encoder, mask_of_tokens
-from precondattn.integrations.transformers.options import options_of, with_options
 from precondattn.integrations.transformers.rollback import whole_or_not
 
 PREVIOUS = "precondattn_replaces"

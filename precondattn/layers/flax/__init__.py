@@ -4,8 +4,8 @@ from precondattn.layers.flax.attention import Attention
 from precondattn.layers.flax.block import Block
 from precondattn.layers.flax.decoder import Decoder
 from precondattn.layers.flax.divided import divide_tokens
+from precondattn.layers.flax.module import to_flax
 from precondattn.layers.flax.vision_transformer import VisionAttention, VisionTransformer
-from precondattn.layers.flax.weights import to_flax
 
 __all__ = [
     "Attention",

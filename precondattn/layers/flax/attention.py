@@ -98,20 +98,12 @@ class Attention(ChecksKeywords, nnx.Module):
         self.plan = plan_for(mechanism, sizes, recipes)
         self.inputs = nnx.Dict()
         """The weights other than linear maps, by input; `out` has those of the output."""
-        maps = {(of_map.entry, of_map.weight): of_map for of_map in self.plan.maps}
-        biases = {(of_map.entry, of_map.bias) for of_map in self.plan.maps if of_map.bias}
-        for name, declared in self.plan.weights:
-            others, starts = {}, {key: weight.start for key, weight in declared}
-            for key, weight in declared:
-                of_map = maps.get((name, key))
-                if of_map is not None:
-                    both = {"weight": starts[key]}
-                    both |= {"bias": starts[of_map.bias]} if of_map.bias else {}
-                    setattr(self, of_map.name, linear_of(of_map, both, dtype, rngs))
-                elif (name, key) not in biases:
-                    others[key] = parameter(weight, dtype, rngs)
+        for name, maps, others in self.plan.modules():
+            for of_map, starts in maps:
+                setattr(self, of_map.name, linear_of(of_map, starts, dtype, rngs))
             if others:
-                self.inputs[name] = nnx.Dict(others)
+                made = {key: parameter(weight, dtype, rngs) for key, weight in others.items()}
+                self.inputs[name] = nnx.Dict(made)
         self.divided: ContextParallel | None = None
         """The mechanism for tokens that are divided among devices; `divide_tokens` sets it."""
 

@@ -48,7 +48,7 @@ class Decoder(ChecksKeywords, nnx.Module):
         width: int,
         *,
         heads: int,
-        layers: decoder.Layers | None = None,
+        layers: decoder.Layers,
         mechanism: decoder.Layer | None = None,
         hidden: int | None = None,
         mlp: str = "gated",
@@ -72,12 +72,7 @@ class Decoder(ChecksKeywords, nnx.Module):
         *,
         mask: jax.Array | None = None,
         caches: Caches | None = None,
-        segment_ids: jax.Array | None = None,
-        cu_seqlens: Given = None,
-        attn_mask: jax.Array | None = None,
-        prefix: Given = None,
-        keep: int = 0,
-        states_every: int | None = None,
+        **options: Given,
     ) -> LayerOutput:
         """The logits (b, t, vocabulary), and the extended caches if caches are given.
 
@@ -85,18 +80,11 @@ class Decoder(ChecksKeywords, nnx.Module):
         ----------
         tokens : integer array (b, t)
             Tokens from 0 to vocabulary − 1. The output of any other token is NaN.
-        mask, segment_ids : boolean and integer array (b, t), optional
-            False for padding, and the ids of packed sequences.
-        caches : list of Cache, optional
-            The caches of the layers, from `init_cache` or an earlier call.
-        cu_seqlens, attn_mask, prefix, keep, states_every
-            As in `precondattn.layers.torch.Decoder.forward`.
+        mask, caches, options
+            As in `precondattn.layers.torch.Decoder.forward`, except `donate`.
         """
         decoder.check_tokens(tokens, "jax", mask, caches, blocks=len(self.blocks))
-        masks = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-        masks |= {"mask": mask, "attn_mask": attn_mask, "prefix": prefix}
-        options = {**masks, "keep": keep, "states_every": states_every}
-        x, longer = self._states(tokens, caches, **options)
+        x, longer = self._states(tokens, caches, mask=mask, **options)
         return self._logits(x) if caches is None else (self._logits(x), longer)
 
     def _states(

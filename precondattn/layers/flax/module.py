@@ -1,4 +1,4 @@
-"""Parameters and linear maps of Flax modules, from their declarations."""
+"""Parameters and linear maps of Flax modules: declared, drawn, and converted from PyTorch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from precondattn.arrays import DType
+from precondattn.arrays import Array, DType, Shape, Tree
 from precondattn.given import at_least
 from precondattn.layers.functions import LinearMap
-from precondattn.layers.maps import Map, Stored, Weight
+from precondattn.layers.maps import Map, Weight
 from precondattn.layers.parameters import FirstValues
 
 if TYPE_CHECKING:
@@ -28,9 +28,7 @@ def linear_of(
     of_map: Map, starts: Mapping[str, FirstValues], dtype: DType, rngs: nnx.Rngs
 ) -> nnx.Linear:
     """The module of a linear map, initialised by the `starts` of "weight" and "bias"."""
-    weights = {
-        key: Stored(of_map, is_bias=key == "bias").weight(start) for key, start in starts.items()
-    }
+    weights = {key: of_map.parameter(start, is_bias=key == "bias") for key, start in starts.items()}
     values = {key: _first(weight, dtype, rngs) for key, weight in weights.items()}
     inner, outer = weights["weight"].shape
     return nnx.Linear(
@@ -47,7 +45,7 @@ def linear_of(
 
 
 def _first(weight: Weight, dtype: DType, rngs: nnx.Rngs) -> jax.Array:
-    return weight.start(_Draw(weight.shape, dtype, rngs), weight.shape)
+    return weight.start(_Draw(dtype, rngs), weight.shape)
 
 
 def _metadata(weight: Weight) -> dict[str, object]:
@@ -90,25 +88,22 @@ class ModuleMap(LinearMap):
 
 
 class _Draw:
-    """New arrays of one shape, with the dtype of a parameter."""
+    """New arrays with the dtype of a parameter."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: DType, rngs: nnx.Rngs) -> None:
-        self.shape, self.dtype, self.rngs = shape, dtype, rngs
+    def __init__(self, dtype: DType, rngs: nnx.Rngs) -> None:
+        self.dtype, self.rngs = dtype, rngs
 
-    def of_shape(self, shape: tuple[int, ...]) -> _Draw:
-        return _Draw(shape, self.dtype, self.rngs)
+    def normal(self, shape: Shape) -> jax.Array:
+        return jax.random.normal(self.rngs.params(), shape, self.dtype)
 
-    def normal(self) -> jax.Array:
-        return jax.random.normal(self.rngs.params(), self.shape, self.dtype)
+    def uniform(self, shape: Shape) -> jax.Array:
+        return jax.random.uniform(self.rngs.params(), shape, self.dtype)
 
-    def uniform(self) -> jax.Array:
-        return jax.random.uniform(self.rngs.params(), self.shape, self.dtype)
+    def constant(self, shape: Shape, value: float) -> jax.Array:
+        return jnp.full(shape, value, self.dtype)
 
-    def constant(self, value: float) -> jax.Array:
-        return jnp.full(self.shape, value, self.dtype)
-
-    def identity(self) -> jax.Array:
-        return jnp.broadcast_to(jnp.eye(self.shape[-1], dtype=self.dtype), self.shape)
+    def identity(self, shape: Shape) -> jax.Array:
+        return jnp.broadcast_to(jnp.eye(shape[-1], dtype=self.dtype), shape)
 
 
 class Depth(nnx.Variable[jax.Array]):
@@ -131,3 +126,32 @@ def depth_of(depth: int) -> int | Depth:
             at_least(0, "depth", depth)
         return Depth(depth)
     return at_least(0, "depth", depth)
+
+
+def to_flax(state_dict: Mapping[str, Array]) -> dict[Tree, Tree]:
+    """The state for `nnx.update`, a nested dict of JAX arrays, from a `state_dict` of PyTorch.
+
+    The names are the same in both, except for linear maps: `"q_proj.weight"` (y, x) of an
+    `nn.Linear` becomes `q_proj`, `kernel` (x, y) of an `nnx.Linear`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from precondattn.layers.flax import to_flax
+    >>> to_flax({"blocks.0.attention.q_proj.weight": torch.ones(1, 2)})
+    {'blocks': {0: {'attention': {'q_proj': {'kernel': Array([[1.],
+           [1.]], dtype=float32)}}}}}
+    """
+    nested: dict[Tree, Tree] = {}
+    for name, tensor in state_dict.items():
+        *path, last = (int(key) if key.isdecimal() else key for key in name.split("."))
+        branch = nested
+        for key in path:
+            branch = branch.setdefault(key, {})
+        host = tensor.detach().cpu()
+        if last == "weight" and path and str(path[-1]).endswith("_proj"):
+            last, host = "kernel", host.T
+        is_bfloat16 = str(host.dtype) == "torch.bfloat16"  # NumPy has no such type.
+        array = jnp.asarray((host.float() if is_bfloat16 else host).numpy())
+        branch[last] = array.astype(jnp.bfloat16) if is_bfloat16 else array
+    return nested

@@ -12,7 +12,6 @@ from precondattn.layers.recipe import Recipe
 from precondattn.layers.recipes import (
     comba,
     differential,
-    distances,
     gates,
     learned,
     outputs,
@@ -52,7 +51,7 @@ GDN2: Recipes = {
 
 PUBLISHED: dict[str, Recipes] = {
     "softmax": {**WITHOUT_ROTATION, **ROTATED},
-    "softmax[distance=slopes]": {**WITHOUT_ROTATION, "slopes": distances.AlibiSlopes()},
+    "softmax[distance=slopes]": {**WITHOUT_ROTATION, "slopes": learned.AlibiSlopes()},
     "softmax[distance=buckets]": {**WITHOUT_ROTATION, "bucket_table": learned.LearnedNoise()},
     "path": {
         **WITHOUT_ROTATION,

@@ -5,8 +5,8 @@ from precondattn.layers.torch.block import Block
 from precondattn.layers.torch.decoder import Decoder
 from precondattn.layers.torch.divided import divide_tokens
 from precondattn.layers.torch.divided_weights import divide_weights
+from precondattn.layers.torch.module import to_torch
 from precondattn.layers.torch.vision_transformer import VisionAttention, VisionTransformer
-from precondattn.layers.torch.weights import to_torch
 
 __all__ = [
     "Attention",

@@ -113,21 +113,14 @@ class Attention(ChecksKeywords, Declared):
 
     def _add_weights(self, device: Device, dtype: torch.dtype | None) -> None:
         """Add the linear maps as modules, and the other weights in `inputs`."""
-        of_weight = {(m.entry, m.weight): (m, "weight") for m in self.plan.maps}
-        of_bias = {(m.entry, m.bias): (m, "bias") for m in self.plan.maps if m.bias}
-        for of_map in self.plan.maps:
-            self.register_map(of_map, device, dtype)
-        for name, weights in self.plan.weights:
+        for name, maps, others in self.plan.modules():
+            for of_map, starts in maps:
+                self.add_map(of_map, starts, device, dtype)
             module = nn.Module()
-            for key, weight in weights:
-                found = of_weight.get((name, key)) or of_bias.get((name, key))
-                if found is not None:
-                    of_map, kind = found
-                    self.declare_stored(kind, of_map, weight.start)
-                else:
-                    register(module, key, weight, device, dtype)
-                    self.declared[f"inputs.{name}.{key}"] = weight
-            if module._parameters:
+            for key, weight in others.items():
+                register(module, key, weight, device, dtype)
+                self.declared[f"inputs.{name}.{key}"] = weight
+            if others:
                 self.inputs[name] = module
         self._names = {name: tuple(module._parameters) for name, module in self.inputs.items()}
         """The names of the weights in `inputs`; parametrizations move the weights."""
@@ -216,7 +209,7 @@ class Attention(ChecksKeywords, Declared):
         )
         plan, of_weights, like = self._own_plan, self.divided_weights, self._like
         # The input dtype of a quantized map is unknown.
-        segments, keeping = checked(plan, like, call, is_autocast if like.numel() else is_any)
+        segments, keeping = checked(plan, like, call, lambda x: not like.numel() or is_autocast(x))
         divided = mechanism = summed = None
         if self.divided is not None:
             mechanism, divided = self.divided.mechanism, self.divided.tokens_of_process(call)
@@ -272,10 +265,6 @@ class Attention(ChecksKeywords, Declared):
 
     def __repr__(self) -> str:
         return self.plan.table("Attention")
-
-
-def is_any(x: Tensor) -> bool:
-    return True
 
 
 def is_autocast(x: Tensor) -> bool:

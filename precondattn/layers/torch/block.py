@@ -38,8 +38,7 @@ class BlockMLP(Declared):
         super().__init__()
         self.declared, self.maps = {}, decoder.mlp_maps(width, hidden, mlp)
         for of_map in self.maps:
-            self.register_map(of_map, device, dtype)
-            self.declare_stored("weight", of_map, FanIn())
+            self.add_map(of_map, {"weight": FanIn()}, device, dtype)
 
     def forward(self, y: Tensor) -> Tensor:
         divided, modules = self.divided_weights, self._modules

@@ -57,7 +57,7 @@ class Decoder(ChecksKeywords, Declared):
         width: int,
         *,
         heads: int,
-        layers: decoder.Layers | None = None,
+        layers: decoder.Layers,
         mechanism: decoder.Layer | None = None,
         hidden: int | None = None,
         mlp: str = "gated",
@@ -88,13 +88,7 @@ class Decoder(ChecksKeywords, Declared):
         *,
         mask: Tensor | None = None,
         caches: Caches | None = None,
-        segment_ids: Tensor | None = None,
-        cu_seqlens: Given = None,
-        attn_mask: Tensor | None = None,
-        prefix: Given = None,
-        donate: bool = False,
-        keep: int = 0,
-        states_every: int | None = None,
+        **options: Given,
     ) -> LayerOutput:
         """The logits (b, t, vocabulary), and the extended caches if caches are given.
 
@@ -106,21 +100,12 @@ class Decoder(ChecksKeywords, Declared):
             False for padding, which may be anywhere.
         caches : tuple of Cache, optional
             Caches from `init_caches` or an earlier call.
-        segment_ids, cu_seqlens
-            The ids or the borders of packed sequences, as in `Attention`; only without caches.
-        attn_mask, prefix
-            The masks of pairs of tokens for every block, as in `Attention`.
-        donate : bool
-            Write into the caches' own buffers. The old caches must not be used again.
-        keep, states_every : int, optional
-            Which states at earlier lengths the extended caches keep for `crop`, as in
-            `Mechanism.extend`. They need caches.
+        **options
+            `segment_ids`, `cu_seqlens`, `attn_mask`, `prefix`, `donate`, `keep` and `states_every`
+            for the `Attention` of every block.
         """
         self._check_tokens(tokens, mask, caches)
-        masks = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-        masks |= {"mask": mask, "attn_mask": attn_mask, "prefix": prefix}
-        options = {**masks, "donate": donate, "keep": keep, "states_every": states_every}
-        return self._logits(*self._states(tokens, caches, **options))
+        return self._logits(*self._states(tokens, caches, mask=mask, **options))
 
     def _states(
         self, tokens: Tensor, caches: Caches | None, **options: Given

@@ -119,7 +119,7 @@ class TokensOfProcess:
     @property
     def positions(self) -> Tensor:
         """The positions (1, t) of this process's tokens in their sequences."""
-        from precondattn.parallel.torch.masks import positions_of
+        from precondattn.parallel.torch.tokens import positions_of
 
         rank = self.divided.mechanism.processes.rank
         return positions_of(self.parts, rank, self.device)[None]

@@ -1,4 +1,4 @@
-"""Parameters and linear maps of PyTorch modules, from their declarations."""
+"""Parameters and linear maps of PyTorch modules: declared, drawn, and converted from Flax."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from precondattn.arrays import Device, DType, Shape, is_distributed, namespace
+from precondattn.arrays import Device, DType, Shape, Tree, is_distributed, namespace
 from precondattn.layers.functions import LinearMap
-from precondattn.layers.maps import Map, Stored, Weight
+from precondattn.layers.maps import Map, Weight
 from precondattn.layers.parameters import FirstValues
 
 if TYPE_CHECKING:
@@ -34,16 +35,16 @@ class Declared(nn.Module):
         """Initialise the weights again, for example after `to_empty` of a module on `meta`."""
         fill_all(self, self.declared)
 
-    def register_map(self, of_map: Map, device: Device, dtype: DType) -> None:
-        """Add the module of a linear map, with uninitialised weights."""
+    def add_map(
+        self, of_map: Map, starts: Mapping[str, FirstValues], device: Device, dtype: DType
+    ) -> None:
+        """Add the module of a linear map, and declare its "weight" and "bias"."""
         sizes = prod(of_map.inner), prod(of_map.outer)
-        module = empty_linear(*sizes, is_biased=bool(of_map.bias), device=device, dtype=dtype)
+        module = empty_linear(*sizes, is_biased="bias" in starts, device=device, dtype=dtype)
         self.add_module(of_map.name, module)
-
-    def declare_stored(self, kind: str, of_map: Map, start: FirstValues) -> None:
-        """Declare the weight or the bias of a linear map."""
-        stored = Stored(of_map, is_bias=kind == "bias", outer_first=True)
-        self.declared[f"{of_map.name}.{kind}"] = stored.weight(start)
+        for kind, start in starts.items():
+            declared = of_map.parameter(start, is_bias=kind == "bias", outer_first=True)
+            self.declared[f"{of_map.name}.{kind}"] = declared
 
 
 class PartOfMap(LinearMap):
@@ -81,7 +82,7 @@ def fill_all(module: nn.Module, weights: Mapping[str, Weight]) -> None:
 def fill(parameter: Tensor, weight: Weight) -> None:
     """Draw the initial values of a parameter, which may be a DTensor."""
     kind = {"dtype": parameter.dtype, "device": parameter.device}
-    values: Tensor = weight.start(_Draw(weight.shape, kind), weight.shape)
+    values: Tensor = weight.start(_Draw(kind), weight.shape)
     if is_distributed((parameter,), {}):
         from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -101,22 +102,57 @@ def parameters_of(module: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 class _Draw:
-    """A source of tensors of one shape, with the dtype and device of a parameter."""
+    """A source of tensors with the dtype and device of a parameter."""
 
-    def __init__(self, shape: Shape, kind: dict[str, object]) -> None:
-        self.shape, self.kind = shape, kind
+    def __init__(self, kind: dict[str, object]) -> None:
+        self.kind = kind
 
-    def of_shape(self, shape: Shape) -> _Draw:
-        return _Draw(shape, self.kind)
+    def normal(self, shape: Shape) -> Tensor:
+        return torch.randn(shape, **self.kind)
 
-    def normal(self) -> Tensor:
-        return torch.randn(self.shape, **self.kind)
+    def uniform(self, shape: Shape) -> Tensor:
+        return torch.rand(shape, **self.kind)
 
-    def uniform(self) -> Tensor:
-        return torch.rand(self.shape, **self.kind)
+    def constant(self, shape: Shape, value: float) -> Tensor:
+        return torch.full(shape, value, **self.kind)
 
-    def constant(self, value: float) -> Tensor:
-        return torch.full(self.shape, value, **self.kind)
+    def identity(self, shape: Shape) -> Tensor:
+        return torch.eye(shape[-1], **self.kind).expand(shape)
 
-    def identity(self) -> Tensor:
-        return torch.eye(self.shape[-1], **self.kind).expand(self.shape)
+
+def to_torch(state: Mapping[Tree, Tree]) -> dict[str, torch.Tensor]:
+    """The `state_dict` from a nested dict of arrays, such as `nnx.state(module, nnx.Param)`.
+
+    The names are the same in both, except for linear maps: `q_proj`, `kernel` (x, y) of an
+    `nnx.Linear` becomes `"q_proj.weight"` (y, x) of an `nn.Linear`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from precondattn.layers.torch import to_torch
+    >>> to_torch({"blocks": {0: {"q_proj": {"kernel": np.ones((2, 1))}}}})
+    {'blocks.0.q_proj.weight': tensor([[1., 1.]], dtype=torch.float64)}
+    """
+    tensors = {}
+    for path, array in _leaves(state, ()):
+        *before, last = map(str, path)
+        tensor = _tensor(array)
+        if last == "kernel" and before and before[-1].endswith("_proj"):
+            last, tensor = "weight", tensor.mT.contiguous()
+        tensors[".".join([*before, last])] = tensor
+    return tensors
+
+
+def _leaves(state: Tree, path: tuple[object, ...]) -> Iterable[tuple[tuple[object, ...], Tensor]]:
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _leaves(value, (*path, key))
+    else:
+        yield path, state
+
+
+def _tensor(value: Tensor) -> torch.Tensor:
+    array = np.asarray(value[...])
+    if array.dtype.name == "bfloat16":  # PyTorch can not read NumPy's bfloat16.
+        return torch.tensor(array.astype(np.float32), device="cpu").bfloat16()
+    return torch.tensor(array, device="cpu")

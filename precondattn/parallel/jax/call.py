@@ -6,25 +6,47 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.algebra.declaration import Pattern
-from precondattn.algebra.leaf_protocol import LeafProtocol
-from precondattn.algebra.mechanism import Leaf, Mechanism
+from precondattn.algebra.mechanism import Mechanism
 from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Arrays, library_of
-from precondattn.execution.array_checks import values_of
 from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
 from precondattn.execution.pair_masks import refuse_divided
 from precondattn.parallel.heads import HeadAxes
-from precondattn.parallel.jax.line import DeviceLine
 from precondattn.parallel.layouts import TokenOrder
-from precondattn.parallel.ways import RING, output_shape, way_of
+from precondattn.parallel.ways import RING, way_of
 
 MASKS = {"lengths": None, "key_mask": 1, "segment_ids": 1}
 """The axis of a mask's tokens."""
+
+
+class DeviceLine(NamedTuple):
+    """The devices along an axis of a mesh, and the order of their tokens, equally many on each."""
+
+    axis: str
+    devices: int
+    order: TokenOrder
+
+    @property
+    def rank(self) -> Array:
+        return lax.axis_index(self.axis)
+
+    def positions(self, device: Array, tokens: int) -> Array:
+        """The positions of a device's tokens in the sequence."""
+        part, row = self.order.part_of(tokens), jnp.arange(tokens)
+        return self.order.number_of(device, row // part, self.devices) * part + row % part
+
+    def all_positions(self, tokens: int) -> Array:
+        """The positions of every device's tokens in the sequence (devices, tokens)."""
+        return self.positions(jnp.arange(self.devices)[:, None], tokens)
+
+    def passed_on(self, arrays: tuple[Array, ...]) -> Array:
+        """The arrays of the device before this one; every device sends its arrays to the next."""
+        around = [(i, (i + 1) % self.devices) for i in range(self.devices)]
+        return lax.ppermute(arrays, self.axis, around) if self.devices > 1 else arrays
 
 
 class DividedArguments(NamedTuple):
@@ -48,18 +70,10 @@ class DividedCall:
     backend: BackendNames
     axes: Mapping[str, HeadAxes]
     """The time and head axes of each input"""
-    described: Mapping[str, jax.ShapeDtypeStruct]
-    """The shape and dtype of a device's part of each input"""
     sizes: Mapping[str, int]
     """The size of each dimension letter, with all tokens"""
     masks: tuple[str, ...]
     """The names of the masks"""
-
-    nouns = ("device", "devices")
-    broadcasts = 2
-    """A broadcast is an all-reduce, which sends 2 (P − 1) / P times the bytes of its result."""
-    place = 0
-    """The device whose bytes are counted: all run one program"""
 
     @property
     def rank(self) -> Array:
@@ -80,11 +94,6 @@ class DividedCall:
         """The number of tokens of each device."""
         return (self.tokens // self.devices,) * self.devices
 
-    @property
-    def sizes_of_device(self) -> dict[str, int]:
-        """The size of each dimension letter, with a device's tokens."""
-        return {a: n // self.devices if a in "ts" else n for a, n in self.sizes.items()}
-
     def refusal_of_tokens(self) -> str | None:
         """The reason why the tokens can not be divided; None if they can."""
         assert self.order is not None  # Only `heads` has none.
@@ -96,18 +105,6 @@ class DividedCall:
                 if way_of(leaf) is RING and not leaf.offers.causal:
                     return f"does not support segment_ids of {leaf}"
         return None
-
-    def states_of(self, leaf: Leaf, inputs: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes and dtypes of the leaf's states."""
-        shapes: dict[str, jax.ShapeDtypeStruct] = jax.eval_shape(
-            lambda inputs: leaf.init_cache(**inputs).store, inputs
-        )
-        return shapes
-
-    @staticmethod
-    def like_output(leaf: LeafProtocol, inputs: Arrays) -> jax.ShapeDtypeStruct:
-        """The shape and dtype of a leaf's output."""
-        return values_of(inputs).update(shape=output_shape(leaf, inputs))
 
 
 def output_axes(mechanism: Mechanism) -> HeadAxes:

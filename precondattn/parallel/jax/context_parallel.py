@@ -5,22 +5,24 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Arrays
-from precondattn.parallel.divided_mechanism import HEADS, TOKENS, DividedMechanism, Plan
+from precondattn.parallel.divided_mechanism import HEADS, TOKENS, DividedMechanism
 from precondattn.parallel.heads import HeadAxes
-from precondattn.parallel.jax import heads, tokens
+from precondattn.parallel.jax import tokens
 from precondattn.parallel.jax.call import (
     MASKS,
     DividedArguments,
     DividedCall,
     arguments_of,
     output_axes,
+    whole_masks,
 )
 
 
@@ -75,10 +77,32 @@ def context_parallel(
     return ContextParallel(mechanism, mesh, axis, layout)
 
 
+def _output_of_heads(call: DividedCall, arguments: DividedArguments) -> Array:
+    """The output of a device's tokens, from its parts of the arguments."""
+    of_heads = {name: _of_heads(x, call, call.axes[name]) for name, x in arguments.inputs.items()}
+    out = call.mechanism(**of_heads, **whole_masks(call, arguments), backend=call.backend)
+    axes = output_axes(call.mechanism)
+    return lax.all_to_all(out, call.axis, axes.time, axes.heads, tiled=True)
+
+
+def _of_heads(x: Array, call: DividedCall, axes: HeadAxes) -> Array:
+    """All tokens of this device's heads."""
+    time, heads = axes
+    if heads is None:
+        return x if time is None else lax.all_gather(x, call.axis, axis=time, tiled=True)
+    if x.shape[heads] < call.devices:
+        # Each head goes to the devices that have its query heads.
+        x = jnp.repeat(x, call.devices // x.shape[heads], axis=heads)
+    if time is not None:
+        return lax.all_to_all(x, call.axis, heads, time, tiled=True)
+    count = x.shape[heads] // call.devices
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(call.axis) * count, count, heads)
+
+
 class ContextParallel(DividedMechanism):
     """A mechanism whose tokens are divided among devices; made by `context_parallel`."""
 
-    outputs = {HEADS: heads.output, TOKENS: tokens.output}  # noqa: RUF012
+    outputs = {HEADS: _output_of_heads, TOKENS: tokens.output}  # noqa: RUF012
 
     def __init__(
         self,
@@ -126,23 +150,14 @@ class ContextParallel(DividedMechanism):
 
     def refusal(self, *arrays: Array, backend: BackendNames = None, **named: Array) -> str | None:
         """The reason why the layout can not divide a call with these arguments; None if it can."""
-        _, call, _ = self._described(arrays, named, backend)
-        way, refused = self._way_of(call)
-        return refused if way is None else None
-
-    def explain(self, *arrays: Array, backend: BackendNames = None, **named: Array) -> Plan:
-        """How a call with these arguments is divided, and what each device sends."""
-        _, call, way, _ = self._checked(arrays, named, backend)
-        return self._plan_of(call, way, f"each of {self.devices} devices")
+        return self._way_of(self._described(arrays, named, backend)[1])[1]
 
     def _checked(
         self, arrays: tuple[Array, ...], named: Arrays, backend: BackendNames
     ) -> tuple[DividedArguments, DividedCall, str, bool]:
         """The arguments, the call, how it is divided, and whether they are parts."""
         arguments, call, is_part = self._described(arrays, named, backend)
-        way, refused = self._way_of(call)
-        if way is None:
-            raise ValueError(f"{self.owner}: {refused}")
+        way = self._way(call)
         if way == TOKENS:  # The mechanism checks all tokens of the layout `heads`.
             tokens.check(call, arguments, is_part=is_part)
         return arguments, call, way, is_part
@@ -153,11 +168,11 @@ class ContextParallel(DividedMechanism):
         """The arguments, the call, and whether the arguments are one device's parts."""
         arguments = arguments_of(self.mechanism, self.owner, arrays, named)
         is_part = self.axis in jax.sharding.get_abstract_mesh().manual_axes
-        declared, shapes, parts, axes = self.mechanism.inputs, {}, {}, {}
+        declared, shapes, axes = self.mechanism.inputs, {}, {}
         where = "of this device" if is_part else f"on {self.devices} devices"
         for name, x in arguments.inputs.items():
             axes[name] = HeadAxes.of_pattern(declared[name], x.shape)
-            time, part, whole = axes[name].time, list(x.shape), list(x.shape)
+            time, whole = axes[name].time, list(x.shape)
             if time is not None:
                 multiple = declared[name].axes[time].multiple * (1 if is_part else self.devices)
                 multiple *= 1 if self.order is None else self.order.divisor
@@ -168,12 +183,10 @@ class ContextParallel(DividedMechanism):
                         f"(pad them, and give lengths)"
                     )
                 whole[time] *= self.devices if is_part else 1
-                part[time] = whole[time] // self.devices
             shapes[name] = tuple(whole)
-            parts[name] = jax.ShapeDtypeStruct(tuple(part), x.dtype)
         sizes, masks = declared.sizes(self.owner, shapes), tuple(arguments.masks)
         of_mesh = self.axis, self.devices, self.order, backend
-        call = DividedCall(self.owner, self.mechanism, *of_mesh, axes, parts, sizes, masks)
+        call = DividedCall(self.owner, self.mechanism, *of_mesh, axes, sizes, masks)
         return arguments, call, is_part
 
     def _spec(self, time: int | None) -> P:

@@ -24,7 +24,7 @@ from jax import Array, lax
 
 from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Tree, upcast
-from precondattn.parallel.jax.line import DeviceLine
+from precondattn.parallel.jax.call import DeviceLine
 from precondattn.parallel.masks import DividedMasks
 from precondattn.parallel.rectangles import Rectangle, seen
 from precondattn.parallel.ring_reads import MeanOfParts, WholeRows, read_of

@@ -19,8 +19,7 @@ from precondattn.arrays import Tree, upcast
 from precondattn.given import Arguments
 from precondattn.parallel.jax.solve_blocks import SolveBlocks
 from precondattn.parallel.masks import DividedMasks, crossing
-from precondattn.parallel.partial_attention import with_lse, with_lse_vjp
-from precondattn.parallel.solve import BLOCK, attention_of, keys_of_scores
+from precondattn.parallel.solve import BLOCK, keys_of_scores, product, product_vjp
 from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.rms_norm import rms_norm_vjp
 
@@ -44,7 +43,6 @@ class _Stacks:
         self.beta = None if beta is None else blocks.stacked(upcast(beta))
         self.valid = blocks.valid(masks, k.shape[0])
         self.segment = blocks.segment(masks, blocks.line.rank)
-        self.softmax, self.shift = attention_of(blocks.leaf, k.shape[-1])
 
     def arguments(self, u: Array, i: Array) -> Arguments:
         """The arguments of the solve of block i, with the right-hand sides u."""
@@ -52,14 +50,21 @@ class _Stacks:
         masks = {"key_mask": self.valid, "segment_ids": self.segment}
         return arguments | {name: mask[i] for name, mask in masks.items() if mask is not None}
 
-    def seen(self, number: Array, i: Array, at: int) -> tuple[Array | None, Array | None]:
-        """Which tokens (b, rows) of a block, and of the device's block i, are of one segment."""
+    def visible(self, number: Array, i: Array, *, is_later: bool) -> tuple[Array | None, Arguments]:
+        """The mask of attention between a block and the device's block i before or after it.
+
+        The later one has the queries. The results are which queries (b, rows) see any key, None if
+        all do, and the options of the attention.
+        """
+        options = {"backend": self.blocks.backend}
         if self.segment is None:
-            return None, None
+            return None, options
         device, place = self.blocks.place(number)
         of_block = self.blocks.segment(self.masks, device)
         assert of_block is not None  # All devices have segments.
-        return crossing(of_block[place], self.segment[i], at)
+        both = crossing(of_block[place], self.segment[i], -1 if is_later else 0)
+        keys, queries = both if is_later else both[::-1]
+        return queries, options | {"key_mask": keys}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -81,15 +86,9 @@ def _forward(
         keys = keys_of_scores(blocks.leaf, keys)
 
         def from_block(i: Array, u: Array) -> Array:
-            seen, seen_by = stacks.seen(number, i, -1)
-            options = {} if seen is None else {"key_mask": seen}
-            out, lse = with_lse(
-                stacks.softmax, stacks.unit[i], keys, values, **options, backend=blocks.backend
-            )
-            product = jnp.exp(lse - stacks.shift)[..., None] * out
-            if seen_by is not None:
-                product = jnp.where(seen_by[..., None, None], product, 0)
-            return u.at[i].add(-product)
+            seen_by, options = stacks.visible(number, i, is_later=True)
+            tokens = stacks.unit[i], keys, values
+            return u.at[i].add(-product(blocks.leaf, *tokens, seen_by, **options))
 
         return lax.fori_loop(start, stop, from_block, u)
 
@@ -117,16 +116,9 @@ def _backward(blocks: SolveBlocks, saved: Tree, d_y: Array) -> Tree:
 
         def from_block(i: Array, sums: Tree) -> Tree:
             r, d_unit, d_keys = sums
-            seen_by, seen = stacks.seen(number, i, 0)
-            options = {} if seen is None else {"key_mask": seen}
-            (out, lse), pull = with_lse_vjp(
-                stacks.softmax, keys, stacks.unit[i], y[i], **options, backend=blocks.backend
-            )
-            weight = jnp.exp(lse - stacks.shift)
-            if seen_by is not None:
-                weight = jnp.where(seen_by[..., None], weight, 0)
-            d_out = -weight[..., None] * of_block
-            gradients = pull(d_out, jnp.sum(d_out * out, axis=-1))
+            seen_by, options = stacks.visible(number, i, is_later=False)
+            tokens = keys, stacks.unit[i], y[i]
+            gradients = product_vjp(blocks.leaf, *tokens, -of_block, seen_by, **options)
             r, d_unit = r.at[i].add(gradients["v"]), d_unit.at[i].add(gradients["k"])
             return r, d_unit, d_keys + gradients["q"]
 

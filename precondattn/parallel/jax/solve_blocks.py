@@ -20,7 +20,7 @@ from jax import Array, lax
 
 from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Arrays, Tree, upcast
-from precondattn.parallel.jax.line import DeviceLine
+from precondattn.parallel.jax.call import DeviceLine
 from precondattn.parallel.masks import DividedMasks
 from precondattn.spec.lucid import LucidSolve
 

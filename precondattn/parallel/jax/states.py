@@ -22,7 +22,7 @@ from jax import Array, lax
 from precondattn.algebra.mechanism import Leaf
 from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Tree
-from precondattn.parallel.jax.line import DeviceLine
+from precondattn.parallel.jax.call import DeviceLine
 from precondattn.parallel.states import (
     SegmentBorders,
     StateMap,

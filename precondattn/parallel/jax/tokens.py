@@ -23,8 +23,14 @@ from precondattn.execution.masks import (
 )
 from precondattn.parallel import ways
 from precondattn.parallel.jax import gathered, ring, solve, states
-from precondattn.parallel.jax.call import MASKS, DividedArguments, DividedCall, whole_masks
-from precondattn.parallel.jax.line import masks_of
+from precondattn.parallel.jax.call import (
+    MASKS,
+    DeviceLine,
+    DividedArguments,
+    DividedCall,
+    whole_masks,
+)
+from precondattn.parallel.masks import DividedMasks
 from precondattn.parallel.ways import DividedPiece, Way
 
 
@@ -75,3 +81,18 @@ def _invalid(call: DividedCall, like: Array, masks: Arrays) -> Array | None:
         message = "segment_ids must be contiguous: each id in one run of the sequence"
         checks.require(is_contiguous(ids), message)
     return checks.invalid
+
+
+def masks_of(line: DeviceLine, arguments: Mapping[str, Array], tokens: int) -> DividedMasks:
+    """The masks of a call, from whole masks whose tokens are in the order of the devices."""
+
+    def of_devices(name: str) -> Array | None:
+        if name not in arguments:
+            return None
+        return jnp.moveaxis(jnp.reshape(arguments[name], (-1, line.devices, tokens)), 1, 0)
+
+    within, valid = None, of_devices("key_mask")
+    if "lengths" in arguments:
+        within = line.all_positions(tokens)[:, None] < arguments["lengths"][:, None]
+        valid = within if valid is None else valid & within
+    return DividedMasks(within, valid, of_devices("segment_ids"))

@@ -2,15 +2,15 @@
 
 The leaves are divided as in `ways.py`. What each process keeps depends on the leaf:
 
-    local   nothing                                                      (`tokens.py`)
-    ring    the keys and values of its tokens                            (`ring_cache.py`)
-    solve   the keys and solved values of its tokens                     (`solve_cache.py`)
-    states  the states after all tokens                                  (`states_cache.py`)
+    local   nothing                                                          (`tokens.py`)
+    ring    the keys and values of its tokens                                (`ring.py`)
+    solve   the keys and solved values of its tokens                         (`solve.py`)
+    states  the states after all tokens, of which each computes the new ones (`states.py`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
 
@@ -18,15 +18,18 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.mechanism import Mechanism, leaf_of
+from precondattn.algebra.declaration import Inputs, Pattern
+from precondattn.algebra.mechanism import Leaf, Mechanism, leaf_of
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.kinds import holding
+from precondattn.execution.array_checks import values_of
 from precondattn.execution.cache_checks import keeps_tokens
+from precondattn.execution.input_names import shapes_of
 from precondattn.execution.masks import zero_padding
 from precondattn.given import at_least
 from precondattn.parallel import ways
-from precondattn.parallel.torch import ring_cache, solve_cache, states_cache
+from precondattn.parallel.torch import ring, solve, states
+from precondattn.parallel.torch.cache_arguments import NewTokens
 from precondattn.parallel.torch.call import DividedCall
 from precondattn.parallel.torch.divided_cache import (
     DividedCache,
@@ -35,19 +38,15 @@ from precondattn.parallel.torch.divided_cache import (
     rows_needed,
     tokens_stored,
 )
-from precondattn.parallel.torch.masks import masks_of, positions_of
-from precondattn.parallel.torch.new_tokens import NewTokens
 from precondattn.parallel.torch.processes import MeshProcesses, tried
-from precondattn.parallel.torch.step import DividedStep, PartExchanges, Shape
-from precondattn.parallel.torch.tokens import alone
+from precondattn.parallel.torch.step import DividedStep, of_all_processes
+from precondattn.parallel.torch.tokens import alone, masks_of, positions_of
 from precondattn.parallel.ways import DividedPiece, Way, way_of
 
-Steps = Callable[[int, Mapping[str, Tensor]], DividedStep]
-
 CACHED: Mapping[Way, ModuleType] = {
-    ways.RING: ring_cache,
-    ways.SOLVE: solve_cache,
-    ways.STATES: states_cache,
+    ways.RING: ring,
+    ways.SOLVE: solve,
+    ways.STATES: states,
 }
 
 
@@ -87,56 +86,48 @@ def extend(
     new: NewTokens, processes: MeshProcesses, cache: DividedCache, *, donate: bool
 ) -> tuple[Tensor, DividedCache]:
     """The output of the new tokens, and the cache with them."""
-    mechanism, rank = cache.mechanism, processes.rank
-    values = zero_padding(new.inputs, mechanism.inputs, new.within, new.valid)
-    parts, steps = _parts(new, processes), _steps(cache, new, rank)
+    program, rank, rows = cache.mechanism.program, processes.rank, cache.rows_of(processes.rank)
+    values = zero_padding(new.inputs, cache.mechanism.inputs, new.within, new.valid)
+    # Without rows that are unused in all sequences.
+    buffers, names = cache.part.store, cache.token_buffers
+    store = {name: x[:, :rows] if name in names else x for name, x in buffers.items()}
+    seen = store.pop(KEY_MASK, None)
+    if cache.held and set(cache.held[rank]) != {rows}:
+        length = cache.part.length
+        within = torch.arange(rows, device=length.device) < length[:, None]
+        seen = within if seen is None else seen & within
     kept: dict[str, Tensor] = {}
-    for number, leaf_call in enumerate(mechanism.program.calls):
-        step = steps(number, values)
-        shape = _part_shape(step)
-        of_all = None
-        if shape is not None:
-            of_all = parts.of_all(shape, partial(CACHED[_way(step)].part, step))
-        result, error = tried(partial(_stepped, step, of_all))
-        if error is not None:
-            values[leaf_call.out] = DividedCall.like_output(step.leaf, step.inputs)
-            exchanges = _shapes(mechanism, steps, values, number + 1)
-            parts.failed(next((of for _, of in exchanges if of is not None), None), error)
-        assert result is not None  # `failed` has raised an error otherwise.
+    error: Exception | None = None
+    for leaf_call, keys in zip(program.calls, program.slot_keys, strict=True):
+        way, leaf = way_of(leaf_call.leaf), leaf_of(leaf_call)
+        assert way is not None  # The prefill has checked it.
+        inputs = {name: values[value] for name, value in leaf_call.arguments}
+        past = {slot: store[key] for slot, key in keys.items()}
+        step, parts, result = DividedStep(leaf, inputs, past, rows, seen, new), None, None
+        if way in (ways.RING, ways.SOLVE):
+            parts = of_all_processes(processes, step, CACHED[way], error)
+        if error is None:
+            result, error = tried(partial(_stepped, way, step, parts))
+        if result is None:  # The next exchange raises the error on all processes.
+            values[leaf_call.out] = _like_output(leaf, inputs)
+            continue
         values[leaf_call.out], of_slots = result
         for slot, tensor in of_slots.items():
-            kept.setdefault(mechanism.program.slot_keys[number][slot], tensor)
+            kept.setdefault(keys[slot], tensor)
     if KEY_MASK in cache.token_buffers:
         shape = new.sizes["b"], new.sizes["t"]
         everything = torch.ones(shape, dtype=torch.bool, device=processes.device)
         kept[KEY_MASK] = everything if new.valid is None else new.valid
-    after = processes.together(lambda: extended(cache, kept, new.counts, rank, donate=donate))
-    name = mechanism.program.out
-    of_out = Inputs(**{name: mechanism.program.output})
-    return zero_padding({name: values[name]}, of_out, new.within, new.valid)[name], after
 
+    def finished() -> DividedCache:
+        if error is not None:
+            raise error
+        return extended(cache, kept, new.counts, rank, donate=donate)
 
-def bytes_of_extension(
-    new: NewTokens, processes: MeshProcesses, cache: DividedCache
-) -> dict[str, int]:
-    """The bytes that this process sends in `extend`, by array and value of the program."""
-    parts, steps = _parts(new, processes), _steps(cache, new, processes.rank)
-    shapes = _shapes(cache.mechanism, steps, new.inputs)
-    return {f"parts for {out}": parts.bytes_sent(shape) for out, shape in shapes if shape}
-
-
-def bytes_of_states(call: DividedCall) -> dict[str, int]:
-    """The bytes that this process sends after a prefill, of the last states, by array."""
-    program, others = call.mechanism.program, call.processes.devices - 1
-    empty = call.mechanism.init_cache(**call.bound.inputs, capacity=1).store
-    sent: dict[str, int] = {}
-    for leaf_call, keys in zip(program.calls, program.slot_keys, strict=True):
-        slots = [slot for slot in leaf_call.leaf.slots() if not slot.kind.has_tokens]
-        states = [empty[keys[slot.name]] for slot in slots]
-        if states and call.processes.rank == others:  # The last process broadcasts them.
-            numbers = sum(state.numel() * state.dtype.itemsize for state in states)
-            sent[f"last states for {leaf_call.out}"] = others * numbers
-    return sent
+    after = processes.together(finished)
+    of_out = Inputs(**{program.out: program.output})
+    out = {program.out: values[program.out]}
+    return zero_padding(out, of_out, new.within, new.valid)[program.out], after
 
 
 def _empty(
@@ -178,56 +169,18 @@ def _empty(
     )
 
 
-def _parts(new: NewTokens, processes: MeshProcesses) -> PartExchanges:
-    is_double = any(x.dtype == torch.float64 for x in new.inputs.values())
-    return PartExchanges(processes, torch.float64 if is_double else torch.float32)
+def _like_output(leaf: Leaf, inputs: Mapping[str, Tensor]) -> Tensor:
+    """A tensor of the shape and dtype of a leaf's output."""
+    like: Tensor = values_of(inputs)
+    sizes = leaf.inputs.sizes(str(leaf), shapes_of(inputs))
+    return like.new_empty(Pattern.read(leaf.output).shape(sizes))
 
 
-def _steps(cache: DividedCache, new: NewTokens, rank: int) -> Steps:
-    """The leaf calls of the program on new tokens, by number, with the values before them."""
-    rows, buffers, program = cache.rows_of(rank), cache.part.store, cache.mechanism.program
-    # Without rows that are unused in all sequences.
-    store = {n: x[:, :rows] if n in cache.token_buffers else x for n, x in buffers.items()}
-    seen = store.pop(KEY_MASK, None)
-    if cache.held and set(cache.held[rank]) != {rows}:
-        length = cache.part.length
-        within = torch.arange(rows, device=length.device) < length[:, None]
-        seen = within if seen is None else seen & within
-
-    def step(number: int, values: Mapping[str, Tensor]) -> DividedStep:
-        call = program.calls[number]
-        past = {slot: store[key] for slot, key in program.slot_keys[number].items()}
-        inputs = {name: values[value] for name, value in call.arguments}
-        return DividedStep(leaf_of(call), inputs, past, rows, seen, new)
-
-    return step
-
-
-def _shapes(
-    mechanism: Mechanism, steps: Steps, values: Mapping[str, Tensor], start: int = 0
-) -> Iterator[tuple[str, Shape | None]]:
-    """The shapes that the leaf calls from number `start` on exchange, by output value."""
-    like = {name: x.to("meta") for name, x in values.items()}
-    for number, leaf_call in enumerate(mechanism.program.calls):
-        if number >= start:
-            step = steps(number, like)
-            yield leaf_call.out, _part_shape(step)
-            like[leaf_call.out] = DividedCall.like_output(step.leaf, step.inputs)
-
-
-def _part_shape(step: DividedStep) -> Shape | None:
-    """The shape of what processes exchange for a leaf; None for nothing."""
-    way, shape = _way(step), None
-    if way in (ways.RING, ways.SOLVE):
-        shape = CACHED[way].part_shape(step)
-    return shape
-
-
-def _stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+def _stepped(way: Way, step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
     """The output of the new tokens, and what the leaf keeps of them by slot name."""
-    if _way(step) is ways.LOCAL:
+    if way is ways.LOCAL:
         return step.leaf(**step.inputs, backend=step.new.backend), {}
-    out, of_slots = CACHED[_way(step)].stepped(step, parts)
+    out, of_slots = CACHED[way].stepped(step, parts)
     return out, of_slots
 
 
@@ -238,9 +191,3 @@ def refusal(mechanism: Mechanism) -> str | None:
         if way is not None and way not in (ways.LOCAL, *CACHED):
             return f"keeps no cache of {leaf}, whose keys are gathered"
     return None
-
-
-def _way(step: DividedStep) -> Way:
-    way = way_of(step.leaf)
-    assert way is not None  # It has been checked.
-    return way

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,15 +13,19 @@ from precondattn.algebra.mechanism import Mechanism
 from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Array
 from precondattn.cache import Cache
-from precondattn.parallel.divided_mechanism import HEADS, TOKENS, DividedMechanism, Plan, advice
+from precondattn.parallel.divided_mechanism import (
+    CONTIGUOUS,
+    HEADS,
+    TOKENS,
+    DividedMechanism,
+    advice,
+)
 from precondattn.parallel.heads import HeadAxes
-from precondattn.parallel.torch import cached, heads, tokens
-from precondattn.parallel.torch.arguments import Bound, bind
-from precondattn.parallel.torch.call import DividedCall
+from precondattn.parallel.torch import cached, exchange, tokens
+from precondattn.parallel.torch.cache_arguments import CacheStart, NewTokens, bind_new
+from precondattn.parallel.torch.call import Bound, DividedCall, bind
 from precondattn.parallel.torch.divided_cache import DividedCache
-from precondattn.parallel.torch.new_tokens import NewTokens, bind_new
 from precondattn.parallel.torch.processes import check_mesh, processes_of
-from precondattn.parallel.torch.start import CacheStart
 
 
 def context_parallel(
@@ -80,7 +83,7 @@ def context_parallel(
 class ContextParallel(DividedMechanism):
     """A mechanism whose tokens are divided among processes; made by `context_parallel`."""
 
-    outputs = {HEADS: heads.output, TOKENS: tokens.output}  # noqa: RUF012
+    outputs = {HEADS: exchange.output, TOKENS: tokens.output}  # noqa: RUF012
 
     def __init__(self, mechanism: Mechanism | str, mesh: DeviceMesh, layout: str | None) -> None:
         super().__init__(mechanism, layout)
@@ -140,7 +143,11 @@ class ContextParallel(DividedMechanism):
         """
         start = CacheStart(self.mechanism, capacity, cache)
         call = self._bound(arrays, named, backend, start)
-        self._way(call, is_prefill=True)
+        of_cache, refused = cached.refusal(self.mechanism), self._refusal_by(self.order, call)
+        if refused is not None:
+            refused += advice({"contiguous": self._refusal_by(CONTIGUOUS, call) or of_cache})
+        if refused or of_cache:
+            raise ValueError(f"{self.owner}: {refused or of_cache}")
         out, divided = cached.prefill(call, self.mesh, capacity, cache)
         return self._as_given(call, out), divided
 
@@ -178,7 +185,14 @@ class ContextParallel(DividedMechanism):
             on all processes: for invalid input, for a cache of another mechanism, mesh or layout,
             if the capacity is exceeded, and if a gradient would be needed.
         """
-        new = self._new_tokens(cache, arrays, named, backend, donate)
+        layout, on = str(self.order or HEADS), "" if backend is None else f" on {backend!r}"
+
+        def bound() -> NewTokens:
+            if not isinstance(donate, bool):
+                raise TypeError(f"donate must be true or false; found {donate!r}")
+            return bind_new(self.mechanism, self.mesh, layout, cache, arrays, named, backend)
+
+        new, _ = self.processes.agree_on(bound, lambda new: f"{new} after {cache}{on}")
         with torch.no_grad():
             out, after = cached.extend(new, self.processes, cache, donate=donate)
         if new.is_distributed:
@@ -203,76 +217,7 @@ class ContextParallel(DividedMechanism):
 
         All processes must call this together.
         """
-        way, reason = self._way_of(self._bound(arrays, named, None))
-        return reason if way is None else None
-
-    def explain(
-        self,
-        *arrays: Array,
-        verb: str = "forward",
-        cache: DividedCache | None = None,
-        **named: Array,
-    ) -> Plan:
-        """How a call with these arguments is divided, and what this process sends.
-
-        All processes must call this together.
-
-        Parameters
-        ----------
-        verb : {"forward", "prefill"}
-            With "prefill", the bytes include what is sent for the cache.
-        cache : DividedCache, optional
-            If a cache is given, `extend` is explained, and the arrays are the new tokens.
-        """
-        if verb not in ("forward", "prefill"):
-            raise ValueError(
-                f"{self.owner}: verb must be 'forward' or 'prefill' (for extend, pass "
-                f"the cache); found {verb!r}"
-            )
-        rank, of = self.processes.rank, f"this process of {self.processes.devices}"
-        if cache is not None:
-            new = self._new_tokens(cache, arrays, named)
-            sent = cached.bytes_of_extension(new, self.processes, cache)
-            during = f"{cache.rows_of(rank)} cached tokens and all new ones, of all heads"
-            return Plan(str(self.mechanism), cache.layout, of, new.sizes["t"], during, sent)
-        start = CacheStart(self.mechanism, 1, None) if verb == "prefill" else None
-        call = self._bound(arrays, named, None, start)
-        plan = self._plan_of(call, self._way(call, is_prefill=start is not None), of)
-        of_states = {} if start is None else cached.bytes_of_states(call)
-        return replace(plan, bytes_sent={**plan.bytes_sent, **of_states})
-
-    def _new_tokens(
-        self,
-        cache: DividedCache,
-        arrays: tuple[Array, ...],
-        named: Array,
-        backend: BackendNames = None,
-        donate: object = False,
-    ) -> NewTokens:
-        """The new tokens, after all processes have checked their arguments."""
-        layout, on = str(self.order or "heads"), "" if backend is None else f" on {backend!r}"
-
-        def bound() -> NewTokens:
-            if not isinstance(donate, bool):
-                raise TypeError(f"donate must be true or false; found {donate!r}")
-            return bind_new(self.mechanism, self.mesh, layout, cache, arrays, named, backend)
-
-        new, _ = self.processes.agree_on(bound, lambda new: f"{new} after {cache}{on}")
-        return new
-
-    def _way(self, call: DividedCall, *, is_prefill: bool = False) -> str:
-        """How a call, or a prefill, is divided, after a check that the layout can."""
-        if is_prefill:
-            way: str | None = TOKENS
-            of_cache, refused = cached.refusal(self.mechanism), self._refusal_by(TOKENS, call)
-            if refused is not None:
-                refused += advice({"contiguous": self._refusal_in_order(call) or of_cache})
-            refused = refused or of_cache
-        else:
-            way, refused = self._way_of(call)
-        if way is None or refused:
-            raise ValueError(f"{self.owner}: {refused}")
-        return way
+        return self._way_of(self._bound(arrays, named, None))[1]
 
     def _bound(
         self,

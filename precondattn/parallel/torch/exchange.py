@@ -1,4 +1,4 @@
-"""The exchange of tokens for heads and back between processes, differentiable.
+"""The exchanges of processes, and the layout `heads`: tokens for heads, and back (`heads.py`).
 
 Each of the two exchanges is the transpose of the other, so it computes the other's gradient. There
 the gradient of a head that several devices received is their sum.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,40 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
+from precondattn.algebra.declaration import Pattern
 from precondattn.arrays import Shape
 from precondattn.parallel.heads import HeadAxes, share
+from precondattn.parallel.torch.call import WHOLE, DividedCall
+from precondattn.parallel.torch.processes import MeshProcesses
 
-if TYPE_CHECKING:
-    from precondattn.parallel.torch.processes import MeshProcesses
+
+def output(call: DividedCall) -> Tensor:
+    """The output of this process's tokens."""
+    bound, processes, inputs = call.bound, call.processes, {}
+    for name, x in bound.inputs.items():
+        time, axis = bound.axes[name]
+        if time is not None:
+            x = _exchange(call, bound.patterns[name], tuple(x.shape)).to_heads(x)
+        elif axis is not None:
+            part = share(x.shape[axis], processes.devices, processes.rank)
+            x = x.narrow(axis, part.start, part.stop - part.start)
+        inputs[name] = x
+    masks = {
+        name: mask if name in WHOLE else gathered(processes.group, mask, call.tokens["s"])
+        for name, mask in bound.masks.items()
+    }
+    out = processes.together(lambda: call.mechanism(**inputs, **masks, backend=call.backend))
+    pattern = call.mechanism.program.output
+    return _exchange(call, pattern, pattern.shape(call.sizes)).to_tokens(out)
+
+
+def _exchange(call: DividedCall, pattern: Pattern, shape: Shape) -> Exchange:
+    """The exchange of an array with tokens, of this process's or of the whole shape."""
+    axes = HeadAxes.of_pattern(pattern, shape)
+    assert axes.time is not None  # It has tokens.
+    axis, count = pattern.axes[axes.time], 1 if axes.heads is None else shape[axes.heads]
+    times = tuple(axis.multiple * n for n in call.tokens[axis.letter])
+    return Exchange(call.processes, axes, times, count)
 
 
 class Exchange(NamedTuple):
@@ -136,9 +165,9 @@ def passed(
         received = [x.new_empty(shape) for x, shape in zip(arrays, shapes, strict=True)]
     for function, tensors, rank in ((dist.isend, arrays, to), (dist.irecv, received, source)):
         if rank is not None:
-            peer = dist.get_global_rank(group, rank)
             operations += [
-                dist.P2POp(function, x, peer, group, tag=i) for i, x in enumerate(tensors or ())
+                dist.P2POp(function, x, group=group, tag=i, group_peer=rank)
+                for i, x in enumerate(tensors or ())
             ]
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()

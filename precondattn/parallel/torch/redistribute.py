@@ -12,9 +12,9 @@ from precondattn.cache import Cache
 from precondattn.cache.capacity import grown
 from precondattn.cache.kinds import holding
 from precondattn.given import Given, whole_number
+from precondattn.parallel.torch.cache_arguments import check_not_donated
 from precondattn.parallel.torch.divided_cache import DividedCache
 from precondattn.parallel.torch.exchange import exchanged
-from precondattn.parallel.torch.new_tokens import check_not_donated
 from precondattn.parallel.torch.processes import processes_of
 
 

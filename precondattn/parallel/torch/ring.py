@@ -15,12 +15,15 @@ In the backward pass, the gradients of each part follow from o and λ over all k
 (`ring_reads.py`). The gradients of the keys go around with the keys, in float32, and are complete
 when they are back. A process thus has the keys of two other processes at a time, however long the
 sequence is. Source: ring attention (arXiv 2310.01889).
+
+With a divided cache, o_r and λ_r are computed from the new queries and the cached keys of process
+r. One more part is the attention of the new tokens among themselves, which every process computes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -29,11 +32,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from precondattn.arrays import upcast
+from precondattn.arrays import Shape, upcast
 from precondattn.parallel.masks import crossing
 from precondattn.parallel.ring_reads import MeanOfParts, WholeRows, read_of
 from precondattn.parallel.torch.exchange import passed
 from precondattn.parallel.torch.processes import tried
+from precondattn.parallel.torch.step import DividedStep
 from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.softmax import Softmax
 
@@ -169,3 +173,38 @@ class _Around(torch.autograd.Function):  # type: ignore[misc]
         home = ring.passed_on(of_keys[2:], ring.piece.call.processes.rank)
         ring.piece.call.processes.agree(error)
         return (None, d_q.to(q.dtype), *(d.to(x.dtype) for d, x in zip(home, (k, v), strict=True)))
+
+
+def prefilled(
+    piece: DividedPiece, begin: Mapping[str, Tensor] | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output of this process's tokens, and their rows by slot name."""
+    return output(piece), {"key": piece.inputs["k"], "value": piece.inputs["v"]}
+
+
+def part_shape(step: DividedStep) -> Shape:
+    """The shape of o_r and λ_r in one tensor (b, t, h, e + 1)."""
+    return (*step.inputs["q"].shape[:3], step.inputs["v"].shape[-1] + 1)
+
+
+def part(step: DividedStep) -> Tensor:
+    """o_r and λ_r over this process's keys."""
+    leaf, q = step.leaf, upcast(step.inputs["q"])
+    if not step.rows:
+        empty = q.new_zeros(part_shape(step))
+        empty[..., -1] = -math.inf
+        return empty
+    keys, values = upcast(step.past["key"]), upcast(step.past["value"])
+    out, lse = read_of(replace(leaf, causal=False), step.of_past()).attend(q, keys, values)
+    return torch.cat([out, lse[..., None]], -1)
+
+
+def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output of the new tokens, and their rows by slot name."""
+    assert parts is not None  # `part_shape` is not None.
+    q, k, v = (step.inputs[name] for name in "qkv")
+    over_parts = read_of(step.leaf, step.of_new())
+    whole = over_parts.attend(upcast(q), upcast(k), upcast(v))
+    for packed in parts:
+        whole = over_parts.merged(whole, (packed[..., :-1], packed[..., -1]))
+    return whole[0].to(v.dtype), {"key": k, "value": v}

@@ -10,13 +10,8 @@ The process that has block J solves it and broadcasts k_J and y_J. Every process
 Φ y_J from its later rows (`solve_blocks.py`). In the layout `cyclic`, the next solve and broadcast
 overlap with this subtraction.
 
-Φ y_J is softmax attention without normalisation: for rows that attend to the keys of J with output
-o and log-sum-exp λ,
-
-    Φ y_J = e^{λ − s d} o,
-
-which is bounded like Φ, and which every backend can compute. Packed segments are contiguous, so
-later rows can see only the last segment of J.
+Φ y_J is softmax attention without normalisation (`parallel/solve.py`). Packed segments are
+contiguous, so later rows can see only the last segment of J.
 
 The backward pass goes through the blocks in reverse order, and starts with r = dy:
 
@@ -24,28 +19,35 @@ The backward pass goes through the blocks in reverse order, and starts with r = 
 
 g_J, and the gradients of k_J and β_J within the block, are the gradients of the block's solve for
 the cotangent r_J. The owner broadcasts k_J and g_J. Every process attends from J to its earlier
-columns, and computes the gradients of e^{S − s d} y for the cotangent −g_J (`part_vjp`): of r, of
-its own keys, and of k_J, which the owner adds up over processes. Finally dv = g.
+columns, and computes the gradients of Φ y for the cotangent −g_J (`product_vjp`): of r, of its own
+keys, and of k_J, which the owner adds up over processes. Finally dv = g.
 
 Bytes: in the forward pass, k and y of a process's tokens go to all others. In the backward pass, k
 and g do, and the gradients of k come back. y, g and gradients are float32 or wider.
+
+With a divided cache of solved values, the sum over process r's tokens is the product of the new
+keys with its cached keys. One exchange adds up the sums, and every process solves the system of the
+new tokens:
+
+    y_t = β_t (v_t − Σ_r Σ_{j of r} Φ_tj y_j − Σ_{new j < t} Φ_tj y_j)
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from precondattn.arrays import upcast
+from precondattn.arrays import Shape, upcast
 from precondattn.parallel.layouts import TokenPart
-from precondattn.parallel.partial_attention import part_vjp, with_lse
-from precondattn.parallel.solve import attention_of, keys_of_scores
+from precondattn.parallel.solve import keys_of_scores, product, product_vjp
 from precondattn.parallel.torch.solve_blocks import Failed, SolveBlocks, added, in_order
+from precondattn.parallel.torch.step import DividedStep
 from precondattn.parallel.ways import DividedPiece
-from precondattn.spec.rms_norm import rms_norm_vjp
+from precondattn.spec.lucid import LucidSolve
+from precondattn.spec.rms_norm import rms, rms_norm, rms_norm_vjp
 
 
 def output(piece: DividedPiece) -> Tensor:
@@ -62,23 +64,16 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
         ctx: FunctionCtx, blocks: SolveBlocks, k: Tensor, v: Tensor, beta: Tensor | None
     ) -> Tensor:
         u = upcast(v).clone()
-        y, unit = torch.zeros_like(u), keys_of_scores(blocks.leaf, k)
-        softmax, shift = attention_of(blocks.leaf, k.shape[-1])
-        failed = Failed()
+        y, unit, failed = torch.zeros_like(u), keys_of_scores(blocks.leaf, k), Failed()
 
         def solve(block: TokenPart) -> None:
             y[:, block.rows] = blocks.leaf(**blocks.of_block(block, k, u, beta))
 
         def subtract(block: TokenPart, keys: Tensor, values: Tensor, rows: slice) -> None:
             visible, seen_by, masks = blocks.visible(block, rows, is_later=True)
-            if not visible:
-                return
-            tokens = (unit[:, rows], keys_of_scores(blocks.leaf, keys), values)
-            out, lse = with_lse(softmax, *tokens, **masks, backend=blocks.piece.call.backend)
-            product = torch.exp(lse - shift)[..., None] * out
-            if seen_by is not None:
-                product = product.masked_fill(~seen_by[..., None, None], 0)
-            u[:, rows] -= product
+            if visible:
+                tokens = unit[:, rows], keys_of_scores(blocks.leaf, keys), values
+                u[:, rows] -= product(blocks.leaf, *tokens, seen_by, **masks)
 
         in_order(blocks, blocks.all, (k, y), blocks.later, solve, subtract, failed)
         blocks.processes.agree(failed.error)
@@ -96,7 +91,6 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
         r, g = d_y.to(u.dtype).clone(), torch.zeros_like(u)
         d_unit, d_k = torch.zeros_like(unit), torch.zeros_like(unit)
         d_beta = None if beta is None else torch.zeros_like(upcast(beta))
-        softmax, shift = attention_of(blocks.leaf, k.shape[-1])
         failed = Failed()
         parts: dict[int, Tensor] = {}
 
@@ -112,12 +106,8 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
             visible, seen_by, masks = blocks.visible(block, rows, is_later=False)
             if not visible:
                 return
-            tokens = {"q": keys_of_scores(blocks.leaf, keys), "k": unit[:, rows], "v": y[:, rows]}
-            shifts = torch.full_like(of_block[..., 0], shift)
-            if seen_by is not None:
-                shifts = shifts.masked_fill(~seen_by[..., None], math.inf)
-            at = (torch.zeros_like(of_block), shifts, -of_block)
-            gradients = part_vjp(softmax, tokens, *at, **masks, backend=blocks.piece.call.backend)
+            tokens = keys_of_scores(blocks.leaf, keys), unit[:, rows], y[:, rows]
+            gradients = product_vjp(blocks.leaf, *tokens, -of_block, seen_by, **masks)
             d_unit[:, rows] += gradients["k"]
             r[:, rows] += gradients["v"]
             parts[block.first] = parts.get(block.first, 0) + gradients["q"]
@@ -139,3 +129,44 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
             d_k += d_unit
         d_beta = None if beta is None or d_beta is None else d_beta.to(beta.dtype)
         return None, d_k.to(k.dtype), g.to(v.dtype), d_beta
+
+
+def prefilled(
+    piece: DividedPiece, begin: Mapping[str, Tensor] | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """y of this process's tokens, and their rows by slot name."""
+    y = output(piece)
+    return y, _rows(piece.leaf, piece.inputs["k"], y)
+
+
+def part_shape(step: DividedStep) -> Shape:
+    """The shape of the sums, one for each new value (b, t, n, e)."""
+    return tuple(step.inputs["v"].shape)
+
+
+def part(step: DividedStep) -> Tensor:
+    """The sum of Φ y over this process's rows."""
+    leaf, k = step.leaf, upcast(step.inputs["k"])
+    if not step.rows:
+        return torch.zeros(part_shape(step), dtype=k.dtype, device=k.device)
+    keys, y = upcast(step.past["key"]), upcast(step.past["solved"])
+    if leaf.normalize == "keys":
+        r = step.past["rms"][..., None]  # Unused rows have 0.
+        k, keys = rms_norm(k, leaf.eps), keys / torch.where(r > 0, r, 1.0)
+    return product(leaf, k, keys, y, None, **step.of_past())
+
+
+def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """y of the new tokens, and their rows by slot name."""
+    assert parts is not None  # `part_shape` is not None.
+    inputs = {name: upcast(x) for name, x in step.inputs.items()}
+    inputs["v"] = inputs["v"] - parts.sum(0)
+    y = step.leaf(**inputs, **step.of_new()).to(step.inputs["v"].dtype)
+    return y, _rows(step.leaf, step.inputs["k"], y)
+
+
+def _rows(leaf: LucidSolve, k: Tensor, y: Tensor) -> dict[str, Tensor]:
+    rows = {"key": k, "solved": y}
+    if leaf.normalize == "keys":
+        rows["rms"] = rms(upcast(k), leaf.eps)[..., 0]
+    return rows

@@ -8,8 +8,6 @@ while all subtract from their other rows (`solve.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,43 +21,25 @@ from precondattn.parallel.ways import DividedPiece
 from precondattn.spec.lucid import LucidSolve
 
 
-@dataclass(frozen=True)
 class SolveBlocks:
     """The blocks of a solve, and the exchanges between them."""
 
-    piece: DividedPiece
-
-    @cached_property
-    def all(self) -> tuple[TokenPart, ...]:
-        """All blocks, in the order of the sequence."""
-        return tuple(
+    def __init__(self, piece: DividedPiece) -> None:
+        self.piece = piece
+        self.leaf: LucidSolve = piece.leaf
+        self.processes: MeshProcesses = piece.call.processes
+        self.rank = self.processes.rank
+        self.all = tuple(
             TokenPart(part.device, slice(start, min(start + BLOCK, part.rows.stop)), position)
-            for part in self.piece.call.parts
+            for part in piece.call.parts
             for start, position in zip(
                 range(part.rows.start, part.rows.stop, BLOCK),
                 range(part.first, part.first + part.tokens, BLOCK),
                 strict=True,
             )
         )
-
-    @property
-    def processes(self) -> MeshProcesses:
-        processes: MeshProcesses = self.piece.call.processes
-        return processes
-
-    @property
-    def rank(self) -> int:
-        return self.processes.rank
-
-    @property
-    def leaf(self) -> LucidSolve:
-        leaf: LucidSolve = self.piece.leaf
-        return leaf
-
-    @cached_property
-    def of_process(self) -> tuple[TokenPart, ...]:
-        """The blocks of this process."""
-        return tuple(block for block in self.all if block.device == self.rank)
+        """All blocks, in the order of the sequence."""
+        self.of_process = tuple(block for block in self.all if block.device == self.rank)
 
     def later(self, block: TokenPart) -> slice:
         """This process's rows after a block."""
@@ -90,15 +70,16 @@ class SolveBlocks:
         """The mask of attention between a block and this process's rows before or after it.
 
         The later ones are the queries. The results are whether a key is visible, which queries
-        (b, t) see any (None if all do), and the keys' mask as an argument.
+        (b, t) see any (None if all do), and the options of the attention.
         """
         segments, is_any = self.piece.masks.segment, rows.start < rows.stop
+        options = {"backend": self.piece.call.backend}
         if segments is None or not is_any:
-            return is_any, None, {}
+            return is_any, None, options
         run, others = segments[block.device][:, block.rows], segments[self.rank][:, rows]
         both = crossing(run, others, -1 if is_later else 0)
         keys, queries = both if is_later else both[::-1]
-        return bool(both[1].any()), queries, {"key_mask": keys}
+        return bool(both[1].any()), queries, options | {"key_mask": keys}
 
     def broadcast(self, block: TokenPart, arrays: Sequence[Tensor]) -> tuple[list[Tensor], Tree]:
         """The owner's rows of the block on all processes, and the work handle to wait for."""
@@ -109,8 +90,8 @@ class SolveBlocks:
             sent = [x.new_empty(x.shape[0], block.tokens, *x.shape[2:]) for x in arrays]
         if self.processes.devices == 1:
             return sent, ()
-        source = dist.get_global_rank(group, block.device)
-        return sent, [dist.broadcast(x, source, group=group, async_op=True) for x in sent]
+        source = {"group": group, "group_src": block.device}
+        return sent, [dist.broadcast(x, **source, async_op=True) for x in sent]
 
 
 class Failed:
@@ -167,5 +148,5 @@ def added(blocks: SolveBlocks, block: TokenPart, x: Tensor) -> Tensor:
     """The sum of x over all processes, on the process that has the block."""
     group = blocks.processes.group
     if blocks.processes.devices > 1:
-        dist.reduce(x, dist.get_global_rank(group, block.device), group=group)
+        dist.reduce(x, group=group, group_dst=block.device)
     return x

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from precondattn.algebra.mechanism import Leaf
 from precondattn.arrays import Tree
 from precondattn.parallel.states import (
     SegmentBorders,
@@ -33,6 +34,7 @@ from precondattn.parallel.states import (
 )
 from precondattn.parallel.torch.exchange import passed
 from precondattn.parallel.torch.processes import MeshProcesses
+from precondattn.parallel.torch.step import DividedStep
 from precondattn.parallel.ways import DividedPiece
 
 
@@ -61,7 +63,8 @@ def scanned(
         is_open = None if borders is None else borders.is_open[processes.rank]
         return {key: step._replace(is_open=is_open) for key, step in steps.items()}
 
-    scan = _Scan(piece, processes.together(steps), masks, borders, begin is not None, with_end)
+    of_tokens = processes.together(steps), masks, borders
+    scan = _Scan(piece, processes, *of_tokens, begin is not None, with_end)
     begins = [] if begin is None else [begin[key] for key in scan.steps]
     out, *end = _Scanned.apply(scan, *piece.inputs.values(), *begins)
     return out, dict(zip(scan.steps, end, strict=True)) if with_end else {}
@@ -72,6 +75,7 @@ class _Scan:
     """The arguments of a call and its gradient that are not differentiated."""
 
     piece: DividedPiece
+    processes: MeshProcesses
     steps: dict[str, StateMap]
     masks: Mapping[str, Tensor]
     borders: SegmentBorders | None
@@ -79,18 +83,8 @@ class _Scan:
     with_end: bool
 
     @property
-    def processes(self) -> MeshProcesses:
-        processes: MeshProcesses = self.piece.call.processes
-        return processes
-
-    @property
     def is_first(self) -> bool:
         return self.processes.rank == 0
-
-    @property
-    def last(self) -> int:
-        """The global rank of the last process."""
-        return int(dist.get_global_rank(self.processes.group, self.processes.devices - 1))
 
     @property
     def is_last(self) -> bool:
@@ -127,14 +121,14 @@ class _Scan:
         """The states of the last process, on every process."""
         whole = [x.contiguous() if self.is_last else torch.empty_like(x) for x in states]
         for x in whole if self.processes.devices > 1 else ():
-            dist.broadcast(x, self.last, group=self.processes.group)
+            dist.broadcast(x, group=self.processes.group, group_src=self.processes.devices - 1)
         return whole
 
     def added_up(self, gradients: Sequence[Tensor]) -> dict[str, Tensor] | None:
         """The gradients of the last states, summed over processes, on the last process."""
         sums = [x.clone(memory_format=torch.contiguous_format) for x in gradients]
         for x in sums if self.processes.devices > 1 else ():
-            dist.reduce(x, self.last, group=self.processes.group)
+            dist.reduce(x, group=self.processes.group, group_dst=self.processes.devices - 1)
         return dict(zip(self.steps, sums, strict=True)) if self.is_last else None
 
 
@@ -182,3 +176,37 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
         if scan.has_begin:
             d_begin = [d if scan.is_first else torch.zeros_like(d) for d in d_past.values()]
         return (None, *(gradients[name] for name in scan.piece.inputs), *d_begin)
+
+
+def prefilled(
+    piece: DividedPiece, begin: Mapping[str, Tensor] | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output of this process's tokens, and the states after all tokens by slot name.
+
+    `begin` has the states before the first token.
+    """
+    keys = _keys(piece.leaf)
+    begins = None if begin is None else {keys[slot]: state for slot, state in begin.items()}
+    out, end = scanned(piece, begins, with_end=True)
+    return out, {slot: end[key] for slot, key in keys.items()}
+
+
+def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output of the new tokens, and the states after them by slot name."""
+    keys = _keys(step.leaf)
+    cache = step.leaf.init_cache(**step.inputs)
+    cache = with_states(cache, {key: step.past[slot] for slot, key in keys.items()})
+    out, cache = step.leaf.extend(
+        cache,
+        **dict(step.inputs),
+        lengths=step.new.lengths,
+        key_mask=step.new.key_mask,
+        backend=step.new.backend,
+    )
+    return out, {slot: cache.store[key] for slot, key in keys.items()}
+
+
+def _keys(leaf: Leaf) -> Mapping[str, str]:
+    """The names of a leaf's states in its own cache, by slot name."""
+    (keys,) = leaf.program.slot_keys
+    return keys

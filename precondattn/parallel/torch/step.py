@@ -9,9 +9,9 @@ A message has one more number, which is 1 if its process has an error. Then all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Mapping
+from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,9 +23,7 @@ from precondattn.parallel.torch.processes import MeshProcesses, tried
 from precondattn.parallel.ways import LeafOfWay
 
 if TYPE_CHECKING:
-    from precondattn.parallel.torch.new_tokens import NewTokens
-
-Shape = tuple[int, ...]
+    from precondattn.parallel.torch.cache_arguments import NewTokens
 
 
 class DividedStep(NamedTuple):
@@ -53,40 +51,25 @@ class DividedStep(NamedTuple):
         return {"backend": self.new.backend, **masks}
 
 
-@dataclass(frozen=True)
-class PartExchanges:
-    """The exchanges of parts in one call."""
+def of_all_processes(
+    processes: MeshProcesses, step: DividedStep, way: ModuleType, error: Exception | None
+) -> Tensor:
+    """The parts (P, …) of all processes, each from `way.part(step)`, in float32 or wider.
 
-    processes: MeshProcesses
-    dtype: torch.dtype
-    """float32 or wider"""
-
-    def of_all(self, shape: Shape, compute: Callable[[], Tensor]) -> Tensor:
-        """The parts of all processes (P, *shape); `compute` gives this process's part."""
-        part, error = tried(compute)
-        return self._exchanged(shape, part, error)
-
-    def failed(self, shape: Shape | None, error: Exception) -> None:
-        """Raise this process's error on all processes, in the exchange that they wait for."""
-        if shape is not None:
-            self._exchanged(shape, None, error)
-        self.processes.agree(error)
-
-    def bytes_sent(self, shape: Shape) -> int:
-        """The bytes that this process sends in one exchange."""
-        sent: int = (self.processes.devices - 1) * (prod(shape) + 1) * self.dtype.itemsize
-        return sent
-
-    def _exchanged(self, shape: Shape, part: Tensor | None, error: Exception | None) -> Tensor:
-        devices, device = self.processes.devices, self.processes.device
-        flag = torch.full((1,), float(error is not None), dtype=self.dtype, device=device)
-        if part is None:
-            part = torch.zeros(shape, dtype=self.dtype, device=device)
-        message = torch.cat([part.reshape(-1).to(self.dtype), flag])
-        everyone = message.repeat(devices)
-        if devices > 1:
-            dist.all_gather_into_tensor(everyone, message, group=self.processes.group)
-        rows = everyone.view(devices, -1)
-        if bool(rows[:, -1].any()):
-            self.processes.agree(error)
-        return rows[:, :-1].view(devices, *shape)
+    If a process has an error, of an earlier leaf or of its part, all raise it.
+    """
+    is_double = any(x.dtype == torch.float64 for x in step.new.inputs.values())
+    dtype = torch.float64 if is_double else torch.float32
+    shape, device, part = way.part_shape(step), processes.device, None
+    if error is None:
+        part, error = tried(partial(way.part, step))
+    if part is None:
+        part = torch.zeros(shape, dtype=dtype, device=device)
+    flag = torch.full((1,), float(error is not None), dtype=dtype, device=device)
+    message = torch.cat([part.reshape(-1).to(dtype), flag])
+    everyone = [torch.empty_like(message) for _ in range(processes.devices)]
+    dist.all_gather(everyone, message, group=processes.group)
+    rows = torch.stack(everyone)
+    if bool(rows[:, -1].any()):
+        processes.agree(error)
+    return rows[:, :-1].view(processes.devices, *shape)

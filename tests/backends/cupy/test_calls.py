@@ -33,7 +33,7 @@ ATTENTION = (
     row("5, 12 wide", "softmax", 19, d=5, e=12, b=2),
     *later(
         row("float16", "softmax", 33, "float16", **FULL),
-        row("order random", OPEN, 33, h=4, n=2, b=2, how={"order": 0}),
+        row("order random", "softmax", 33, h=4, n=2, b=2, how={"order": 0}),
         row("20, 24 wide", "softmax", 19, d=20, e=24, b=2),
         row("in parts", "softmax", 18, d=200, e=300),
     ),
@@ -107,7 +107,6 @@ LENGTHS = ((1, None), (15, 0), (16, "reverse"), (17, 0), (32, None), (33, "rever
 LUCID = later(
     *(row(f"{t}", BETA, t, **KEYS, how={"order": order}) for t, order in LENGTHS),
     row("float16", BETA, 33, "float16", **KEYS),
-    row("bfloat16", BETA, 65, "bfloat16", **KEYS),
     *(
         row(keys, f"lucid_solve[eps={eps}]", 50, **{**KEYS, "keys": keys}, how={"bound": 1e-4})
         for keys, eps in (("equal", 0.0), ("zero", 0.0), ("zero", 1e-6))

@@ -1,6 +1,6 @@
 """Calls on four devices: the collectives of their compiled text, and their results.
 
-`test_devices.py` runs these tests, in a process that has several devices.
+`test_backend.py` runs these tests, in a process that has several devices.
 """
 
 import re

@@ -11,6 +11,7 @@ import pytest
 import precondattn as pa
 from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_jax.triangular_inverse import unit_lower_inverse
+from tests.backends.jax.four_devices import QUICK, assert_pass_on_devices
 from tests.backends.portable.test_blocked_backends import close, with_gradient
 
 SLOW = pytest.mark.slow
@@ -151,3 +152,17 @@ def test_no_tracer_outlives_its_trace():
             jax.jit(lambda cache, x: m.extend(cache, **x)).trace(cache, x)
     finally:
         gc.unfreeze()
+
+
+FILES = ("sharded", "tokens")
+
+
+@pytest.mark.thorough
+def test_calls_on_several_devices():
+    """The tests share a process, which has eight devices."""
+    assert_pass_on_devices([f"{name}_on_devices.py" for name in FILES], 8, QUICK)
+
+
+@pytest.mark.slow
+def test_more_calls_on_several_devices():
+    assert_pass_on_devices(["tokens_on_devices.py"], 8, QUICK, "slow")

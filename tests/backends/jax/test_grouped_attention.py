@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 
 import precondattn as pa
+from precondattn.frameworks.jax import sharding
 from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_jax import layout as jax_layout
 from precondattn_jax.grouped_attention import GroupedAttention
 from tests.backends.portable.test_blocked_backends import compare
+from tests.conftest import compiled_for
 
 BLOCKS = {"one": 1, "two": 4 * 2 * 4 * 4 * 2, "all": 2**17}
 """`layout.GROUPED` for groups of one, two or all blocks of 4 tokens, 2 sequences and 4 heads."""
@@ -29,9 +31,14 @@ def inputs(m, t=30, s=30, n=2):
     return x | {"segment_ids": ids}
 
 
+def set_groups(monkeypatch, blocks):
+    monkeypatch.setattr(jax_layout, "GROUPED", BLOCKS[blocks])
+    monkeypatch.setattr(sharding, "compiled", compiled_for("small", blocks))
+
+
 @pytest.fixture(autouse=True)
 def two_blocks_in_a_group(small_blocks, monkeypatch):
-    monkeypatch.setattr(jax_layout, "GROUPED", BLOCKS["two"])
+    set_groups(monkeypatch, "two")
 
 
 @pytest.mark.parametrize("m", OPTIONS, ids=str)
@@ -41,7 +48,7 @@ def test_output_and_gradients_are_the_references(m):
 
 @pytest.mark.parametrize(("blocks", "shape"), [("one", (8, 1)), ("two", (4, 2)), ("all", (1, 8))])
 def test_any_number_of_blocks_in_a_group(blocks, shape, monkeypatch):
-    monkeypatch.setattr(jax_layout, "GROUPED", BLOCKS[blocks])
+    set_groups(monkeypatch, blocks)
     shapes = set()
     start = GroupedAttention.__init__
 

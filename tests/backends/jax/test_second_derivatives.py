@@ -13,9 +13,8 @@ from precondattn_conformance.inputs import CallLayout, make_inputs
 
 LAYOUT = CallLayout("several blocks", b=2, t=13, s=13, h=2, n=1, d=4, e=4)
 EACH_KIND = {
-    "lucid": "tiles and a triangular solve",
+    "lucid": "tiles and a triangular solve, as of deltaformer",
     "path": "transported scores",
-    "deltaformer": "a solve with the rows of a softmax",
     "symmetric_lucid_solve": "a symmetric solve",
     "gated_delta": "a recurrence in chunks",
     "mesa": "a solve in a loop that has a rule of its own",

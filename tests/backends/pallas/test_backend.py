@@ -31,6 +31,8 @@ ALSO = ("laser", "gla", "gsa", "kda", "gated_delta", "conditioned_query")
 """Mechanisms whose kernels take long to interpret: one dtype, and only some checks."""
 RUNS_BOTH = ("gsa", "kda")
 """Slow mechanisms, which run the kernels of GLA twice."""
+OF_FEWER = ("softmax", "softmax[window=3]", "lucid", "gated_delta", "ssd", *RUNS_BOTH)
+"""Mechanisms of fewer queries than keys; `test_calls.py` has LASER and the conditioned query."""
 GROUPS = (
     (TAKEN, ("float32", "bfloat16"), ()),
     (TAKEN[:1], ("float16",), ("outputs", "gradients", "stability")),
@@ -43,7 +45,7 @@ def chosen():
         for group in groups("smoke", "jax", dtypes, checks):
             if mechanism_of(group) in names:
                 yield group
-    yield from fewer_queries("jax", "float32", (*TAKEN, *ALSO, "softmax", "lucid", "ssd"))
+    yield from fewer_queries("jax", "float32", OF_FEWER)
 
 
 @pytest.mark.parametrize("group", [*thorough(slow_unless(lambda m: m not in RUNS_BOTH, chosen()))])

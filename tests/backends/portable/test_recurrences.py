@@ -19,8 +19,8 @@ from precondattn_portable import chunkwise_delta
 from precondattn_portable.arithmetic import IN_PLACE, STANDARD, InPlace
 from precondattn_portable.chunkwise import Chunkwise
 from precondattn_portable.few_tokens import FewTokens
-from precondattn_portable.one_token import OneToken
 from precondattn_portable.sizes import ON_ACCELERATOR, ON_CPU
+from precondattn_portable.stateful import OneToken
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 array_api_strict = pytest.importorskip("array_api_strict")

@@ -35,8 +35,14 @@ WITH_GRADIENT_IN_FLOAT16 = tuple(name for name in OF_ANY_WIDTH if name != "row_n
 OF_LONG_KERNELS = ("path", "path[window=3]", "gated_delta")
 """Mechanisms that are slow in half precision, which the tests of their kernels cover."""
 RECURRENCES = ("gated_delta", "ssd", "gla", "gsa", "kda", "conditioned_query", "ccq(gated_delta)")
-DTYPES = ("float32", "bfloat16", "float16")
-STATES = {"states": ((TWO_OF_33, "clustered"),)}
+IN_BFLOAT16 = (
+    *("lucid_solve[metric=transported]", "lucid[beta=true]", "softmax[bias=true]"),
+    *("unit_rows", "row_normalized"),
+)
+"""One mechanism of each kind of kernel: it has the operations of float16 in another dtype."""
+IN_AUTOCAST = ("lucid", "softmax[causal=false,window=3]", "unit_rows[detach=false]")
+"""The others whose calls under autocast Triton computes."""
+STATES = {"states": ((TWO_OF_33._replace(name="one_of_33", b=1), "clustered"),)}
 """Three chunks: only the second one has both an initial state and a gradient of its last one."""
 INTERPRET = "TRITON_INTERPRET"
 
@@ -48,10 +54,12 @@ INTERPRET = "TRITON_INTERPRET"
         *only(TAKEN.__contains__, groups("smoke", "torch", ("float32",))),
         *slow_unless(
             lambda mechanism: mechanism not in OF_LONG_KERNELS,
-            only(OF_ANY_WIDTH.__contains__, groups("smoke", "torch", DTYPES[1:])),
+            only(OF_ANY_WIDTH.__contains__, groups("smoke", "torch", ("float16",))),
         ),
         *only(("gla", "kda").__contains__, groups_of("torch", "float32", STATES)),
         *fewer_queries("torch", "float16", (*WITH_GRADIENT_IN_FLOAT16, *RECURRENCES)),
+        *only(IN_BFLOAT16.__contains__, groups("smoke", "torch", ("bfloat16",))),
+        *only(IN_AUTOCAST.__contains__, groups("smoke", "torch", ("bfloat16",), ("autocast",))),
     ],
 )
 def test_all_supported_mechanisms_conform(group):

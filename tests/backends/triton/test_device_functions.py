@@ -5,13 +5,29 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+import triton
+import triton.language as tl
 
 import precondattn as pa
 from precondattn_triton import unit_rows
 from precondattn_triton.backend import Triton
+from precondattn_triton.recurrence.channel_decay import between, sums_over
 from precondattn_triton.tiles import heads
-from tests.backends.triton import pieces
+from precondattn_triton.triangular_inverse import unit_lower_inverse
 from tests.backends.triton.tiles import error, small_tiles
+
+
+@triton.jit
+def inverse(strict, result, SIZE: tl.constexpr, LEVELS: tl.constexpr):
+    at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(result + at, unit_lower_inverse(tl.load(strict + at), SIZE, LEVELS, "ieee"))
+
+
+@triton.jit
+def gates_to_the_middle(g, result, level, SIZE: tl.constexpr):
+    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    sums = sums_over(between(i, j, level), tl.load(g + i * SIZE + j), True, "tf32")
+    tl.store(result + i * SIZE + j, sums)
 
 
 def drawn(*shape):
@@ -25,7 +41,7 @@ def test_an_inverse_of_32_tokens_is_accurate(noise):
     strict = torch.tril(2 * k @ k.T, -1)
     result = torch.full((32, 32), torch.nan)
     with small_tiles():
-        pieces.inverse[(1,)](strict, result, 32, 5)
+        inverse[(1,)](strict, result, 32, 5)
     system = torch.eye(32).double() + strict.double()
     # The bound of float32 rounding; the error within it depends on the CPU's order of summation.
     bound = torch.linalg.cond(system) * 2.0**-24
@@ -37,7 +53,7 @@ def test_a_sum_of_gates_has_the_digits_of_two_numbers_in_bfloat16(level):
     g = -torch.rand((16, 16), generator=torch.Generator().manual_seed(0))
     result = torch.full((16, 16), torch.nan)
     with small_tiles():
-        pieces.gates_to_the_middle[(1,)](g, result, level, 16)
+        gates_to_the_middle[(1,)](g, result, level, 16)
     blocks = g.double().reshape(-1, 2, 2**level, 16)
     first = blocks[:, 0].flip(1).cumsum(1).flip(1) - blocks[:, 0]
     expected = torch.stack((first, blocks[:, 1].cumsum(1)), 1).reshape(16, 16)

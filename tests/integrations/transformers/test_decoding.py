@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from precondattn.cache import Cache
 from precondattn.integrations.transformers import PrecondattnCache, static_cache
-from precondattn.integrations.transformers.drafts import DraftRecording
+from precondattn.integrations.transformers.cache import DraftRecording
 from precondattn.integrations.transformers.dynamic_cache import DynamicCacheLayer
 from tests.integrations.transformers.small_models import (
     cache_for,

@@ -6,6 +6,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import importlib
+import sys
+
+import pytest
 import torch
 import transformers
 from transformers import DynamicCache, StaticCache
@@ -310,3 +314,25 @@ ADVICE = {
 def test_a_refusal_says_what_to_do_instead(advice):
     with pytest.raises((TypeError, ValueError), match=re.escape(advice)):
         ADVICE[advice]()
+
+
+PACKAGE = "precondattn.integrations.transformers"
+
+
+def import_again(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith(PACKAGE)]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.import_module(PACKAGE)
+
+
+def test_a_name_that_has_moved_is_named(monkeypatch):
+    masks = importlib.import_module("transformers.masking_utils")
+    monkeypatch.delattr(masks, "and_masks")
+    with pytest.raises(ImportError, match="and_masks"):
+        import_again(monkeypatch)
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"precondattn\[transformers\]"):
+        import_again(monkeypatch)

@@ -25,7 +25,8 @@ of timm,
     channel_by_tokens
                     ChannelAttentionV2 of Florence-2, whose logits are divided by √N
 
-and of flash-linear-attention (`fla_layers.py`). Each has a file `NAME.npz`, all in float32:
+and of flash-linear-attention (`fla_layers.py`). `results.npz` has the entries of each as
+NAME/ENTRY, all in float32:
 
     x               (batch, time, width)
     out, cotangent  of the same shape
@@ -50,7 +51,7 @@ import torch
 
 # Transformers and timm are imported where they are used: pytest imports this file to collect it.
 
-HERE = Path(__file__).resolve().parent
+RESULTS = Path(__file__).with_name("results.npz")
 BATCH, TIME = 2, 11
 TIMES = {
     "nystromformer": 12,
@@ -254,7 +255,7 @@ def of_function(name, rng):
 
 
 def entries(width, parameters, call, rng, time):
-    """The entries of the file of one layer, without `versions`."""
+    """The entries of one layer, without `versions`."""
     x, cotangent = np.round(16 * rng.normal(size=(2, BATCH, time, width))) / 16
     x = torch.tensor(x, dtype=torch.float32, requires_grad=True)
     out = call(x)
@@ -267,12 +268,14 @@ def entries(width, parameters, call, rng, time):
 
 
 def main(names):
-    """Write the files of these layers, or of all."""
+    """Write the results of these layers, or of all."""
     import fla_layers
 
     torch.set_num_threads(1)
     packages = ("torch", "transformers", "timm", "fla-core")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    with np.load(RESULTS) as saved:
+        results = dict(saved)
     seeds = zip((*MODULES, *fla_layers.SHAPES), (*SEEDS, *OF_FUNCTIONS), strict=True)
     for name, seed in seeds:
         if names and name not in names:
@@ -280,7 +283,9 @@ def main(names):
         rng = np.random.default_rng(20270 + seed)
         of = of_module if name in MODULES else of_function
         arrays = entries(*of(name, rng), rng, TIMES.get(name, TIME))
-        np.savez_compressed(HERE / f"{name}.npz", versions=versions, **arrays)
+        arrays["versions"] = versions
+        results |= {f"{name}/{entry}": array for entry, array in arrays.items()}
+    np.savez_compressed(RESULTS, **results)
 
 
 if __name__ == "__main__":

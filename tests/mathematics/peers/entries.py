@@ -1,8 +1,19 @@
 """Random inputs that compress and meet the ends of every range, and the entries of one case."""
 
+from pathlib import Path
+
 import numpy as np
 
 # torch is imported where it is used: pytest imports this file to collect the tests.
+
+RESULTS = Path(__file__).with_name("results.npz")
+
+
+def saved_entries(name):
+    """The entries of a peer, as `make_fixtures.py` saved them."""
+    with np.load(RESULTS) as entries:
+        chosen = [entry for entry in entries if entry.startswith(f"{name}/")]
+        return {entry.removeprefix(f"{name}/"): entries[entry] for entry in chosen}
 
 
 def clustered(rng, shape, clusters=4, spread=0.4):

@@ -28,7 +28,7 @@ def path_inputs(rng, batch, time, query_heads, heads, gate, dim=16):
 
 
 def path_entries():
-    """Return the entries of path_fla.npz, without `versions`."""
+    """Return the entries of path_fla, without `versions`."""
     import torch
 
     naive_path_attn = references("path_attn").naive_path_attn
@@ -162,7 +162,7 @@ QKV = "q:normal:bthd k:keys:bthd v:normal:bthe"
 
 
 def linear_entries():
-    """Return the entries of linear_fla.npz, without `versions`."""
+    """Return the entries of linear_fla, without `versions`."""
 
     def normalized(x, initial):
         # The mass of the peer has an axis for time.
@@ -197,7 +197,7 @@ def linear_entries():
 
 
 def hgrn2_entries():
-    """Return the entries of hgrn2_fla.npz, without `versions`."""
+    """Return the entries of hgrn2_fla, without `versions`."""
 
     def hgrn2(x, initial):
         rows = x["q"], 1 - x["g"].exp(), x["v"], x["g"], initial["state"]
@@ -210,7 +210,7 @@ def hgrn2_entries():
 
 
 def delta_entries():
-    """Return the entries of delta_fla.npz, without `versions`."""
+    """Return the entries of delta_fla, without `versions`."""
     rng = np.random.default_rng(20263)
     x = drawn(rng, SIZES, "q:normal:bthd k:unit:bthd v:normal:bthe beta:betas:bth")
     gated, initial = x | drawn(rng, SIZES, "g:gates:bth"), drawn(rng, SIZES, STATE)
@@ -226,7 +226,7 @@ def delta_entries():
 
 
 def atk_entries():
-    """Return the entries of atk_fla.npz, without `versions`."""
+    """Return the entries of atk_fla, without `versions`."""
 
     def of(operation):
         naive = getattr(references(operation), f"naive_recurrent_{operation}")
@@ -254,7 +254,7 @@ def atk_entries():
 
 
 def gsa_entries():
-    """Return the entries of gsa_fla.npz, without `versions`."""
+    """Return the entries of gsa_fla, without `versions`."""
 
     def gsa(x, initial):
         first = initial["keys"], initial["values"]
@@ -272,7 +272,7 @@ def gsa_entries():
 
 
 def mesa_entries():
-    """Return the entries of mesa_fla.npz, without `versions`."""
+    """Return the entries of mesa_fla, without `versions`."""
 
     def mesa(x, initial):
         return references("mesa_net").naive_mesa_net_exact(**x)[0], {}
@@ -285,7 +285,7 @@ def mesa_entries():
 
 
 def deltaformer_entries():
-    """Return the entries of deltaformer_fla.npz, without `versions`."""
+    """Return the entries of deltaformer_fla, without `versions`."""
 
     def deltaformer(x, initial):
         return references("deltaformer").naive_deltaformer_attn(**x), {}

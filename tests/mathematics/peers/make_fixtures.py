@@ -1,6 +1,8 @@
 """Save results of public implementations, so that tests compare with them without installing them.
 
-`path_fla.npz`: flash-linear-attention's naive PaTH attention and its gradients, for three cases
+All are in `results.npz`, whose entries are called PEER/ENTRY. The peers:
+
+`path_fla`: flash-linear-attention's naive PaTH attention and its gradients, for three cases
 (the prefix of the entries): `gqa`, four chunks and two query heads for each key head; `odd`, a
 length that the chunk does not divide; `gate`, with a forget gate. float32, because the peer always
 computes in float32.
@@ -12,7 +14,7 @@ computes in float32.
     scale, chunk_size       scalars
     grad_q … grad_g         gradients of sum(out * cotangent), of the shapes of the inputs
 
-`differential_diffllama.npz`: the differential attention of Transformers' DiffLlama, under a causal
+`differential_diffllama`: the differential attention of Transformers' DiffLlama, under a causal
 mask, without rotation. float64, but the peer computes its softmax and exp(λ) in float32.
 
     q                       (batch, time, heads=8, dim=8), the output of q_proj; unscaled
@@ -23,33 +25,33 @@ mask, without rotation. float64, but the peer computes its softmax and exp(λ) i
     before_o_proj           (batch, time, 64), the input of o_proj: (1 − lambda_init) times the
                             group norm of `difference`, the pairs side by side
 
-Mechanisms with a state are in these files, by cases (the prefix of the entries), all in float32:
+Mechanisms with a state are these peers, by cases (the prefix of the entries), all in float32:
 
-`linear_fla.npz`: flash-linear-attention's naive references of linear attention (`linear`, and
+`linear_fla`: flash-linear-attention's naive references of linear attention (`linear`, and
 `normalized`, with a denominator), of `retention`, of `gla`, and of `simple` GLA.
-`rwkv6_fla.npz`: that of RWKV-6, `rwkv6`, without a scale.
-`hgrn2_fla.npz`: that of gated linear attention, with the keys of HGRN2's gates, `hgrn2`.
-`delta_fla.npz`: those of `delta`, the delta rule, and of the gated one, token by token
+`rwkv6_fla`: that of RWKV-6, `rwkv6`, without a scale.
+`hgrn2_fla`: that of gated linear attention, with the keys of HGRN2's gates, `hgrn2`.
+`delta_fla`: those of `delta`, the delta rule, and of the gated one, token by token
 (`recurrent`) and in chunks of 16 (`chunk`).
-`kda_fla.npz`: those of Kimi Delta Attention, with two value heads for each key head, token by token
+`kda_fla`: those of Kimi Delta Attention, with two value heads for each key head, token by token
 (`kda`) and in chunks of 16 (`kda_chunk`).
-`gdn2_fla.npz`: that of Gated DeltaNet 2, `gdn2`. b in [0, 2], w in [0, 1].
-`comba_fla.npz`: those of Comba, token by token (`comba`, which reads p in the decayed state) and in
+`gdn2_fla`: that of Gated DeltaNet 2, `gdn2`. b in [0, 2], w in [0, 1].
+`comba_fla`: those of Comba, token by token (`comba`, which reads p in the decayed state) and in
 chunks of 16 (`comba_chunk`, which reads it before, as its kernels do). beta in [0, 1].
-`dplr_fla.npz`: that of DPLR, `dplr`, with a and b of length 1 as the peer's alpha and beta.
-`delta_product_fla.npz`: that of the gated DeltaProduct, `delta_product`, with three steps a token,
+`dplr_fla`: that of DPLR, `dplr`, with a and b of length 1 as the peer's alpha and beta.
+`delta_product_fla`: that of the gated DeltaProduct, `delta_product`, with three steps a token,
 in the peer's layout: k, v and beta (batch, 3 time, heads, …).
-`atk_fla.npz`: those of the preconditioned delta rules, with two value heads for each key head in
+`atk_fla`: those of the preconditioned delta rules, with two value heads for each key head in
 `pgdn`, which normalises q and k itself, and with learnt centres in `pkda`. beta in [0, 1].
-`gsa_fla.npz`: that of gated slot attention, `gsa`, with two query heads for each key head.
-`mesa_fla.npz`: that of MesaNet with exact solves, `mesa`, without states. beta in [0, 1], lamb > 0.
-`mlstm_xlstm.npz`: the mLSTM of Transformers' xLSTM token by token, with the pre-activations f and i
+`gsa_fla`: that of gated slot attention, `gsa`, with two query heads for each key head.
+`mesa_fla`: that of MesaNet with exact solves, `mesa`, without states. beta in [0, 1], lamb > 0.
+`mlstm_xlstm`: the mLSTM of Transformers' xLSTM token by token, with the pre-activations f and i
 of its gates, from a state (`continued`), and from nothing (`fresh`: a maximum of −∞), where q and k
 are positive and some input gates are 6.
-`deltaformer_fla.npz`: that of DeltaFormer, `deltaformer`, which has no state. beta in [0, 1].
-`gated_delta_qwen3_next.npz`: the gated delta rule of Transformers' Qwen3-Next, `recurrent` and
+`deltaformer_fla`: that of DeltaFormer, `deltaformer`, which has no state. beta in [0, 1].
+`gated_delta_qwen3_next`: the gated delta rule of Transformers' Qwen3-Next, `recurrent` and
 `chunk`, with its L2 norm of queries and keys and two value heads for each key head.
-`ssd_mamba2.npz`: the chunked scan of Transformers' Mamba-2, with two groups of two heads, from
+`ssd_mamba2`: the chunked scan of Transformers' Mamba-2, with two groups of two heads, from
 nothing (`fresh`) and from a state (`continued`).
 
     q, k, v, g, u, beta, b, w, p, s, a, g_atk, beta_atk, log_atk_scale
@@ -76,28 +78,22 @@ All have `versions`, a string. To run it, in an environment of its own:
 
 import importlib.metadata
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from tests.mathematics.peers import fla_entries, other_entries
-
-HERE = Path(__file__).resolve().parent
-MAX_BYTES = 200_000
+from tests.mathematics.peers.entries import RESULTS
 
 
-def save(name, peer, entries):
-    """Write the entries beside this script, with the versions, and print what was written."""
-    used = (peer, "torch", "numpy")
+def named(name, package, entries):
+    """The entries of a peer by their names in the file, with the versions, which it prints."""
+    used = (package, "torch", "numpy")
     versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in used)
     assert all(np.isfinite(x).all() for x in entries.values()), f"{name}: not finite"
-    path = HERE / name
-    np.savez_compressed(path, **entries, versions=np.array(versions))
-    size = path.stat().st_size
-    print(f"{name}: {size} bytes, {versions}")
+    print(f"{name}: {versions}")
     for entry, x in entries.items():
         print(f"    {entry:32} {x.dtype!s:8} {x.shape}")
-    assert size < MAX_BYTES, "file too large"
+    return {f"{name}/{entry}": x for entry, x in entries.items()} | {f"{name}/versions": versions}
 
 
 RECURRENCES = {
@@ -129,22 +125,29 @@ RECURRENCES = {
     ),
     "gsa_fla": (fla_entries.gsa_entries, {"gsa": "gsa"}),
 }
-"""Files of flash-linear-attention's recurrences, and the mechanism of each case, which the tests
+"""Peers of flash-linear-attention's recurrences, and the mechanism of each case, which the tests
 compare with it."""
 
 
 def main():
-    """Write all files."""
-    save("path_fla.npz", "fla-core", fla_entries.path_entries())
-    save("differential_diffllama.npz", "transformers", other_entries.differential_entries())
-    for file, (entries, _) in RECURRENCES.items():
-        save(f"{file}.npz", "fla-core", entries())
-    save("delta_product_fla.npz", "fla-core", fla_entries.simple_entries("delta_product"))
-    save("mesa_fla.npz", "fla-core", fla_entries.mesa_entries())
-    save("deltaformer_fla.npz", "fla-core", fla_entries.deltaformer_entries())
-    save("mlstm_xlstm.npz", "transformers", other_entries.mlstm_entries())
-    save("gated_delta_qwen3_next.npz", "transformers", other_entries.qwen3_next_entries())
-    save("ssd_mamba2.npz", "transformers", other_entries.mamba2_entries())
+    """Write the file."""
+    fla, transformers = "fla-core", "transformers"
+    simple = fla_entries.simple_entries
+    peers = (
+        ("path_fla", fla, fla_entries.path_entries),
+        ("differential_diffllama", transformers, other_entries.differential_entries),
+        *((name, fla, entries) for name, (entries, _) in RECURRENCES.items()),
+        ("delta_product_fla", fla, partial(simple, "delta_product")),
+        ("mesa_fla", fla, fla_entries.mesa_entries),
+        ("deltaformer_fla", fla, fla_entries.deltaformer_entries),
+        ("mlstm_xlstm", transformers, other_entries.mlstm_entries),
+        ("gated_delta_qwen3_next", transformers, other_entries.qwen3_next_entries),
+        ("ssd_mamba2", transformers, other_entries.mamba2_entries),
+    )
+    results = {}
+    for name, package, entries in peers:
+        results |= named(name, package, entries())
+    np.savez_compressed(RESULTS, **results)
 
 
 if __name__ == "__main__":

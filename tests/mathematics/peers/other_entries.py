@@ -8,7 +8,7 @@ from tests.mathematics.peers.entries import clustered, drawn, of_cases, stateful
 
 
 def differential_entries():
-    """Return the entries of differential_diffllama.npz, without `versions`."""
+    """Return the entries of differential_diffllama, without `versions`."""
     import torch
     from transformers import DiffLlamaConfig
     from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
@@ -62,7 +62,7 @@ def differential_entries():
 
 
 def mlstm_entries():
-    """Return the entries of mlstm_xlstm.npz, without `versions`."""
+    """Return the entries of mlstm_xlstm, without `versions`."""
     import torch
     from transformers.models.xlstm.modeling_xlstm import mlstm_recurrent_sequence_native
 
@@ -103,7 +103,7 @@ def mlstm_entries():
 
 
 def qwen3_next_entries():
-    """Return the entries of gated_delta_qwen3_next.npz, without `versions`."""
+    """Return the entries of gated_delta_qwen3_next, without `versions`."""
     from transformers.models.qwen3_next import modeling_qwen3_next as peer
 
     def of(function, **how):
@@ -140,7 +140,7 @@ def qwen3_next_entries():
 
 
 def mamba2_entries():
-    """Return the entries of ssd_mamba2.npz, without `versions`."""
+    """Return the entries of ssd_mamba2, without `versions`."""
     from transformers.models.mamba2 import modeling_mamba2 as peer
 
     limits = (0.125, 1.75)

@@ -1,6 +1,5 @@
 """Faults written by hand, because no operator makes them: one idea in each file."""
 
-from precondattn_conformance.faults.fault import Fault
 from precondattn_conformance.faults.written_by_hand import (
     attention,
     frameworks,
@@ -9,9 +8,4 @@ from precondattn_conformance.faults.written_by_hand import (
     states,
 )
 
-MODULES = (attention, states, masks, shapes, frameworks)
-
-
-def faults() -> list[Fault]:
-    """All faults in these modules."""
-    return [fault for module in MODULES for fault in module.faults()]
+FAULTS = (*attention.FAULTS, *states.FAULTS, *masks.FAULTS, *shapes.FAULTS, *frameworks.FAULTS)

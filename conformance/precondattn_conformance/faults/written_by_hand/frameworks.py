@@ -15,41 +15,17 @@ from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
     Change,
-    Fault,
     Function,
     MethodCall,
     MethodResult,
     Truth,
     inside,
+    written,
 )
-from precondattn_conformance.faults.written_by_hand.written import written
 
 BOTH = (FORWARD, BACKWARD)
 SECONDS = 0.02
 """Seconds between writing to memory that calls share and reading it."""
-
-
-def faults() -> list[Fault]:
-    """All faults in this file."""
-    return [
-        written(mechanism, stages, detail, change, carrier="autograd", library="torch")
-        for mechanism, stages, detail, change in (
-            ("linear", BOTH, "the state in bfloat16", _in_calls("bfloat16", _rounded_state)),
-            (
-                "softmax",
-                BOTH,
-                "the logits before the maximum is subtracted in float16",
-                _in_calls("float16", _rounded_argument(softmax, "log_softmax")),
-            ),
-            (
-                "rms_norm",
-                BOTH,
-                "squares in float16",
-                _in_calls("float16", _rounded_argument(rms_norm, "row_sum")),
-            ),
-            ("softmax", FORWARD, "inputs in memory that calls share", _through_shared_memory),
-        )
-    ]
 
 
 def _in_calls(dtype: str, change: Change) -> Change:
@@ -89,3 +65,24 @@ def _through_shared_memory(truth: Truth, call: MethodCall) -> MethodResult:
     _shared["call"] = call
     time.sleep(SECONDS)
     return truth(_shared["call"])
+
+
+FAULTS = [
+    written(mechanism, stages, detail, change, carrier="autograd", library="torch")
+    for mechanism, stages, detail, change in (
+        ("linear", BOTH, "the state in bfloat16", _in_calls("bfloat16", _rounded_state)),
+        (
+            "softmax",
+            BOTH,
+            "the logits before the maximum is subtracted in float16",
+            _in_calls("float16", _rounded_argument(softmax, "log_softmax")),
+        ),
+        (
+            "rms_norm",
+            BOTH,
+            "squares in float16",
+            _in_calls("float16", _rounded_argument(rms_norm, "row_sum")),
+        ),
+        ("softmax", FORWARD, "inputs in memory that calls share", _through_shared_memory),
+    )
+]

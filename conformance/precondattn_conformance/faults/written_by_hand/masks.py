@@ -7,41 +7,19 @@ for the whole block.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
-    Fault,
     MethodCall,
     with_call,
+    written,
 )
-from precondattn_conformance.faults.written_by_hand.written import written
 
 BOTH = (FORWARD, BACKWARD)
 BLOCK = 16
-
-
-def faults() -> list[Fault]:
-    """All faults in this file."""
-    return [
-        written(
-            "softmax", BOTH, "the key mask of the first 64 keys only", with_call(_first_64_keys)
-        ),
-        written("lucid_solve", FORWARD, "lengths, and so no key mask", with_call(_lengths_alone)),
-        written(
-            "gla", BOTH, "a segment cut after 128 tokens", with_call(_with_segments(_cut_after_128))
-        ),
-        written(
-            "gla",
-            FORWARD,
-            "no segment begins at a block's edge",
-            with_call(_with_segments(_merged_at_edges)),
-        ),
-        written("softmax", BOTH, "queries at most 16 keys after the first", with_call(_near)),
-    ]
 
 
 def _first_64_keys(call: MethodCall) -> MethodCall:
@@ -49,27 +27,22 @@ def _first_64_keys(call: MethodCall) -> MethodCall:
         return call
     valid = np.array(call.frame.k_valid)
     valid[:, 64:] = True
-    return replace(call, frame=call.frame.replaced(k_valid=valid))
+    return call.with_frame(k_valid=valid)
 
 
 def _lengths_alone(call: MethodCall) -> MethodCall:
     q_valid, k_valid = call.frame.q_valid, call.frame.k_valid
     if q_valid is None or k_valid is None or q_valid.shape != k_valid.shape:
         return call
-    return replace(call, frame=call.frame.replaced(k_valid=np.array(q_valid)))
+    return call.with_frame(k_valid=np.array(q_valid))
 
 
 def _with_segments(
     change: Callable[[np.ndarray], np.ndarray],
 ) -> Callable[[MethodCall], MethodCall]:
     def changed(call: MethodCall) -> MethodCall:
-        frame = call.frame
-        if frame.k_segment is None:
-            return call
-        ids = change(np.asarray(frame.k_segment))
-        t = frame.q_position.shape[1]
-        other = frame.replaced(k_segment=ids, q_segment=ids[:, ids.shape[1] - t :])
-        return replace(call, frame=other)
+        ids = call.frame.k_segment
+        return call if ids is None else call.with_segments(change(np.asarray(ids)))
 
     return changed
 
@@ -98,4 +71,20 @@ def _near(call: MethodCall) -> MethodCall:
     frame = call.frame
     missing = frame.k_position.shape[1] - frame.q_position.shape[1]
     moved = frame.q_position - missing + min(missing, 16)
-    return replace(call, frame=frame.replaced(q_position=moved))
+    return call.with_frame(q_position=moved)
+
+
+FAULTS = [
+    written("softmax", BOTH, "the key mask of the first 64 keys only", with_call(_first_64_keys)),
+    written("lucid_solve", FORWARD, "lengths, and so no key mask", with_call(_lengths_alone)),
+    written(
+        "gla", BOTH, "a segment cut after 128 tokens", with_call(_with_segments(_cut_after_128))
+    ),
+    written(
+        "gla",
+        FORWARD,
+        "no segment begins at a block's edge",
+        with_call(_with_segments(_merged_at_edges)),
+    ),
+    written("softmax", BOTH, "queries at most 16 keys after the first", with_call(_near)),
+]

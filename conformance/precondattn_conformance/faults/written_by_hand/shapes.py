@@ -14,29 +14,12 @@ from precondattn.arrays import Array
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
-    Fault,
     MethodCall,
     MethodResult,
     Truth,
     with_call,
+    written,
 )
-from precondattn_conformance.faults.written_by_hand.written import written
-
-
-def faults() -> list[Fault]:
-    """All faults in this file."""
-    return [
-        written("gated_delta", FORWARD, "only d columns of wider values", _only_d_columns),
-        written("linear", FORWARD, "no column of values from 128 on", _only_128_columns),
-        written("path", FORWARD, "zeros after the first of an expanded axis", with_call(_dense)),
-        written("gla", BACKWARD, "gradients summed over expanded axes", _summed),
-        written(
-            "softmax",
-            (FORWARD, BACKWARD),
-            "the output of the last forward of these shapes",
-            _SharedWorkspace(),
-        ),
-    ]
 
 
 def _only_d_columns(truth: Truth, call: MethodCall) -> MethodResult:
@@ -92,3 +75,17 @@ class _SharedWorkspace:
             self.outputs[_shapes(call)] = result.out
             return result
         return truth(replace(call, out=self.outputs.get(_shapes(call), call.out)))
+
+
+FAULTS = [
+    written("gated_delta", FORWARD, "only d columns of wider values", _only_d_columns),
+    written("linear", FORWARD, "no column of values from 128 on", _only_128_columns),
+    written("path", FORWARD, "zeros after the first of an expanded axis", with_call(_dense)),
+    written("gla", BACKWARD, "gradients summed over expanded axes", _summed),
+    written(
+        "softmax",
+        (FORWARD, BACKWARD),
+        "the output of the last forward of these shapes",
+        _SharedWorkspace(),
+    ),
+]

@@ -12,57 +12,18 @@ from precondattn_conformance.faults.fault import (
     FORWARD,
     STEP,
     STEP_BACKWARD,
-    Fault,
     Function,
     MethodCall,
     MethodResult,
     Truth,
     inside,
     with_call,
+    written,
 )
-from precondattn_conformance.faults.written_by_hand.written import written
 from precondattn_portable import chunkwise
 
 BLOCK = 16
 RUN = (FORWARD, STEP)
-
-
-def faults() -> list[Fault]:
-    """All faults in this file."""
-    return [
-        written(
-            "linear",
-            RUN,
-            "the state not carried from a group of chunks to the next",
-            inside(chunkwise, "_read", _without_last_states),
-            carrier="blocks",
-        ),
-        written("linear", FORWARD, "a state of the last 1024 tokens", with_call(_restarted)),
-        written("retention", STEP, "a sequence without new tokens decays", with_call(_one_token)),
-        written(
-            "gla",
-            STEP_BACKWARD,
-            "no gradient of the first state after whole blocks",
-            _only_of_part_blocks,
-        ),
-        written(
-            "path[flush=2]", STEP, "the pending reflections kept after the flush", _pending_kept
-        ),
-        written("softmax", STEP, "positions of the longest sequence", with_call(_as_longest)),
-        written(
-            "lucid_solve",
-            STEP,
-            "a cache that ends at a block's edge without its last block",
-            with_call(_without_last_block),
-        ),
-        written(
-            "softmax",
-            STEP,
-            "rows of key kept since the last step of the same sequences",
-            _Remembering("key"),
-            operator="memory of a cache",
-        ),
-    ]
 
 
 def _without_last_states(true: Function) -> Function:
@@ -78,9 +39,7 @@ def _restarted(call: MethodCall) -> MethodCall:
     frame = call.frame
     position = np.broadcast_to(frame.k_position, (len(call.inputs["k"]), frame.k_position.shape[1]))
     ids = position // 1024 + (0 if frame.k_segment is None else 2 * np.asarray(frame.k_segment))
-    t = frame.q_position.shape[1]
-    changed = frame.replaced(k_segment=ids, q_segment=ids[:, ids.shape[1] - t :])
-    return replace(call, frame=changed)
+    return call.with_segments(ids)
 
 
 def _one_token(call: MethodCall) -> MethodCall:
@@ -92,7 +51,7 @@ def _one_token(call: MethodCall) -> MethodCall:
     is_empty = ~q_valid.any(axis=1)
     q_valid[is_empty, 0] = True
     k_valid[is_empty, call.frame.k_position.shape[1] - frame.q_position.shape[1]] = True
-    return replace(call, frame=frame.replaced(q_valid=q_valid, k_valid=k_valid))
+    return call.with_frame(q_valid=q_valid, k_valid=k_valid)
 
 
 def _only_of_part_blocks(truth: Truth, call: MethodCall) -> MethodResult:
@@ -115,7 +74,7 @@ def _pending_kept(truth: Truth, call: MethodCall) -> MethodResult:
 def _as_longest(call: MethodCall) -> MethodCall:
     position = np.array(call.frame.q_position)
     position[...] = np.max(position, axis=0, keepdims=True)
-    return replace(call, frame=call.frame.replaced(q_position=position))
+    return call.with_frame(q_position=position)
 
 
 def _without_last_block(call: MethodCall) -> MethodCall:
@@ -125,7 +84,7 @@ def _without_last_block(call: MethodCall) -> MethodCall:
     valid = np.array(frame.k_valid)
     is_last = np.arange(slots) >= lengths - BLOCK
     valid[:, :slots] &= ~(is_last & (lengths % BLOCK == 0))
-    return replace(call, frame=frame.replaced(k_valid=valid))
+    return call.with_frame(k_valid=valid)
 
 
 class _Remembering:
@@ -147,3 +106,37 @@ class _Remembering:
         mixed = buffer.copy()
         mixed[:sequences, :rows] = stale[:sequences, :rows]
         return truth(replace(call, past={**call.past, self.name: mixed}))
+
+
+FAULTS = [
+    written(
+        "linear",
+        RUN,
+        "the state not carried from a group of chunks to the next",
+        inside(chunkwise, "_read", _without_last_states),
+        carrier="blocks",
+    ),
+    written("linear", FORWARD, "a state of the last 1024 tokens", with_call(_restarted)),
+    written("retention", STEP, "a sequence without new tokens decays", with_call(_one_token)),
+    written(
+        "gla",
+        STEP_BACKWARD,
+        "no gradient of the first state after whole blocks",
+        _only_of_part_blocks,
+    ),
+    written("path[flush=2]", STEP, "the pending reflections kept after the flush", _pending_kept),
+    written("softmax", STEP, "positions of the longest sequence", with_call(_as_longest)),
+    written(
+        "lucid_solve",
+        STEP,
+        "a cache that ends at a block's edge without its last block",
+        with_call(_without_last_block),
+    ),
+    written(
+        "softmax",
+        STEP,
+        "rows of key kept since the last step of the same sequences",
+        _Remembering("key"),
+        operator="memory of a cache",
+    ),
+]

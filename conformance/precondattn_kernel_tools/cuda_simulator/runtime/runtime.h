@@ -142,10 +142,6 @@ Region* find_region(const char* address);
 bool is_of_module(const char* address);
 uint32_t code_of(const void* address);
 
-// fences.cpp
-int block_number(const Access& access);     // In the order in which they run.
-bool is_handed_over(const Access& access);  // From another block to this thread.
-
 // races.cpp
 void note(Region& region, const char* address, size_t bytes, bool is_write, bool is_atomic,
           uint32_t code);

@@ -1,7 +1,7 @@
 """`PrecondattnCache`: the caches of all layers, as a cache of Transformers.
 
 A layer's `precondattn.Cache` counts the valid tokens of each sequence. Transformers counts columns,
-those of padding too: the length that it sees, `seen`, is the same for all sequences.
+those of padding too: the length that it sees is the same for all sequences.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from typing import NoReturn, cast
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache as HFCache
-from transformers.cache_utils import CacheLayerMixin
 
 from precondattn.cache import Cache
 from precondattn.cache.kept import without_kept, without_way_back
 from precondattn.given import Given, at_least
-from precondattn.integrations.transformers.drafts import DraftRecording, Extend, RecordedCall
+from precondattn.integrations.transformers.cache import (
+    DraftRecording,
+    Extend,
+    GrowingLayer,
+    RecordedCall,
+)
 from precondattn.integrations.transformers.rollback import undone_if_failed
 from precondattn.layers.torch import Attention
 
@@ -25,27 +29,18 @@ ROOM = 32
 """The additional tokens for which a new cache has room."""
 
 
-class LayerCache(CacheLayerMixin):
+class LayerCache(GrowingLayer):
     """The cache of one layer, which grows as needed unless it has a fixed capacity."""
-
-    is_compileable = False
-    supports_early_init = False
-    is_sliding = False
 
     def __init__(self, capacity: int | None = None) -> None:
         super().__init__()
         self.capacity = capacity
-        self.cache: Cache | None = None
-        self.seen = 0
-        """The number of columns, including padding."""
-        self.recording: DraftRecording | None = None
-        """The recorded calls that `crop` may undo; None before `activate_past_recording`."""
         self.kept = 0
         """The number of last columns for which the cache has the states before them."""
 
     def room_for(self, attention: Attention, batch: int, count: int) -> Cache:
         """The layer's cache, with room for `count` more tokens of `batch` sequences."""
-        needed = self.seen + count
+        needed = self.tokens + count
         if self.cache is None:
             return attention.init_cache(batch, self.capacity or needed + ROOM)
         if self.cache.length.shape[0] != batch:
@@ -62,7 +57,7 @@ class LayerCache(CacheLayerMixin):
         """Whether the cache before a call is kept, so that the call must not write to it."""
         if self.recording is None or cache.can_crop:
             return False
-        self.recording.append(RecordedCall(cache, self.seen, extend))
+        self.recording.append(RecordedCall(cache, self.tokens, extend))
         return True
 
     def drafts(self, cache: Cache, count: int) -> int:
@@ -73,7 +68,7 @@ class LayerCache(CacheLayerMixin):
     def hold(self, cache: Cache, count: int, kept: int) -> None:
         """Keep the cache after `count` more columns, with the states before the last `kept`."""
         self.cache, self.kept = cache, kept
-        self.seen += count
+        self.tokens += count
         self.is_initialized = True
 
     @property
@@ -81,35 +76,26 @@ class LayerCache(CacheLayerMixin):
         """Whether tokens can be removed without a recording; unknown, and so False, if empty."""
         return self.cache is not None and self.cache.can_crop
 
-    def activate_past_recording(self) -> None:
-        self.recording = self.recording or DraftRecording()
-
     def crop(self, left: int, lengths: Given) -> None:
         """Keep `left` columns, which are `lengths` valid tokens of each sequence."""
-        if self.is_croppable or self.seen - left <= self.kept:
+        if self.is_croppable or self.tokens - left <= self.kept:
             self.cache = cast(Cache, self.cache).crop(lengths)
         else:
             self.cache = cast(DraftRecording, self.recording).before(left)
-        self.seen = left
+        self.tokens = left
 
     def can_go_back_to(self, left: int) -> bool:
         """Whether `crop` can keep `left` columns."""
-        if self.is_croppable or self.seen - left <= self.kept:
+        if self.is_croppable or self.tokens - left <= self.kept:
             return True
         return any(call.seen <= left for call in self.recording or ())
-
-    def get_seq_length(self) -> int:
-        return self.seen
 
     def get_max_length(self) -> int:
         return -1 if self.capacity is None else self.capacity
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
-
     def reset(self) -> None:
-        self.forget()
-        self.cache, self.seen, self.is_initialized = None, 0, False
+        super().reset()
+        self.kept = 0
 
     def forget(self) -> None:
         """Drop the recorded calls and the kept states."""
@@ -120,19 +106,9 @@ class LayerCache(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.forget()
-        if self.cache is not None:
-            self.cache = self.cache.reorder(beam_idx.to(self.cache.length.device))
-
-    def lazy_initialization(self, *args: Given) -> NoReturn:
-        self._refuse()
+        super().reorder_cache(beam_idx)
 
     def update(self, *args: Given, **kwargs: Given) -> NoReturn:
-        self._refuse()
-
-    def offload(self) -> NoReturn:
-        raise TypeError("PrecondattnCache can not be offloaded")
-
-    def _refuse(self) -> NoReturn:
         raise TypeError(
             "PrecondattnCache is filled by PrecondattnForCausalLM only; another model has a cache "
             "of its own"

@@ -12,8 +12,8 @@ from precondattn.integrations.transformers.model.layer_arguments import (
     attention_arguments,
     check_layers,
     mechanism_text,
+    to_json,
 )
-from precondattn.integrations.transformers.model.recipes import to_json
 
 LAYERS = 6
 OF_OTHERS = ("sliding_window", "rope_theta", "use_rope", "use_short_conv", "conv_size", "qk_norm")

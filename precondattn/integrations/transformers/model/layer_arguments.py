@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 
 from precondattn.algebra.mechanism import Mechanism, parse
 from precondattn.algebra.text import not_a_mechanism
 from precondattn.given import Given
-from precondattn.integrations.transformers.model.recipes import from_json, to_json
-from precondattn.json_types import JsonObject
+from precondattn.json_types import Json, JsonObject
+from precondattn.layers import recipes
 from precondattn.layers.decoder import check_mlp
 from precondattn.layers.plan import plan_for
+from precondattn.layers.recipe import Recipe
 from precondattn.layers.sizes import LayerSizes
 
 DEFAULT = "softmax"
@@ -23,6 +25,14 @@ SIZES = {
 }
 """The name in a configuration of each size of `Attention` that may be None."""
 ARGUMENTS = ("heads", *SIZES, "recipes")
+NAME = "recipe"
+RECIPES: dict[str, type[Recipe]] = {
+    name: value
+    for name, value in vars(recipes).items()
+    if isinstance(value, type) and issubclass(value, Recipe)
+}
+"""The recipes that a configuration can name, in JSON `{"recipe": "Rotary", "theta": 500000.0}`.
+Files can not name other code."""
 
 
 def mechanism_text(mechanism: Given) -> str:
@@ -86,7 +96,9 @@ def layer_arguments(config: Given) -> list[JsonObject]:
     arguments = []
     for depth, mechanism in enumerate(types):
         of_layer = {**shared, **(config.attention_arguments or {}).get(mechanism, {})}
-        of_layer["recipes"] = from_json(of_layer["recipes"])
+        if of_layer["recipes"] is not None:
+            described = of_layer["recipes"].items()
+            of_layer["recipes"] = {name: _recipe_of(name, each) for name, each in described}
         arguments.append({**of_layer, "mechanism": mechanism, "depth": depth})
     return arguments
 
@@ -97,3 +109,44 @@ def check_layers(config: Given) -> None:
     for arguments in layer_arguments(config):
         sizes = LayerSizes(config.hidden_size, **{n: arguments[n] for n in ("heads", *SIZES)})
         plan_for(arguments["mechanism"], sizes, arguments["recipes"])
+
+
+def to_json(by_input: Given) -> dict[str, JsonObject] | None:
+    """Recipes by input, each a `Recipe` or already JSON, as JSON."""
+    if by_input is None:
+        return None
+    if not isinstance(by_input, Mapping):
+        raise TypeError(f"recipes must be a dict by the names of inputs; found {by_input!r}")
+    return {name: _json_of(name, recipe) for name, recipe in by_input.items()}
+
+
+def _json_of(name: str, recipe: Given) -> JsonObject:
+    if isinstance(recipe, Mapping):
+        recipe = _recipe_of(name, recipe)
+    kind = type(recipe)
+    if RECIPES.get(kind.__name__) is not kind:
+        raise TypeError(
+            f"recipes: that of {name} must be one of precondattn.layers.recipes, which a "
+            f"configuration can store; found {recipe!r}"
+        )
+    return {NAME: kind.__name__, **asdict(recipe)}
+
+
+def _recipe_of(name: str, described: Mapping[str, Json]) -> Recipe:
+    if not isinstance(described, Mapping):
+        raise TypeError(f"recipes: that of {name} must be a dict; found {described!r}")
+    options = dict(described)
+    kind = options.pop(NAME, None)
+    if kind not in RECIPES:
+        raise ValueError(
+            f"recipes: that of {name} must have {NAME!r}, one of {', '.join(RECIPES)}; found "
+            f"{kind!r}"
+        )
+    made = RECIPES[kind]
+    accepted = [field.name for field in fields(made)]  # type: ignore[arg-type]
+    unknown = [option for option in options if option not in accepted]
+    if unknown:
+        raise ValueError(
+            f"recipes: {kind} has no option {unknown[0]!r}; it has {', '.join(accepted) or 'none'}"
+        )
+    return made(**options)
