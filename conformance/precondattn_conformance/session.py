@@ -53,6 +53,8 @@ class Session:
     """The number of devices, if the run consists of cases with divided sequences."""
     source: Source | None = None
     """The source of the backend under test, if it is not installed."""
+    inside: str | None = None
+    """A context manager for the calls in the processes, as "module:function"."""
 
     @property
     def seconds(self) -> float:
@@ -225,7 +227,12 @@ class Session:
         backend = self.backend or None
         if self.devices is not None:
             for outcome in run_divided(
-                not_skipped, self.devices, backend, timeout=self.timeout, started=started
+                not_skipped,
+                self.devices,
+                backend,
+                timeout=self.timeout,
+                inside=self.inside,
+                started=started,
             ):
                 yield expectations.judged(outcome)
             return

@@ -90,6 +90,10 @@ def conformance(
     self_test: Annotated[
         bool, typer.Option("--self-test", help="plant faults, and check that the suite finds them")
     ] = False,
+    inside: Annotated[
+        str | None,
+        typer.Option(help="with --devices: a context manager for all cases, module:function"),
+    ] = None,
 ) -> None:
     """Compare backends with the oracle, by every check on every mechanism; report the errors."""
     with reported():
@@ -133,7 +137,10 @@ def conformance(
             jobs=jobs,
             devices=devices,
             source=source,
+            inside=inside,
         )
+        if inside is not None and devices is None:
+            raise ValueError("--inside needs --devices")
         raise typer.Exit(run(session, console, record=record, html=html, junit=junit))
 
 

@@ -138,6 +138,8 @@ def test_the_id_of_a_case_replays_it():
         (("--devices", "2", "--check", "outputs"), "no layout of divided sequences; there are"),
         (("--devices", "2", "--jobs", "2"), "--jobs does not go with --devices"),
         (("--devices", "2", "--device", "cuda"), "--device does not go with --devices"),
+        (("--devices", "2", "--inside", "math:gone"), "--inside: expected the name of a context"),
+        (("--inside", "math:gone"), "--inside needs --devices"),
         (("--devices", "2", "--level", "most"), "level must be one of smoke, full, stress"),
     ],
 )

@@ -22,7 +22,12 @@ from pathlib import Path
 
 from precondattn_conformance.checks.check import Backend
 from precondattn_conformance.division import jax_worker, torch_worker
-from precondattn_conformance.division.replies import PartOfCall, ProcessStart, Reply
+from precondattn_conformance.division.replies import (
+    PartOfCall,
+    ProcessStart,
+    Reply,
+    context_manager,
+)
 from precondattn_conformance.isolation import cause
 from precondattn_conformance.process_settings import shared_by
 from precondattn_conformance.status import FAILED
@@ -54,9 +59,12 @@ class LibraryProcesses:
         library: str,
         backend: Backend = None,
         timeout: float | None = None,
+        inside: str | None = None,
     ) -> None:
+        if inside is not None:
+            context_manager(inside)  # An error in this name is raised for the whole run.
         self.devices, self.library, self.backend = devices, library, backend
-        self.timeout = timeout or TIMEOUTS[library]
+        self.timeout, self.inside = timeout or TIMEOUTS[library], inside
         self.count = devices if library == "torch" else 1
         self.started: list[tuple[BaseProcess, Connection]] = []
         self.folder: tempfile.TemporaryDirectory[str] | None = None
@@ -135,7 +143,9 @@ class LibraryProcesses:
             for rank in range(self.count):
                 connection, theirs = context.Pipe()
                 traces = str(self._trace_of(rank))
-                start = ProcessStart(rank, self.devices, store, self.backend, self.timeout, traces)
+                start = ProcessStart(
+                    rank, self.devices, store, self.backend, self.timeout, traces, self.inside
+                )
                 process = context.Process(
                     target=WORKERS[self.library].serve, args=(theirs, start), daemon=True
                 )

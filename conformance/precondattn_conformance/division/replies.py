@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import signal
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection
 from typing import IO, NamedTuple
 
@@ -33,6 +35,8 @@ class ProcessStart(NamedTuple):
     timeout: float
     traces: str
     """The file for its traceback, if it hangs or crashes"""
+    inside: str | None
+    """A context manager for all calls, as "module:function\""""
 
 
 class PartOfCall(NamedTuple):
@@ -56,6 +60,26 @@ class Reply(NamedTuple):
     gradients: Arrays | None = None
 
 
+def context_manager(text: str) -> Callable[[], AbstractContextManager[object]]:
+    """The context manager with the name "package.module:function".
+
+    Raises
+    ------
+    ValueError
+        if it does not exist.
+    """
+    module, _, name = text.partition(":")
+    try:
+        found: Callable[[], AbstractContextManager[object]]
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"--inside: expected the name of a context manager, as my_tests.tiles:small_tiles; "
+            f"found {text!r}: {error}"
+        ) from None
+    return found
+
+
 def answer(
     connection: Connection,
     start: ProcessStart,
@@ -65,16 +89,17 @@ def answer(
     """The main loop of a process: receive its parts of a call, send their replies."""
     discover()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when to stop.
-    connection.send("started")
-    while True:
-        try:
-            parts = connection.recv()
-        except EOFError:
-            return
-        faulthandler.dump_traceback_later(max(start.timeout - BEFORE_KILLING, 0.1), file=traces)
-        replies = _tried(reply_to, parts)
-        faulthandler.cancel_dump_traceback_later()
-        connection.send(replies)
+    with context_manager(start.inside)() if start.inside else nullcontext():
+        connection.send("started")
+        while True:
+            try:
+                parts = connection.recv()
+            except EOFError:
+                return
+            faulthandler.dump_traceback_later(max(start.timeout - BEFORE_KILLING, 0.1), file=traces)
+            replies = _tried(reply_to, parts)
+            faulthandler.cancel_dump_traceback_later()
+            connection.send(replies)
 
 
 def _tried(

@@ -28,10 +28,13 @@ def run_divided(
     backend: Backend = None,
     *,
     timeout: float | None = None,
+    inside: str | None = None,
     started: Callable[[Case], object] = lambda case: None,
 ) -> Iterator[Outcome]:
     """Yield the outcomes as soon as each is known."""
-    of_library = {name: LibraryProcesses(devices, name, backend, timeout) for name in WORKERS}
+    of_library = {
+        name: LibraryProcesses(devices, name, backend, timeout, inside) for name in WORKERS
+    }
     try:
         for case in cases:
             started(case)

@@ -42,14 +42,20 @@ def counts_of(run: Callable[[], object], launches: Launches) -> CallCounts:
     import torch
 
     recorded = torch.ops.absent.operators
-    run()
+
+    def run_in_one_thread() -> None:
+        # Autograd's thread for a device would free arrays at no fixed moment, also as Python exits.
+        with torch.autograd.set_multithreading_enabled(False):
+            run()
+
+    run_in_one_thread()
     gc.collect()  # What an earlier call left behind is not freed during this one.
     before = launches.count
     torch.ops.absent.most_bytes()
     recorded(True)
     gc.disable()
     try:
-        run()
+        run_in_one_thread()
     finally:
         gc.enable()
         live_bytes = torch.ops.absent.most_bytes()
