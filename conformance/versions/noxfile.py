@@ -56,6 +56,8 @@ print(json.dumps({"python": platform.python_version(), "versions": found}))
 """
 
 BOTH_TIERS = ("-m=not slow",)
+FIRST_TIER = "--first-tier"
+"""The argument with which the session `numpy` leaves out the second tier, as in CI."""
 SMOKE = ("precondattn", "conformance", "--level", "smoke")
 COUNTS = re.compile(r"(\d+) passed, (\d+) failed, (\d+) unsupported")
 
@@ -79,7 +81,8 @@ def numpy(session: nox.Session, versions: str) -> None:
         "--noconftest",
     )
     tried.install("test")
-    tried.pytest("tests/core tests/mathematics", *BOTH_TIERS, "-n=auto", "--dist=loadfile")
+    tiers = () if FIRST_TIER in session.posargs else BOTH_TIERS
+    tried.pytest("tests/core tests/mathematics", *tiers, "-n=auto", "--dist=loadfile")
     tried.finish()
 
 
