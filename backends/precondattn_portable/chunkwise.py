@@ -99,12 +99,8 @@ class Chunkwise:
     def by_tokens(self, function: ByTokens, *arrays: Array, axis: int = 2) -> tuple[Array, ...]:
         """Apply a function to a few tokens at a time, so that its temporary results fit a cache."""
         t = arrays[0].shape[axis]
-        step = max(
-            t
-            * budget(self.ops.sizes.token_entries)
-            // max(math.prod(array.shape) for array in arrays),
-            1,
-        )
+        largest = max(math.prod(array.shape) for array in arrays)
+        step = max(t * budget(self.ops.sizes.token_entries) // largest, 1)
         results: tuple[Array, ...] = ()
         for i0, i1 in blocks(t, step):
             index = (*(slice(None),) * axis, slice(i0, i1))

@@ -63,22 +63,22 @@ def all_states(ops: Arithmetic, between: Array, added: Array, first: Array) -> A
     """
     count = between.shape[0]
     states = ops.empty((count + 1, *first.shape), first)
-    if count <= MOST_STEPS or count % 2:
-        joined = count - 1 if count > MOST_STEPS else 0
-        if joined:
-            steps = between[:joined, ...], added[:joined, ...]
-            states[: joined + 1, ...] = all_states(ops, *steps, first)
-        else:
-            states[0, ...] = first
-        states[joined + 1 :, ...] = added[joined:, ...]
-        for i in range(joined, count):
+    if count <= MOST_STEPS:
+        states[0, ...] = first
+        states[1:, ...] = added
+        for i in range(count):
             ops.add_product_at(states, (i + 1, ...), between[i, ...], states[i, ...])
         return states
-    (p, later_p), (a, later_a) = (_even_and_odd(ops, x) for x in (between, added))
+    paired = count - count % 2
+    pairs = (_even_and_odd(ops, x[:paired, ...]) for x in (between, added))
+    (p, later_p), (a, later_a) = pairs
     later_a = ops.add_product(later_a, later_p, a)
     even = all_states(ops, ops.product(later_p, p), later_a, first)
-    states[0::2, ...] = even
-    states[1::2, ...] = ops.add_product(a, p, even[:-1, ...])
+    states[0 : paired + 1 : 2, ...] = even
+    states[1:paired:2, ...] = ops.add_product(a, p, even[:-1, ...])
+    if paired < count:
+        states[count, ...] = added[paired, ...]
+        ops.add_product_at(states, (count, ...), between[paired, ...], states[paired, ...])
     return states
 
 

@@ -37,7 +37,7 @@ class LucidStepSizes(NamedTuple):
     width: int
     eps: float
     scale: float
-    """That of queries, and the next of keys, in units of log 2"""
+    """The factor of queries; `key_scale` is that of keys. Both are in units of log 2."""
     key_scale: float
     shift: float
 
