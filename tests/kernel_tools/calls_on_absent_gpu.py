@@ -19,6 +19,7 @@ from precondattn_kernel_tools.absent_device.absent_gpu import absent_gpu
 from precondattn_kernel_tools.absent_device.call_counts import counts_of
 from precondattn_triton.backend import Triton
 from precondattn_triton.target import compiling_for
+from tests.kernel_tools.launches_on_absent_gpu import inputs_of
 
 BACKENDS = ("triton", "torch")
 FORWARD, BOTH, STEP = "forward", "forward and backward", "step"
@@ -33,14 +34,6 @@ CALLS = [
 ]
 _OF_PATH = "lucid(path)", "lucid(path[flush=64])"
 STEPS = [(name, STEP, 8192) for name in ("laser", "gla", "ccq(gated_delta)", *_OF_PATH)]
-
-
-def inputs_of(name, tokens, device, **options):
-    """Zeros, for this number of queries and of keys."""
-    sizes = {"b": 1, "t": tokens, "s": tokens, **dict.fromkeys("hnu", 16), "d": 128, "e": 128}
-    options |= {"dtype": torch.bfloat16, "device": device}
-    patterns = pa.parse(name).inputs
-    return {name: torch.zeros(p.shape(sizes), **options) for name, p in patterns.items()}
 
 
 def ready(name, work, tokens, device):

@@ -42,15 +42,26 @@ def launches(mechanisms: Iterable[str], tokens: Iterable[int]) -> dict[str, list
     return found
 
 
+def inputs_of(
+    name: str, tokens: int, device: torch.device, *, requires_grad: bool = False
+) -> dict[str, torch.Tensor]:
+    """Zeros, for this number of queries and of keys."""
+    import torch
+
+    import precondattn as pa
+
+    sizes = {**SIZES, "t": tokens, "s": tokens}
+    options = {"dtype": torch.bfloat16, "device": device, "requires_grad": requires_grad}
+    return {key: torch.zeros(p.shape(sizes), **options) for key, p in pa.parse(name).inputs.items()}
+
+
 def _call(name: str, tokens: int, device: torch.device, *, gradient: bool) -> Callable[[], None]:
     """A function that calls a mechanism, with the same inputs each time."""
     import torch
 
     import precondattn as pa
 
-    mechanism, sizes = pa.parse(name), {**SIZES, "t": tokens, "s": tokens}
-    options = {"dtype": torch.bfloat16, "device": device, "requires_grad": gradient}
-    x = {key: torch.zeros(p.shape(sizes), **options) for key, p in mechanism.inputs.items()}
+    mechanism, x = pa.parse(name), inputs_of(name, tokens, device, requires_grad=gradient)
 
     def call() -> None:
         out = mechanism(**x)
